@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lockstep.masking import Unresolved, expanded, masked
 
 if TYPE_CHECKING:
-    from typing import Self  # Python 3.10 does not have it
+    from typing import Self  # Python 3.10 does not have typing.Self
 
 # Error codes with their meaning. If one code occurs for several keys or files, `Problem.where` distinguishes them.
 CODES = {
@@ -327,6 +327,5 @@ class Interrupted(Exception):
     """The user stopped the run. The current step was completed and saved."""
 
 
-# Exit code EX_TEMPFAIL of sysexits.h. It means that the run stalled or lost a process (`LostProcess`), so a retry can
-# help.
+# Exit code EX_TEMPFAIL of sysexits.h. The run stalled or lost a process (`LostProcess`), so a retry can help.
 STALLED = 75

@@ -73,12 +73,13 @@ def _end_run(message: str) -> None:
 
 
 LONGEST_WHY = 300
-# Time limit for importing a user file. It is long, because the file may import torch from a slow disk.
+# Time limit for importing a user file. The limit is long, because the file may import torch from a slow disk.
 LOAD_SECONDS = 120.0
 
 # Callables passed from Python, keyed by their path in the recipe.
 _given: dict[str, Callable[..., Any]] = {}
-# Imported modules of user files, by path and modification time. So two functions of one file share its globals.
+# Imported modules of user files, by path and modification time. Two functions of one user file therefore share its
+# globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
 # User files that are being imported. If one imports another, the inner file comes last.
 _running: list[Path] = []
@@ -240,7 +241,9 @@ def get_function(module: ModuleType, name: str, call: Sequence[str], path: Path)
     function = getattr(module, name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}", code="invalid-function")
+        raise Unloadable(
+            f"has no {name}", f"the functions of the file are: {', '.join(names) or 'none'}", code="invalid-function"
+        )
     if not callable(function):
         raise Unloadable(
             f"{name} is a {type(function).__name__}, not a function",
@@ -309,7 +312,8 @@ def describe_error(error: BaseException, path: str) -> str:
 
 
 def source_line(error: BaseException, path: str) -> str:
-    """Returns the line number of an error in the user file, as text. Empty if the error occurred in other code."""
+    """Returns the line number of an error in the user file, as text, or an empty string if the error occurred in other
+    code."""
     frames = traceback.walk_tb(error.__traceback__)
     # Tracebacks name the user file by its relative or absolute path.
     lines = [line for frame, line in frames if frame.f_code.co_filename in (path, str(Path(path).absolute()))]

@@ -1,8 +1,8 @@
-"""The HTTP client of remote rewards and of serving engines. It limits the time and the size of every response.
+"""The HTTP client of remote rewards and of serving engines. The client limits the time and the size of every response.
 
-It uses the HTTP package that huggingface_hub installs: httpx for huggingface_hub 1, and httpx2, which has the same
-interface, from version 2 on. The HTTP package limits only the time of single reads. So requests are asynchronous, and a
-request that takes too long in total is cancelled.
+The client uses the HTTP package that huggingface_hub installs: httpx for huggingface_hub 1, and httpx2, which has the
+same interface, from version 2 on. The HTTP package limits only the time of single reads. Requests are therefore
+asynchronous, and a request that takes too long in total is cancelled.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class HttpResponse:
 
 
 class HttpClient:
-    """Sends HTTP requests in one event loop. The client follows no redirects and keeps no cookies. It does not keep
-    connections alive, because a request fails on a connection that the server has closed in the meantime.
+    """Sends HTTP requests in one event loop. The client follows no redirects and keeps no cookies. The client does not
+    keep connections alive, because a request fails on a connection that the server has closed in the meantime.
 
     `direct_to_loopback` makes requests to this machine bypass the proxies of the environment variables. `key` is sent
     as a bearer token."""

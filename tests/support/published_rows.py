@@ -275,7 +275,7 @@ PREFERENCES = [
         ],
         ["Hi!<|im_end|>", "No<|im_end|>"],
         "rankings (instruction, completions; by completions.overall_score; only the best and the worst "
-        "response are compared, 1 others left out; 1 responses left out, with the same score as another); not read: "
+        "response are compared, 1 others left out; 1 responses left out because another has the same score); not read: "
         "source, models, correct_answers, incorrect_answers",
     ),
 ]

@@ -200,7 +200,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
     assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_timeout)") in told
-    assert told.endswith("; restarting it once\n")
+    assert told.endswith("; restarting the process once\n")
 
 
 def test_what_a_reader_has_started_ends_with_it(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ REFUSED = [
     (RANKED | {"responses": ["a"]}, "[wrong-count]: responses "),
     (RANKED | {"responses": ["a", "b", "c"]}, "[wrong-count]: has 3 responses"),
     (RANKED | {"responses": ["a", "a"]}, "[identical-responses]: responses.0 and responses.1 "),
-    (RANKED | {"scores": [1]}, "[wrong-count]: has 2 responses and 1 scores"),
+    (RANKED | {"scores": [1]}, "[wrong-count]: the row has 2 responses, but 1 scores"),
     (RANKED | {"scores": ["1", "2"]}, "[not-a-number]: scores "),
 ]
 

@@ -385,7 +385,7 @@ def test_a_list_in_a_file_of_lines_says_what_it_is(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", b'[\n{"x": 1},\n{"x": 2}\n]\n')
     with pytest.raises(Refusal) as caught:
         read_rows("t.jsonl", base=tmp_path)
-    assert "over several lines is the .json format" in caught.value.problems[0].remedy
+    assert "over several lines, use the suffix .json" in caught.value.problems[0].remedy
 
 
 def test_empty_path(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Runs tasks in forked worker processes. All ranks of a host share the CPU cores of the host.
 
-Forked workers inherit the rows, the reader and the tokenizer. A fresh interpreter would take seconds to import them.
+Forked workers inherit the rows, the reader and the tokenizer. A fresh interpreter would need seconds for its imports.
 Workers do not use a device. If a worker fails, the parent runs its remaining tasks and raises the error itself.
 """
 
@@ -39,11 +39,11 @@ def processes_here(tasks: int) -> int:
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use, within the container quota."""
+    """Returns the number of CPU cores that this process may use within the container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = _QUOTA.read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))  # "max" raises ValueError: no quota
+        cores = min(cores, max(1, int(quota) // int(period)))  # a quota of "max" (no limit) raises ValueError
     return cores
 
 

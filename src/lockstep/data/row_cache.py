@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-# Number of rows per cache entry. Encoding them takes about one second.
+# Number of rows per cache entry. Encoding this many rows takes about one second.
 PART_ROWS = 1024
 _MAGIC = b"lockstep rows, encoded.\n"  # magic plus checksum are a multiple of eight bytes, for alignment
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
@@ -113,7 +113,7 @@ class RowCache:
 
     def prune(self) -> None:
         """Deletes the least recently used entries while the cache exceeds its size limit. Also deletes temporary files
-        of killed runs."""
+        that killed runs left behind."""
         with contextlib.suppress(OSError):
             entries = sorted(_entries(self.home), key=lambda entry: entry[1].st_mtime)
             size = sum(facts.st_size for _, facts in entries)
@@ -194,7 +194,7 @@ def _entries(home: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-        path.parent.rmdir()  # succeeds only if this was the last entry of the folder
+        path.parent.rmdir()  # succeeds only if the deleted entry was the last one of the folder
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:

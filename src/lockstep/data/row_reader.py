@@ -31,7 +31,7 @@ class Kept(Generic[T]):
 
 @dataclass
 class RowCounts:
-    """Row counts of a data set. Dropped rows are counted too."""
+    """Row and token counts of a data set, including the number of dropped rows."""
 
     rows: int = 0
     tokens: int = 0
@@ -100,7 +100,7 @@ class RowReader(Protocol[T]):
 
     @property
     def unusable(self) -> int:
-        """Number of rows dropped for their content, not for their length; `found` gives the reason."""
+        """Number of rows dropped because of their content, not because of their length. `found` gives the reason."""
         ...
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...

@@ -54,8 +54,8 @@ class Update(Generic[T]):
         return torch.repeat_interleave(torch.arange(len(self.items)), counts)
 
     def sequences_of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sequence indices of a micro-batch, and for each target token the position (0, 1, ...) of its
-        sequence among them."""
+        """Returns the sequence indices of a micro-batch. Also returns, for each target token, the position (0, 1, ...)
+        of its sequence in the micro-batch."""
         return torch.unique_consecutive(self.sequence_K[batch.index_K], return_inverse=True)
 
 
@@ -99,7 +99,7 @@ def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
 
 
 def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.ndarray:
-    """Returns the `row_size` of each item. Items of a `Store` are not decoded for this."""
+    """Returns the `row_size` of each item. Items of a `Store` are not decoded."""
     if isinstance(items, Joined):
         sizes = [row_sizes(part, packed=packed, shared=shared) for part in items.parts]
         return np.concatenate([np.empty(0, dtype=np.int64), *sizes])

@@ -2,7 +2,7 @@
 
 from lockstep.device import process_setup
 
-# These settings must be made before the first `import torch`.
+# These calls set environment variables and must run before the first `import torch`.
 process_setup.defer()
 process_setup.wait_asleep()
 process_setup.follow_quota()

@@ -38,7 +38,7 @@ class Device(ABC):
     visible_variable: ClassVar[str | None]
     """Environment variable that selects the visible devices."""
     ray_resource: ClassVar[str | None] = None
-    """Name of the device as a Ray resource. None if Ray schedules only CPUs."""
+    """Name of the device as a Ray resource, or None if Ray has no resource for it (CPU)."""
     fused_optimizer: ClassVar[bool]
     """Whether torch.optim.AdamW supports `fused=True` with a float learning rate (not a tensor)."""
     adamw: ClassVar[str] = "torch"
@@ -182,7 +182,7 @@ class Device(ABC):
         }
 
 
-# Values of the environment variables before `deterministic(True)`. None means that a variable was unset.
+# Values of the environment variables before `deterministic(True)`, or None for a variable that was unset.
 _before: dict[str, str | None] = {}
 
 
@@ -209,8 +209,7 @@ def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
 
 
 class Accelerator(Device):
-    """A device with a torch module such as `torch.cuda` or `torch_npu.npu`. These modules have the same function
-    names."""
+    """A device with a torch module. `torch.cuda` and `torch_npu.npu` have the same function names."""
 
     @property
     @abstractmethod

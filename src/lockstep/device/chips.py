@@ -59,7 +59,7 @@ CORE_REACHED = Reached(
     layer_seconds=4.36e-3,
 )
 # Large matmuls and copies reach 790 TFLOP/s and 4.3 TB/s on an H200, where the vendor states 989 TFLOP/s and 4.8 TB/s.
-# These fractions are used for every chip without a measurement.
+# The fractions 790 / 989 and 4.3 / 4.8 are used for every chip without a measurement.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
 # Assumed fraction of a link's speed that a large collective operation reaches. It was not measured.
 LINKS = 0.75
@@ -73,9 +73,9 @@ class ChipFacts:
     kind: str
     """Name of the chip's device class in `device/select.py`."""
     memory: int | None
-    """Memory in bytes. None for the CPU entry, because all processes of a machine share its memory."""
+    """Memory in bytes, or None for the CPU entry, because all processes of a machine share its memory."""
     half: float | None
-    """Dense matrix FLOP/s in bfloat16. None if they are unknown."""
+    """Dense matrix FLOP/s in bfloat16, or None if unknown."""
     single: float | None
     """Dense matrix FLOP/s in float32, as torch computes it by default."""
     bandwidth: float
@@ -92,12 +92,11 @@ class ChipFacts:
     most_devices: int | None = None
     """Number of devices per node. The speed `inside` applies to at most this many devices."""
     most_nodes: int | None = None
-    """Number of nodes up to which the speed `between` applies. It is the size of the largest published cluster with
-    this chip."""
+    """Number of nodes up to which the speed `between` applies, from the largest published cluster with this chip."""
 
     @property
     def products(self) -> float:
-        """The fraction of `half` or `single` (FLOP/s) that a large matmul reaches. It is 1 if those values were
+        """The fraction of `half` or `single` (FLOP/s) that a large matmul reaches, or 1 if `half` and `single` were
         measured."""
         return 1.0 if self.measured else PRODUCTS
 

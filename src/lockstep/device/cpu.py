@@ -129,8 +129,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the time of `one` divided by the time of `other`. Runs them alternately after a warm-up and uses the best
-    time of each."""
+    """Returns the time of `one` divided by the time of `other`. The two calls run alternately after a warm-up, and the
+    best time of each counts."""
     best, first = [float("inf"), float("inf")], clock()
     for turn in range(ROUNDS + 1):
         for which, call in enumerate((one, other)):

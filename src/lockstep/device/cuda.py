@@ -134,8 +134,8 @@ class Cuda(Accelerator):
             # cuDNN's benchmark mode selects kernels by measured time, so the selected kernels can differ between runs.
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
-            # In deterministic mode, torch fills every new tensor with NaN to expose reads of uninitialised memory. That
-            # takes 6 of the 40 ms of a decoding round, so it is switched off.
+            # In deterministic mode, torch fills every new tensor with NaN to expose reads of uninitialised memory.
+            # Filling takes 6 of the 40 ms of a decoding round, so it is switched off.
             switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
             # With batch-invariant kernels, a token gets bitwise the same result in generation and in training.

@@ -26,10 +26,10 @@ from lockstep.errors import Refusal
 # AI Cores, the operator runs on the device's AI CPU, which is also slow.
 
 KEY = "PrivateUse1"
-# Dispatch keys of composite kernels, which call other operators. Those operators are checked when they run.
+# Dispatch keys of composite kernels. A composite kernel calls other operators, which are checked when they run.
 COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-# Dispatch key of operators implemented by their `out=` variant. That variant is not dispatched separately, so it is
-# checked here.
+# Dispatch key of operators implemented by their `out=` variant. The `out=` variant is not dispatched separately, so
+# `has_kernel` checks it.
 BY_OUT = "CompositeExplicitAutogradNonFunctional"
 
 
@@ -106,7 +106,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-# The code below was tested on an emulated CANN. It has not yet run on Ascend hardware.
+# The code below was tested on an emulated CANN. The code has not yet run on Ascend hardware.
 
 DRIVER_NODE = Path("/dev/davinci_manager")
 

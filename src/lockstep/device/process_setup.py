@@ -10,9 +10,9 @@ from pathlib import Path
 
 # Defers the loading of torch_npu. An installed torch_npu registers itself with torch's backend entry points. If CANN is
 # missing, broken or incompatible, `import torch` raises for every device, and a failed `import torch` cannot be
-# repeated in the same process. So automatic loading is disabled, and `device/npu.py` imports torch_npu itself and
-# reports failures. If the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, its value is kept. After torch_npu was loaded,
-# the variable is restored, so that child processes behave as without lockstep.
+# repeated in the same process. Therefore automatic loading of torch_npu is disabled, and `device/npu.py` imports
+# torch_npu itself and reports failures. If the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, its value is kept. After
+# torch_npu was loaded, the variable is restored, so that child processes behave as without lockstep.
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -29,7 +29,7 @@ def defer() -> None:
 
 
 def restore() -> None:
-    """Undoes `defer` for processes started later."""
+    """Undoes `defer`, so that processes started later load torch_npu as usual."""
     global _deferred
     if _deferred:
         os.environ.pop(VARIABLE, None)
@@ -95,8 +95,8 @@ def cores() -> int:
 
 
 def quota(groups: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Returns the lowest CPU quota of this process's control group (cgroup) and its parent groups, in cores. None if
-    there is no limit."""
+    """Returns the lowest CPU quota of this process's control group (cgroup) and its parent groups, in cores. Returns
+    None if there is no limit."""
     limits = [limit for folder in _folders(groups, membership) if (limit := _limit(folder)) is not None]
     return max(1, math.ceil(min(limits))) if limits else None
 

@@ -1,6 +1,7 @@
 """Serving engines (vLLM, SGLang) per device: how to install them, and their command-line flags and variables.
 
-The entries for Ascend devices are from the guides of vllm-ascend and SGLang. They have not been run on Ascend hardware.
+The entries for Ascend devices are from the guides of vllm-ascend and SGLang. The entries have not been tested on Ascend
+hardware.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Serving:
     """The command that installs the engine. The engine needs a separate virtual environment, because it pins a torch
     version."""
     unusable: str | None = None
-    """Why the engine is not available on the device. None if the engine is available."""
+    """Why the engine is not available on the device, or None if it is available."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Additional command-line flags (`--name value`) with their reasons."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
@@ -98,7 +99,7 @@ _SGLANG_ASCEND = Serving(
     },
 )
 
-# The settings by device class (`device/`) and `rollout.engine`.
+# The engine settings, by device class (`device/`) and by the value of `rollout.engine`.
 SERVING: dict[str, dict[str, Serving]] = {
     "npu": {"vllm": _VLLM_ASCEND, "sglang": _SGLANG_ASCEND},
     "cuda": {
@@ -122,5 +123,6 @@ SERVING: dict[str, dict[str, Serving]] = {
 
 
 def serving_on(device: str, engine: str) -> Serving:
-    """Returns the settings of an engine on a device class. They are empty for an engine that is not a server."""
+    """Returns the settings of an engine on a device class. The settings are empty for an engine that is not a
+    server."""
     return SERVING[device].get(engine, Serving())

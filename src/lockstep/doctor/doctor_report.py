@@ -58,8 +58,8 @@ def examine(machine: Machine, device: str | None = None) -> Report:
 
 
 def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
-    """Returns why lockstep cannot train on a machine whose torch_npu is too old, and the alternatives. Empty if it can
-    train."""
+    """Returns why lockstep cannot train on a machine whose torch_npu is too old, and the alternatives. Returns nothing
+    if lockstep can train."""
     torch_npu = facts.packages.get("torch_npu")
     if device != "npu" or torch_npu is None or not older(release(torch_npu), MINIMUM["torch"]):
         return ()
@@ -184,7 +184,7 @@ class Report:
     why: str
     rows: Sequence[Fact]
     cannot_train: tuple[str, ...] = ()
-    """Why lockstep cannot train on this machine, and the alternatives. Empty if lockstep can train here."""
+    """Why lockstep cannot train on this machine, and the alternatives; empty if it can train."""
 
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict == verdict for row in self.rows)

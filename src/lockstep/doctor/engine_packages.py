@@ -59,7 +59,7 @@ def _served(name: str, packages: Mapping[str, str], device: str) -> EngineHere:
 
 
 def packages_in(machine: Machine, python: str) -> dict[str, str]:
-    """Returns the engine packages of another Python interpreter. Empty if the interpreter cannot be run."""
+    """Returns the engine packages of another Python interpreter, or an empty dict if the interpreter cannot be run."""
     names = sorted({one for rows in DISTRIBUTIONS.values() for row in rows.values() for each in row for one in each})
     look = (
         "import json, sys\nfrom importlib import metadata\nfound = {}\n"

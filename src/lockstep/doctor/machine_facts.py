@@ -290,8 +290,8 @@ def running_version(text: str) -> str | None:
 
 
 def are_compatible(toolkit: Installation, driver: Installation) -> bool | None:
-    """Returns whether the toolkit lists the driver as compatible, or the driver the toolkit. None if neither has a
-    list."""
+    """Returns whether the toolkit lists the driver as compatible, or the driver the toolkit. Returns None if neither
+    has a list of compatible versions."""
     answers = [_lists(toolkit, driver), _lists(driver, toolkit)]
     given = [answer for answer in answers if answer is not None]
     return any(given) if given else None
@@ -375,7 +375,7 @@ def _compiler(machine: Machine) -> str | None:
 
 
 def choose_device(facts: MachineFacts) -> tuple[str, str]:
-    """The device that `device: auto` selects, and why. Determined without importing torch."""
+    """Returns the device that `device: auto` selects, and the reason. Determined without importing torch."""
     if facts.npu_count and "torch_npu" in facts.packages:
         return "npu", f"auto: torch_npu, and Ascend devices: {facts.npu_count}"
     if facts.has_gpu and "+cpu" not in facts.packages.get("torch", "+cpu"):

@@ -169,8 +169,8 @@ def canns_for(installed: str) -> tuple[str, ...]:
     named = [listed] if listed is not None else []
     for stack in known_stacks().values():
         pin = stack.packages.get("torch_npu", "")
-        # A pin of a release includes its release candidates and nightly builds. It does not include post-releases that
-        # have their own table entry.
+        # A pin of a release includes its release candidates and nightly builds. The pin does not include post-releases
+        # that have their own table entry.
         if pin and (pin.lstrip("=>") == version or (listed is None and satisfies(version, pin))):
             named += stack.cann
     return tuple(dict.fromkeys(named))

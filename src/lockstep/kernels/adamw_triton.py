@@ -95,8 +95,8 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 def fits(parameters: Sequence[torch.Tensor]) -> bool:
-    """Returns whether the kernel supports all parameters. They must be unsharded, contiguous, of a supported dtype, and
-    on one device that passes the trial."""
+    """Returns whether the kernel supports all parameters. The parameters must be unsharded, contiguous, of a supported
+    dtype, and on one device that passes the trial."""
     supported = bool(parameters) and all(
         # A sharded parameter is a DTensor.
         type(p.data) is torch.Tensor

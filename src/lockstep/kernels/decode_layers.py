@@ -19,8 +19,8 @@ class GeneratingLayers(Protocol):
         """Whether the layers may replace the model's modules. The modules must be unchanged and must have no hooks."""
 
     def lay(self) -> None:
-        """Arranges the weights in memory. Call it before CUDA graph capture, because a captured graph fixes the
-        addresses of the weights."""
+        """Arranges the weights in memory. Call this method before CUDA graph capture, because a captured graph fixes
+        the addresses of the weights."""
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
         """Writes the tokens' keys and values to the KV cache."""

@@ -1,8 +1,8 @@
 """Fused decoder layers of Llama-like models for generation on NVIDIA devices.
 
 Projections of the same input run as one matmul (fused QKV, fused gate/up), so their weights are placed one after
-another in memory. Each parameter stays the same object. `joined` checks the memory addresses, so that a moved parameter
-is detected (see `FusedLayers.ready`).
+another in memory. Each `nn.Parameter` stays the same object. `joined` checks the memory addresses, so that a moved
+parameter is detected (see `FusedLayers.ready`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lay_side_by_side(parts: Sequence[nn.Parameter]) -> None:
     buffer."""
     if joined(parts) is not None:
         return
-    # The buffer is created outside of inference mode, because training uses it too.
+    # The buffer is created outside of inference mode, because training uses the weights in it too.
     with torch.inference_mode(False), torch.no_grad():
         for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
             part.data = place

@@ -41,8 +41,8 @@ def is_objects(responses: Sequence[Any]) -> bool:
 
 
 def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin) -> tuple[list[Any], list[Any], str]:
-    """Splits response objects into texts and scores. Also returns the key under which the objects store their
-    scores."""
+    """Splits response objects into texts and scores. Also returns the key (such as `score`) under which the objects
+    store their scores."""
     text = next((key for key in TEXTS if all(isinstance(one.get(key), str) for one in responses)), None)
     score = next((key for key in SCORES if all(is_number(one.get(key)) for one in responses)), None)
     if text is None or score is None:
@@ -156,7 +156,7 @@ class RankingRows(ResponseRows):
 
     @property
     def scored_by(self) -> str:
-        """The column of the scores; empty if the order of the list is the ranking."""
+        """The column of the scores. Empty if the responses have no scores and are listed best first."""
         return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
@@ -198,7 +198,7 @@ class RankingRows(ResponseRows):
         elif len(responses) > 2 and not self.several:
             raise Refusal.at(
                 origin,
-                f"has {len(responses)} responses, and this method compares two",
+                f"the row has {len(responses)} responses, but this method compares two",
                 "write the row as pairs, or give each response its score (data.scores_key)",
                 code="wrong-count",
             )
@@ -207,7 +207,7 @@ class RankingRows(ResponseRows):
     def _score_counts(self) -> str:
         texts = {
             "passed over": "only the best and the worst response are compared, {:,} others left out",
-            "alike": "{:,} responses left out, with the same score as another",
+            "alike": "{:,} responses left out because another has the same score",
             "all equal": "{:,} rows dropped because all their scores are equal",
         }
         return "".join(f"; {text.format(self.tally[key])}" for key, text in texts.items() if self.tally[key])
@@ -243,14 +243,15 @@ def pair_names(columns: RankingColumns) -> str:
 
 
 def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
-    """Returns the names and values of the two responses, the better one first."""
+    """Returns the column names and values of the chosen and the rejected response, in this order."""
     keys = [columns.chosen, columns.rejected]
     refuse_swapped(row, columns, origin)
     return keys, [lookup(row, key, origin) for key in keys]
 
 
 def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
-    """Returns the responses of a list, best first, and the column of their scores (empty if the list is ranked)."""
+    """Returns the responses of a list, best first, and the column of their scores. The column is empty if the list has
+    no scores and is already ranked."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
@@ -270,7 +271,7 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
-    """Refuses a pair whose scores contradict its columns: chosen and rejected are swapped."""
+    """Raises an error if the score of the chosen response is below the score of the rejected response."""
     if columns.scores_of_pair is None:
         return
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
@@ -293,7 +294,7 @@ def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> li
     if len(scores) != count:
         raise Refusal.at(
             origin,
-            f"has {count} responses and {len(scores)} scores",
+            f"the row has {count} responses, but {len(scores)} scores",
             "give each response its score",
             code="wrong-count",
         )

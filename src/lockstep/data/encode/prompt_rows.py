@@ -36,7 +36,7 @@ GSM8K, MATH, MATH_500 = "openai/gsm8k", "lighteval/MATH", "HuggingFaceH4/MATH-50
 
 @dataclass(frozen=True)
 class Truth:
-    """The ground truth, and the data set whose answer format was recognised (empty if none)."""
+    """The ground truth of a row. `source` is the data set whose answer format was recognised, or empty if none was."""
 
     value: str
     source: str = ""
@@ -81,7 +81,7 @@ def last_boxed(text: str) -> str | None:
 
 REWARD_FIELDS = frozenset({"ground_truth", "data_source"})
 """Fields of a row that rewards can read."""
-# Columns of the ground truth in rows without the RL schema, in order of preference.
+# Columns that may hold the ground truth in rows without verl's RL schema, in order of preference.
 TRUTHS = ("ground_truth", "answer", "solution")
 _SCHEMA_TRUTH = "reward_model.ground_truth"
 
@@ -92,7 +92,7 @@ class QuestionColumns:
 
     prompt: str = "prompt"
     truth: str = _SCHEMA_TRUTH
-    """Column of the ground truth. Empty if the rows have no ground truth."""
+    """Column of the ground truth. An empty string means that the rows have no ground truth."""
     source: str = ""
     """The `data_source` of rows that have no `data_source` column."""
     required: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = 
     `reward_fields` are the fields that the rewards read.
     """
     prompt, truth = finder.setting("prompt_key"), finder.setting("label_key")
-    named = frozenset({"ground_truth"} if truth else ())  # a column named by a setting is required
+    named = frozenset({"ground_truth"} if truth else ())  # a column that the recipe names is required
     path, schema = finder.source.path, bool({"data_source", "reward_model"} & set(finder.available))
     if prompt:
         return QuestionColumns(prompt, truth, path, named, extra=finder.extra_columns(prompt, truth))
@@ -138,8 +138,8 @@ def read_questions(
     *,
     first: int = 0,
 ) -> list[Question]:
-    """Read `limit` rows (default: all) starting at `first`. Bad rows are reported together. If `columns` is None, the
-    columns are found by name."""
+    """Read `limit` rows (default: all) starting at `first`. All invalid rows are reported together. If `columns` is
+    None, the columns are found by name."""
     columns = columns or _named_columns(rows)
     questions: list[Question] = []
     problems: list[Problem] = []
@@ -186,7 +186,7 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         return Truth("")
     try:
         value = lookup(row, columns.truth, origin)
-        # Tables store a missing value as NaN.
+        # Table formats such as parquet may store a missing value as NaN, and NaN != NaN.
         if value is None or not str(value).strip() or value != value:
             raise Refusal.at(
                 origin, f"{columns.truth} is empty", "remove the row or fill in the value", code="empty-field"
@@ -243,7 +243,7 @@ class PromptRows:
         self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
-        """Number of rows by the data set whose answer format they have."""
+        """Number of rows per answer format. The key is the data set that uses the format, such as GSM8K."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
@@ -303,7 +303,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
             what = "has tools" if question.tools else "is a chat of several turns"
             raise Refusal.at(
                 question.origin,
-                f"the prompt {what}, and data.template is none",
+                f"the prompt {what}, but data.template is none",
                 "set data.template to auto",
                 code="no-chat-template",
             )
@@ -317,7 +317,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
             question.origin,
-            "the prompt ends with an assistant turn, so the model would answer itself",
+            "the prompt ends with an assistant turn, so the model would answer its own turn",
             "fix or remove the row",
             code="prompt-ends-with-assistant",
         )

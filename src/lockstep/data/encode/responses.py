@@ -80,7 +80,7 @@ class ResponseEncoder:
         return examples
 
     def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
-        """Renders the full chat as text, with the assistant turns of the answer trained."""
+        """Renders the full chat as text, and marks the assistant turns of the answer as trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):
@@ -93,7 +93,8 @@ class ResponseEncoder:
         prompt = self.encoding.with_system(prompt)
         before = render_prompt(tokenizer, prompt, origin, tools)
         if len(answer) == 1 and not has_markers(tokenizer):
-            # `render_chat` would also check the prompt's assistant turns, which some templates shorten.
+            # `render_chat` is not used, because it would also check the prompt's assistant turns, which some templates
+            # shorten.
             text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
             spans = Spans(text, ((len(before), len(text)),))
             refuse_dropped_by_template(text, [*prompt, *answer], tools, origin)
@@ -124,7 +125,8 @@ class ResponseEncoder:
 
 
 class ResponseRows:
-    """Base class of row readers that encode with a `ResponseEncoder`. It provides the row counts of that encoder."""
+    """Base class of row readers that encode with a `ResponseEncoder`. This class provides the row counts of the
+    encoder."""
 
     encode: ResponseEncoder
 

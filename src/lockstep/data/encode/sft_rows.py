@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Common (prompt, response) column names, in order of preference. They are used when the recipe sets no key.
+# Common (prompt, response) column names, in order of preference. These names are used when the recipe names no columns.
 PAIR_COLUMNS = (
     ("prompt", "response"),
     ("prompt", "completion"),

@@ -2,8 +2,8 @@
 
 A placeholder token follows each step, and the model predicts the label of the step at that token. A row is a text with
 placeholders, or a prompt with a list of steps. A list of steps is written as `step 1<placeholder>\\nstep
-2<placeholder>`. With a chat template, the steps are the assistant turn after the prompt. Without a chat template, they
-are lines after the prompt.
+2<placeholder>`. With a chat template, the steps are the assistant turn after the prompt. Without a chat template, the
+steps are lines after the prompt.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
     )
 
 
-# In Math-Shepherd's data set, this text follows each step of the column `input`. The column `label` has the same text
-# with + or - instead of "ки".
+# In the Math-Shepherd data set, the text "ки" follows each step of the column `input`. The column `label` has the same
+# text with + or - instead of "ки".
 SHEPHERD = "ки"
 _VERDICTS = {"+": 1, "-": 0}
 
@@ -191,7 +191,7 @@ def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: 
         if rating not in (-1, 0, 1) or not isinstance(text, str) or not text.strip():
             raise Refusal.at(
                 origin,
-                f"step {number} of {names[1]} has the rating {rating!r} or no text",
+                f"step {number} of {names[1]} has an invalid rating ({rating!r}) or no text",
                 "fix or remove the row",
                 code="invalid-label",
             )
@@ -228,7 +228,7 @@ def find_step_columns(finder: ColumnFinder) -> StepColumns:
     if label and text:
         return StepColumns(label, text=text)
     if label and prompt:
-        # PRM800K: a question, and a label object with rated steps.
+        # Rows of PRM800K have a question, and a label object with rated steps.
         return StepColumns(label, prompt=prompt)
     raise finder.unknown(
         "hold the labelled steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
@@ -240,7 +240,8 @@ class StepWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
         self.tokenizer, self.marks = tokenizer, marks
-        # Some tokenizers join a placeholder with the word before it, so those need a space before the placeholder.
+        # Some tokenizers join a placeholder with the word before it. These tokenizers need a space before the
+        # placeholder.
         sticks = self._ids("x" + marks.placeholder)[-1] != marks.placeholder_id
         self.before_placeholder = " " if sticks else ""
 
@@ -378,7 +379,10 @@ class StepRows:
             )
         if len(steps) != labels:
             raise Refusal.at(
-                origin, f"has {len(steps)} steps and {labels} labels", "give each step its label", code="wrong-count"
+                origin,
+                f"the row has {len(steps)} steps, but {labels} labels",
+                "give each step its label",
+                code="wrong-count",
             )
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
         return self._written(prompt, steps, origin)
@@ -410,13 +414,13 @@ class StepRows:
                 origin,
                 f"the text holds the placeholder {placeholder!r} {count} times, but its token {found} times: the "
                 "tokenizer merges it with neighbouring characters",
-                "put a space or a line break around it, or add it to the tokenizer as a token",
+                "put a space or a line break around the placeholder, or add it to the tokenizer as a token",
                 code="missing-placeholder",
             )
         if count != labels:
             raise Refusal.at(
                 origin,
-                f"has {count} placeholders {placeholder!r} and {labels} labels",
+                f"the text has {count} placeholders {placeholder!r}, but {labels} labels",
                 "give each placeholder its label, or set prm.placeholder to a text that no step contains",
                 code="wrong-count",
             )

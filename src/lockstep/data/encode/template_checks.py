@@ -37,7 +37,7 @@ def refuse_dropped_by_template(
         role, content = message["role"], str(message.get("content") or "").strip()
         where = f"message {number} ({role})"
         if role in ("system", "developer") and content:
-            # The text of the system message may also occur inside other messages. Those occurrences do not count.
+            # The text of the system message may also occur inside other messages, and such occurrences do not count.
             others = sum(
                 str(other.get("content")).count(content)
                 for other in messages
@@ -59,8 +59,7 @@ def refuse_dropped_by_template(
 
 
 def dropped_by_template(turn: Message, text: str) -> str:
-    """Returns which reasoning key or tool call of a turn is missing from its rendered text. Empty if nothing is
-    missing."""
+    """Returns which reasoning key or tool call of a turn is missing from its rendered text, or an empty string."""
     if turn.keys() == {"role", "content"}:
         return ""
     fields = ((key, turn.get(key)) for key in REASONING)

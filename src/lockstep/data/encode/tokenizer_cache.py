@@ -73,7 +73,7 @@ class NotCacheable(Exception):
 
 
 class Pieces(dict[str, bytes]):
-    """Cache of the tokens of each piece, as 64-bit integers."""
+    """Cache of the token ids of each piece of text, as 64-bit integers."""
 
     def __init__(self, backend: Tokenizer, pieces: str, words: str | None, added: dict[str, int]):
         from tokenizers.pre_tokenizers import ByteLevel
@@ -286,8 +286,8 @@ def _state(part: Any) -> Any:
 
 
 def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
-    """Returns the added tokens. Returns None if one of them is not matched by its exact text, or if one is white space,
-    whose offsets are unreliable."""
+    """Returns the added tokens. Returns None if an added token is not matched by its exact text, or if it is white
+    space, whose offsets are unreliable."""
     found: dict[str, int] = {}
     for index, token in backend.get_added_tokens_decoder().items():
         if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():
@@ -298,8 +298,8 @@ def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
     return found
 
 
-# The functions below give the same tokens as the tokenizer's `__call__`. They avoid the overhead of `__call__` in
-# transformers, which is a quarter of the tokenisation time.
+# The functions below give the same tokens as the tokenizer's `__call__`. These functions avoid the overhead of
+# `__call__` in transformers, which is a quarter of the tokenisation time.
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -349,7 +349,7 @@ _PIECES: WeakKeyDictionary[Tokenizer, tuple[tuple[int, bytes], Pieces | None]] =
 
 
 def forget_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Clears the cache of pieces. Call it after a vocabulary word became an added token, because the cache does not
+    """Clears the cache of pieces. Call this after a vocabulary word became an added token, because the cache does not
     notice that change."""
     backend = plain_backend(tokenizer)
     if backend is not None:
@@ -386,7 +386,7 @@ class TokenFacts:
         self.size = len(tokenizer)
         self._is_special = np.zeros(
             max(self.special, default=0) + 2, dtype=bool
-        )  # all later ids are clipped to the last entry, which is False
+        )  # ids beyond the last special token are clipped to the last entry, which is False
         self._is_special[list(self.special)] = True
         self._blank: dict[int, bool] = {}
 
@@ -406,7 +406,7 @@ _TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDi
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Returns the cached `TokenFacts` of a tokenizer. Computes them again after tokens were added."""
+    """Returns the cached `TokenFacts` of a tokenizer. Computes the facts again after tokens were added."""
     facts = _TOKEN_FACTS.get(tokenizer)
     if facts is None or facts.size != len(tokenizer):
         facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)

@@ -39,7 +39,7 @@ def assistant_message(text: str) -> list[Message]:
 def too_few(**rows: int) -> list[Problem]:
     """Returns an error (`Problem`) for each option that requests fewer than 1 row."""
     return [
-        Problem(name, f"{count} rows are not enough", "give at least 1", code="out-of-range")
+        Problem(name, f"{count} rows are requested, which is not enough", "give at least 1", code="out-of-range")
         for name, count in rows.items()
         if count < 1
     ]
@@ -209,9 +209,9 @@ def _product_steps(a: int, b: int) -> Iterator[str]:
 
 
 # Generated preferences: sums of one-digit numbers, where the prompt requests a brief answer or a worked answer. Every
-# sum occurs with both requests, and the chosen answer of one request is the rejected answer of the other. So a model
-# that ignores the request prefers the right answer half of the time. Online methods get the same prompts. Process
-# reward models get lists of small sums with a label for each sum.
+# sum occurs with both requests, and the chosen answer of one request is the rejected answer of the other. A model that
+# ignores the request therefore prefers the chosen answer half of the time. The `prompts_*` files have the same prompts,
+# for online methods. The `steps_*` files have lists of small sums with a label for each sum, for process reward models.
 
 BREVITY_SOURCE = "brevity"
 BRIEF, WORKED = "Be brief.", "Show the work."
@@ -235,8 +235,8 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
     """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*` files for training and validation. Returns the row count
     by file.
 
-    There are 1,100 sums of two or three one-digit numbers, so there are 2,200 pairs and 2,200 prompts. If more are
-    requested, all of them are written, and at most a fifth of them are used for validation. The sum of a validation
+    There are 1,100 sums of two or three one-digit numbers, so there are 2,200 pairs and 2,200 prompts. If more rows are
+    requested, all of these are written, and at most a fifth of them are used for validation. The sum of a validation
     pair or prompt never occurs in a training pair or prompt. No two rows of `steps_*` have the same list of sums.
     Single steps such as `3 + 4 = 7` occur in both training and validation.
     """
@@ -313,7 +313,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
     """Writes GSM8K as train.parquet and test.parquet. Returns the row count by file. `source` is a folder with the raw
-    train.jsonl and test.jsonl; None means the Hugging Face hub."""
+    train.jsonl and test.jsonl. If `source` is None, the data set comes from the Hugging Face hub."""
     written: dict[str, list[Row]] = {}
     problems: list[Problem] = []
     for split, expected in COUNTS.items():

@@ -78,7 +78,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
 
 
 def _wrong(row: Row) -> str:
-    """Returns why the row is not a valid response. Empty if the row is valid."""
+    """Returns why the row is not a valid response, or an empty string if the row is valid."""
     prompt, reward = row["prompt"], row["reward"]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and m.get("role") for m in prompt):
         return "prompt is not a list of chat messages"
@@ -405,7 +405,7 @@ def _remedy(counts: SelectionCounts) -> str:
         reason = counts.unused.most_common(1)[0][0]
     return {
         EQUAL: "sample more responses (--n), use a higher temperature, or choose easier or harder questions",
-        TOO_FEW: "sample more responses (--n), or at a higher temperature",
+        TOO_FEW: "sample more responses (--n), or use a higher temperature",
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
         NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",

@@ -29,7 +29,7 @@ TEXT_FORMATS = ("jsonl", "json", "csv")
 SUPPORTED = ".parquet, .arrow, .jsonl, .ndjson, .json, .csv (the text formats also with .gz)"
 # Metadata and cache files of the package datasets.
 _ABOUT_ROWS = re.compile(r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow")
-# Words in file names that name a split.
+# Words in file names, and the data set split that they name.
 _SPLITS = {
     "train": "train",
     "training": "train",
@@ -103,7 +103,7 @@ def _refuse_odd(given: str, path: Path) -> None:
     """Refuse pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
-        raise Refusal.at(given, "is a broken symbolic link", "give the path of the file itself", code="no-such-file")
+        raise Refusal.at(given, "is a broken symbolic link", "give the path of an existing file", code="no-such-file")
 
 
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
@@ -142,7 +142,7 @@ def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
 
 
 def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
-    """Refuse files of several splits: training on the test split is hardly intended."""
+    """Raises an error if the files belong to several splits, because training on the test split is hardly intended."""
     splits: dict[str, str] = {}
     shared = len(os.path.commonpath([os.path.dirname(file.name) for file in files]))
     for file in files:
@@ -211,8 +211,8 @@ class CachedFile:
 
 
 class FileCache:
-    """Cache of file metadata (rows, columns, line numbers), keyed by content hash. It avoids parsing a valid file
-    again."""
+    """Cache of file metadata (rows, columns, line numbers), keyed by content hash. The cache avoids parsing a valid
+    file again."""
 
     def __init__(self, folder: Path):
         self._folder = folder / "files"
@@ -228,7 +228,8 @@ class FileCache:
         return CachedFile(FileInfo(name, rows, size, sha256), shape, every, partly, open_file)
 
     def remember(self, form: str, file: RowFile) -> None:
-        """Store the metadata of a valid file. Small files are not stored: parsing them is as fast."""
+        """Store the metadata of a valid file. Metadata of small files is not stored, because parsing a small file is as
+        fast as reading the cache."""
         info, lines = file.info, file.lines
         if not worth_keeping(info.rows):
             return

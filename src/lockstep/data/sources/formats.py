@@ -29,13 +29,13 @@ _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
 PART_BYTES = 8 << 20  # bytes of JSON lines per worker task, which takes about 0.1 s
-_NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
+_NO_FIELD_LIMIT = 2**31 - 1  # maximum field size; the csv module's default of 128 KiB is shorter than a long answer
 
 
 @dataclass
 class Parsed:
     """The rows of a file, in file order. `lines` are the line numbers of the rows (None for json). `groups` are the
-    rows grouped by columns and value kinds, if the parser collected them."""
+    rows grouped by columns and value kinds, or None if the parser did not group them."""
 
     rows: Sequence[Row] = field(default_factory=list)
     lines: Sequence[int] | None = None
@@ -131,7 +131,7 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
 
 def _one_a_line(raw: bytes, line: int) -> str:
     if line == 1 and raw in (b"[", b"{"):
-        return "a .jsonl file has one object per line; a list or object over several lines is the .json format"
+        return "a .jsonl file has one object per line; for a list or object over several lines, use the suffix .json"
     return ""
 
 
@@ -146,7 +146,10 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
         why = f"invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         if error.msg == "Extra data":
             problems.add(
-                where, why, "one object on each line is the .jsonl format: rename the file", code="invalid-json"
+                where,
+                why,
+                "a file with one object per line is in the .jsonl format: rename the file",
+                code="invalid-json",
             )
         elif _ran_out(error, text):
             problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN, code="damaged-file")
@@ -209,7 +212,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     if header[0] == "" and header.count("") == 1 and len(header) > 1:
         header[0] = _INDEX  # pandas writes its index column without a name
     if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
-        why = f"the header is one column, {header[0]!r}"
+        why = f"the header has only one column, {header[0]!r}"
         problems.add(LineOrigin(name, line), why, "separate the columns with commas", code="invalid-csv")
         return parsed
     twice = sorted({column for column in header if header.count(column) > 1})
@@ -267,9 +270,9 @@ def _no_field_limit() -> Iterator[None]:
 
 
 def _load(text: str) -> Any:
-    """Parses JSON as json.loads does, but refuses duplicate keys and unpaired surrogates."""
-    # `json.loads` would create a new decoder for each text. It is used only for its error message about a byte order
-    # mark.
+    """Parses JSON like json.loads, but raises an error for duplicate keys and unpaired surrogates."""
+    # `json.loads` would create a new decoder for each text. `json.loads` is used only for its error message about a
+    # byte order mark.
     value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
     if "\\u" in text and ("\\ud" in text or "\\uD" in text):
         try:
@@ -317,7 +320,7 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """Returns the record batches of a parquet file. Empty if the file has a problem."""
+    """Returns the record batches of a parquet file, or an empty list if the file has a problem."""
     if not _is_complete(name, path, problems):
         return []
     try:
@@ -334,8 +337,8 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
 
 
 def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """Returns the record batches of an Arrow file or stream (written by the package datasets). Empty if the file has a
-    problem."""
+    """Returns the record batches of an Arrow file or stream (written by the package datasets), or an empty list if the
+    file has a problem."""
     try:
         source = pa.memory_map(str(path))
         is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
@@ -390,8 +393,8 @@ def _is_complete(name: str, path: Path, problems: Problems) -> bool:
 
 
 def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) -> None:
-    """Validates string bytes. Arrow does not validate them when it reads a file, so invalid UTF-8 would fail during
-    training."""
+    """Validates the bytes of strings. Arrow does not validate strings when it reads a file, so invalid UTF-8 would fail
+    during training."""
     start = 0
     for batch in batches:
         if _fault(batch):

@@ -1,4 +1,4 @@
-"""The order in which rows of several data sources are visited. It is a pure function of (seed, epoch).
+"""The order in which rows of several data sources are visited, as a pure function of (seed, epoch).
 
 The random numbers come from splitmix64 (Steele, Lea and Flood, 2014), used as a hash. Number i of a random stream is
 `mix64(key + (i + 1) * GOLDEN)`. A permutation is the argsort of the numbers of a stream. All arithmetic is integer
@@ -25,7 +25,7 @@ _ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # purpose of a random stream; it is part 
 
 
 class RowOrder(Sequence[tuple[int, int]]):
-    """(source, row) pairs, stored as two arrays to save memory."""
+    """The order of rows as (source, row) index pairs, stored as two arrays to save memory."""
 
     def __init__(self, sources: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         self._sources = sources

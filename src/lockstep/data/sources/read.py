@@ -1,7 +1,7 @@
 """Reads the rows of a source: a file, a folder, a pattern of files, or a hub data set.
 
-All files are checked before the first row is used, and all problems are reported together. So a truncated last file
-cannot stop a run after hours.
+All files are checked before the first row is used, and all problems are reported together. Otherwise a truncated last
+file could stop a run after hours.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
 
 
 def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
-    """Returns the identity of hub rows. It is a hash of the rows as JSON lines, so it does not depend on how the
-    package datasets stores them."""
+    """Returns the identity of hub rows. The identity is a hash of the rows as JSON lines, so it does not depend on how
+    the package datasets stores the rows."""
     digest, size, rows = hashlib.sha256(), 0, 0
     for batch in batches:
         for start in range(0, batch.num_rows, 1024):

@@ -118,7 +118,7 @@ class RowFile(Protocol):
     def row(self, number: int) -> Row: ...
     @property
     def lines(self) -> Sequence[int] | None:
-        """Line number of each row. None if a row is not a line of the file."""
+        """Line number of each row, or None if a row is not a line of the file."""
         ...
 
     def origin(self, number: int) -> Origin: ...
@@ -147,7 +147,7 @@ class JsonRows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class TextFile:
-    """Parsed rows of a text file. `lines` holds the line number of each row. It is None if a row is not a line of the
+    """Parsed rows of a text file. `lines` holds the line number of each row, or is None if a row is not a line of the
     file."""
 
     info: FileInfo
@@ -227,7 +227,7 @@ class RowSet:
         return part.row(number)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yields all rows in order. This is several times faster than access by index."""
+        """Yields all rows in order. Iteration is several times faster than access by index."""
         for part in self._parts:
             yield from part
 
@@ -251,7 +251,7 @@ class RowSet:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the file contents in order. It does not depend on the file names."""
+        """Hash of the file contents in order. The hash does not depend on the file names."""
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[RowFile, int]:
@@ -295,7 +295,7 @@ def kind_of_arrow(kind: pa.DataType) -> str:
 
 @dataclass
 class ShapeGroup:
-    """Members (rows of a file, or files of a set) that have the same shape, i.e. the same columns with the same
+    """Members (rows of a file, or files of a set) with the same shape, which means the same columns with the same
     kinds."""
 
     shape: ColumnKinds

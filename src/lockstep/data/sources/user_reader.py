@@ -40,8 +40,8 @@ REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, di
 
 @dataclass(frozen=True)
 class UserReader:
-    """A user function that reads rows, `path/to/file.py:name`. `seconds` is the time limit for reading all rows of a
-    path."""
+    """A user function that reads rows. `function_path` is `path/to/file.py:name`. `seconds` is the time limit for
+    reading all rows of a path."""
 
     function_path: str
     seconds: float = Data.model_fields["reader_timeout"].default
@@ -67,7 +67,7 @@ def read_user_rows(path: str, reader: UserReader) -> RowSet:
         return _row_set(path, reader, _in_process(path, reader))
     except LostProcess as first:
         (problem,) = first.problems
-        write(f"{problem.where}: {problem.why}; restarting it once", error=True)
+        write(f"{problem.where}: {problem.why}; restarting the process once", error=True)
     return _row_set(path, reader, _in_process(path, reader))
 
 

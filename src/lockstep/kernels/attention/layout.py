@@ -20,7 +20,7 @@ BUCKET_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """`count` sequences of similar length, padded to `width`. They start at slot `start` of the regrouped buffer."""
+    """`count` sequences of similar length, padded to `width`, in the regrouped buffer from slot `start` on."""
 
     start: int
     count: int
@@ -44,7 +44,7 @@ class Layout:
     """End of each sequence in the packed row, as host integers. Reading the ends from the device would synchronise with
     it."""
     packed_index_E: torch.Tensor | None = None
-    """Index in the packed row of each token of the expanded sequences (with a copy of the prefix each), on the host.
+    """Index in the packed row of each token of the expanded sequences (with a copy of the prefix each), on the host;
     None if no prefix is shared."""
 
     @property
@@ -122,9 +122,10 @@ class Sharing:
 class Cascade:
     """Describes attention over a packed row with shared prefixes as two parts, without copying a prefix.
 
-    In the part `own`, each sequence attends causally to its unshared tokens. For the first sequence, they include the
-    prefix. In the part `shared`, the R tokens at `rows_R`, which follow a prefix stored in another sequence, attend to
-    the keys of that prefix. The keys of all prefixes are at `keys_S`, one prefix after another. No key occurs twice.
+    In the part `own`, each sequence attends causally to its unshared tokens. The unshared tokens of the first sequence
+    include the prefix. In the part `shared`, the R tokens at `rows_R`, which follow a prefix stored in another
+    sequence, attend to the keys of that prefix. The keys of all prefixes are at `keys_S`, one prefix after another. No
+    key occurs twice.
     """
 
     own: Sections
@@ -236,7 +237,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DecodePass:
-    """A forward pass over one new token of each of B sequences; `lengths_B` includes that token."""
+    """A decode forward pass over one new token of each of B sequences. `lengths_B` are the sequence lengths, including
+    the new token."""
 
     cache: KVCache
     kernel: str

@@ -15,7 +15,7 @@ from lockstep.kernels.fused_modules import KernelTrial
 from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
 # The limits of the operators are in `npu_limits.py`. The plain-torch references are in `varlen.py`, `paged.py` and
-# `partial.py`. This code was tested on an emulated CANN. It has not yet run on Ascend hardware.
+# `partial.py`. This code was tested on an emulated CANN. The code has not yet run on Ascend hardware.
 
 # The fused operator takes a causal mask of this fixed size for sequences of any length. True means masked out.
 CORNER = 2048
@@ -180,12 +180,12 @@ def fusion_part_backward(
 
 
 class _Seen(NamedTuple):
-    """The operator arguments that select which keys each query sees. They are the same in forward and backward."""
+    """The operator arguments that select which keys each query sees, in forward and backward."""
 
     query_ends: list[int]
     key_ends: list[int]
     mask: torch.Tensor | None = None
-    """None if a query sees all keys of its sequence."""
+    """The causal mask, or None if a query sees all keys of its sequence."""
     before: int = UNBOUNDED
     after: int = UNBOUNDED
     mode: int = NO_MASK

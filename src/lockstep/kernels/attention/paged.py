@@ -1,8 +1,8 @@
 """Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
 Shapes: T tokens of a forward pass, B sequences that decode one token each, M block-table entries per sequence, H query
-heads, G key/value heads, D head size. A slot holds the key and value of one token. Its index is block * block size +
-position in the block.
+heads, G key/value heads, D head size. A slot holds the key and value of one token. The index of a slot is block * block
+size + position in the block.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def decode_attention(
 
 
 def _invariant_fits(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
-    """Returns whether the batch-invariant kernel supports these inputs. Its limits are the same as for packed rows."""
+    """Returns whether the batch-invariant kernel supports these inputs. The limits of the kernel are the same as for
+    packed rows."""
     fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
     return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 

@@ -111,8 +111,8 @@ def plain_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Computes partial attention in fp32 or a wider dtype. It works on one sequence and one block of queries at a time,
-    so that no (heads, T, S) tensor is allocated."""
+    """Computes partial attention in fp32 or a wider dtype. Works on one sequence and one block of queries at a time, so
+    that no (heads, T, S) tensor is allocated."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     out_THE = query_THD.new_empty(len(query_THD), heads, value_SGE.shape[-1], dtype=wide)
     lse_HT = query_THD.new_empty(heads, len(query_THD), dtype=wide)
@@ -161,7 +161,7 @@ def _blocks(
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     for queries, keys in where.spans:
         count = keys.stop - keys.start
-        # Index of the key at the position of the first query. It is used only for causal parts.
+        # Index of the key at the position of the first query, used only for causal parts.
         first = count - (queries.stop - queries.start)
         step = max(1, SCORE_BYTES // (4 * heads * max(1, count)))
         for start in range(queries.start, queries.stop, step):

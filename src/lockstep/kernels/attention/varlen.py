@@ -96,7 +96,7 @@ class Fused(NamedTuple):
     run: Callable[..., torch.Tensor]
     fits: Callable[[torch.Tensor, Layout, float], bool]
     with_sinks: Callable[..., torch.Tensor] | None = None
-    """The kernel that takes attention sinks as an additional argument. None of these kernels supports a soft cap."""
+    """The kernel that takes attention sinks as an additional argument. No kernel with sinks supports a soft cap."""
     shared: Callable[..., torch.Tensor] | None = None
     """The kernel for shared prefixes (a `Cascade`). If None, every sequence gets a copy of its prefix before `run` is
     called."""
@@ -150,8 +150,8 @@ def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
 class _Take(torch.autograd.Function):
     """Gathers rows by index, each row once. The backward pass is a gather too.
 
-    Every token has exactly one slot, and the output of padding slots is never read. So the gradient is the inverse
-    gather, with zeros for padding slots, and it needs no scatter-add.
+    Every token has exactly one slot, and the output of padding slots is never read. Therefore the gradient is the
+    inverse gather, with zeros for padding slots, and it needs no scatter-add.
     """
 
     @staticmethod
