@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Marks:
-    """The step placeholder (`prm.placeholder`) and the label words (`prm.tokens`). Each must be a single token."""
+    """The step placeholder (`prm.placeholder`) and the label words (`prm.tokens`). The placeholder and each label word
+    must be a single token."""
 
     placeholder: str
     placeholder_id: int

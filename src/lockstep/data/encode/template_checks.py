@@ -113,7 +113,8 @@ def _spellings(value: Any) -> tuple[str, ...]:
 
 
 def _found(part: str, text: str, start: int) -> int:
-    """Returns the position after `part` in the text, where `part` may be JSON-escaped. Returns -1 if it is missing."""
+    """Returns the position after `part` in the text, where `part` may be JSON-escaped. Returns -1 if `part` is
+    missing."""
     found = text.find(part, start)
     if found >= 0:
         return found + len(part)

@@ -9,11 +9,12 @@ tokenised as a whole.
 
 Positions where a text can safely be cut, for the word patterns in `_CUTS`:
 
-- Before white space that follows a character other than white space, because words contain white space only at their
-  start. Exception: in all patterns except GPT-2's, newlines after punctuation belong to the punctuation.
-- After the last newline in a run of white space. GPT-2's pattern is an exception, because it splits white space before
-  its last character. A "/" after the newline is another exception, in patterns that let newlines and slashes follow
+- A text can be cut before white space that follows a character other than white space, because words contain white
+  space only at their start. Exception: in all patterns except GPT-2's, newlines after punctuation belong to the
   punctuation.
+- A text can be cut after the last newline in a run of white space. GPT-2's pattern is an exception, because it splits
+  white space before its last character. A "/" after the newline is another exception, in patterns that let newlines and
+  slashes follow punctuation.
 
 The word patterns have no lookbehind, and their lookahead covers only white space.
 """
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Cache limits (about 50 MB in total): MOST characters in all pieces, where each piece adds OVERHEAD characters; LONGEST
-# characters per piece; MOST_WORDS words.
+# The cache uses about 50 MB at most. MOST limits the characters of all pieces, where each piece counts OVERHEAD
+# characters more. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of cached words.
 MOST, OVERHEAD, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
@@ -222,9 +223,9 @@ class Pieces(dict[str, bytes]):
             self._parts.clear()
 
     def _agrees(self, letter: str) -> bool:
-        """Returns whether the tokenizer and Python agree on whether the character is white space. Their Unicode
-        versions may differ. The test uses the tokenizer's word pattern: white space starts a new word after "!", and
-        does not end a word before a newline."""
+        """Returns whether the tokenizer and Python agree on whether the character is white space. The Unicode versions
+        of Python and the tokenizer may differ. The test uses the tokenizer's word pattern: white space starts a new
+        word after "!", and does not end a word before a newline."""
         if letter in "\r\n":
             return True
         words = self._backend.pre_tokenizer.pre_tokenize_str
@@ -357,8 +358,8 @@ def forget_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer that `__call__` uses, with the same settings. Returns None if a class overrides
-    `__call__`."""
+    """Returns the Rust tokenizer that `__call__` uses, with the same settings. Returns None for a slow tokenizer, or if
+    a class overrides `__call__`."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -93,11 +93,11 @@ def write_arithmetic(
 ) -> dict[str, int]:
     """Writes train and val rows in the RL schema and in the SFT schema (`sft_*`). Returns the number of rows by file.
 
-    Difficulty 1 has 1,100 questions: sums of two or three 1-digit numbers. Difficulty 2 has 8,100: sums of two 2-digit
-    numbers. Difficulty 3 has 1,214,550: sums and differences of 3-digit numbers. Difficulty 4 has 8,100: products of
-    2-digit numbers. If a level has fewer questions than requested, all its questions are written, and at most a fifth
-    of them are used for validation. A validation question never occurs in the training rows, but one of its steps, such
-    as `3 + 4 = 7`, may be a step of a training answer.
+    Difficulty 1 has 1,100 questions: sums of two or three 1-digit numbers. Difficulty 2 has 8,100 questions: sums of
+    two 2-digit numbers. Difficulty 3 has 1,214,550 questions: sums and differences of 3-digit numbers. Difficulty 4 has
+    8,100 questions: products of 2-digit numbers. If a level has fewer questions than requested, all its questions are
+    written, and at most a fifth of them are used for validation. A validation question never occurs in the training
+    rows, but one of its steps, such as `3 + 4 = 7`, may be a step of a training answer.
     """
     problems = too_few(train_rows=train_rows, val_rows=val_rows)
     if difficulty not in LEVELS:
@@ -236,9 +236,9 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
     by file.
 
     There are 1,100 sums of two or three one-digit numbers, so there are 2,200 pairs and 2,200 prompts. If more rows are
-    requested, all of these are written, and at most a fifth of them are used for validation. The sum of a validation
-    pair or prompt never occurs in a training pair or prompt. No two rows of `steps_*` have the same list of sums.
-    Single steps such as `3 + 4 = 7` occur in both training and validation.
+    requested, all 2,200 are written, and at most a fifth of them are used for validation. The sum of a validation pair
+    or prompt never occurs in a training pair or prompt. No two rows of `steps_*` have the same list of sums. Single
+    steps such as `3 + 4 = 7` occur in both training and validation.
     """
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
     wanted = {"train": train_rows, "val": val_rows}
@@ -283,8 +283,8 @@ def _pair_row(question: RequestedSum) -> Row:
 def _step_rows(draw: random.Random) -> Iterator[Row]:
     """Yields rows of several sums with results below ten. Each sum is wrong with probability one half.
 
-    Each number is one token and all steps have the same form, so only addition has to be learned. A tiny model can
-    learn that. There are at least 55 to the power of ten lists of sums, so a repeated list is practically impossible.
+    Each number is one token and all steps have the same form, so a model only has to learn addition, which a tiny model
+    can do. There are at least 55 to the power of ten lists of sums, so a repeated list is practically impossible.
     """
     facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:

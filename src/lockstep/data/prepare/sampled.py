@@ -317,8 +317,8 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns pairs of the best and the worst response, then of the next best and the next worst. No text is used
-    twice. Returns the reason if there is no pair."""
+    """Returns pairs of the best and the worst response, then of the next best and the next worst. No response text is
+    used in two pairs. Returns the reason if there is no pair."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
