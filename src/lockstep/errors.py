@@ -212,7 +212,7 @@ class Problem:
     """The error code, a key of `CODES`. Error codes stay the same, but message texts may change."""
 
     def __post_init__(self) -> None:
-        # The texts contain input values, and they are printed and logged. So secrets are masked.
+        # The texts of a problem contain input values and are printed and logged, so secrets are masked.
         for name in ("where", "why", "remedy"):
             object.__setattr__(self, name, masked(getattr(self, name)))
 

@@ -117,7 +117,8 @@ def _peak_from_rusage() -> int:
 # matmul of the model's sizes for a few milliseconds, because no table covers all processors and their load.
 
 ROUNDS = 5
-# Number of operations of the timed matmul, and its longest side. With native arithmetic it takes a few milliseconds.
+# Number of operations of the timed matmul, and its longest side. With native arithmetic, the timed matmul takes a few
+# milliseconds.
 OPERATIONS, LONGEST = 1e7, 512
 # No further timing round starts after this many seconds.
 PATIENCE = 0.05

@@ -37,26 +37,26 @@ def restore() -> None:
 
 
 # Sets the number of OpenMP threads and their wait policy. By default, waiting threads of GNU OpenMP spin. If a spinning
-# thread shares its core with a second process or a virtual machine, the thread that it waits for cannot run. So
-# lockstep makes waiting threads sleep. One measurement with the tiny model on two cores, in tokens per second: next to
-# a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run (not controlled), spinning
-# reaches 430 and sleeping 6,600. Alone on the machine, spinning reaches 15,800 and sleeping 12,700. For a tiny model
-# alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
+# thread shares its core (with a second process, or in a virtual machine), the thread that it waits for cannot run.
+# Lockstep therefore makes waiting OpenMP threads sleep. One measurement with the tiny model on two cores, in tokens per
+# second: next to a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run (not controlled),
+# spinning reaches 430 tokens per second and sleeping 6,600. Alone on the machine, spinning reaches 15,800 tokens per
+# second and sleeping 12,700. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def wait_asleep() -> None:
-    """Makes waiting OpenMP threads sleep, unless the user has set a wait policy. Call it before torch is loaded,
-    because OpenMP reads the variable only once."""
+    """Makes waiting OpenMP threads sleep, unless the user has set a wait policy. Call this function before torch is
+    loaded, because OpenMP reads the variable only once."""
     if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def follow_quota() -> None:
     """Limits the OpenMP threads to the container's CPU quota, unless the user has set OMP_NUM_THREADS. Without this
-    limit, a container with 2 of 64 cores would use 64 threads. Call it before torch is loaded."""
+    limit, a container with 2 of 64 cores would use 64 threads. Call this function before torch is loaded."""
     if "torch" in sys.modules or THREADS in os.environ:
         return
     allowed = quota()
@@ -64,7 +64,7 @@ def follow_quota() -> None:
         os.environ[THREADS] = os.environ[FOLLOWED] = str(allowed)
 
 
-# This variable marks OMP_NUM_THREADS as set by lockstep. Child processes inherit both variables.
+# This variable marks OMP_NUM_THREADS as set by lockstep. Child processes inherit OMP_NUM_THREADS and this variable.
 FOLLOWED = "LOCKSTEP_THREADS_FOLLOW_QUOTA"
 
 

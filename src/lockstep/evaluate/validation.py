@@ -90,8 +90,8 @@ def pass_at(n: int, right: int, k: int) -> float:
 
 
 def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str | None]) -> bool:
-    """Returns whether the most frequent final answer is correct. If several are equally frequent, the first one
-    counts."""
+    """Returns whether the most frequent final answer is correct. If several final answers are equally frequent, the
+    first one counts."""
     finals = [answer_of(a.prompt.question, a.text) for a in group]
     given = [final for final in finals if final is not None]
     if not given:

@@ -102,7 +102,7 @@ def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFi
 
 
 def _open_cached(file: DataFile, size: int, sha256: str) -> RowFile:
-    """Parses a file whose metadata was cached. Raises an error if the file has changed since then."""
+    """Parses a file whose metadata was cached. Raises an error if the file has changed since it was cached."""
     problems = Problems(file.name)
     now = _examine(file.path)[:2]
     if now != (size, sha256):

@@ -95,7 +95,7 @@ class LineOrigin(Origin):
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The identity of a data file. A resumed run compares it with the identity in its checkpoint."""
+    """The identity of a data file, which a resumed run compares with the identity in its checkpoint."""
 
     name: str
     rows: int
@@ -112,7 +112,7 @@ class RowFile(Protocol):
     def shape(self) -> ColumnKinds: ...
     @property
     def partly(self) -> Mapping[str, int]:
-        """Columns that only some rows have. The value is the number of rows with that column."""
+        """Maps each column that only some rows have to the number of rows with that column."""
         ...
 
     def row(self, number: int) -> Row: ...

@@ -58,8 +58,9 @@ class UserReader:
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
     """Reads all rows of `path` with the user's function. The hash of the rows replaces the hash of a file.
 
-    If something outside kills or stops the reader's process, it is restarted once. If that happens again, raises
-    `LostProcess`. The user's function is then not at fault (the host may lack memory), so restarting the run may help.
+    If something outside kills or stops the reader's process, it is restarted once. If the process is lost a second
+    time, raises `LostProcess`. In that case the user's function is not at fault (the host may lack memory), so
+    restarting the run may help.
     """
     if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
@@ -96,7 +97,8 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
 
 
 def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
-    """Runs a callable in this process. Returns its encoded rows, both valid and invalid ones."""
+    """Runs a callable in this process. Returns the encoded rows that the callable yields, both valid and invalid
+    ones."""
     function = load_user_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
 
     def read(path: str) -> list[tuple[bytes, bytes]]:
