@@ -1,4 +1,4 @@
-"""User functions: finds, loads and checks `path/to/file.py:name` or a Python callable, and limits its run time."""
+"""Finds, loads and checks user functions (`path/to/file.py:name` or a Python callable), and limits their run time."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from typing import Any
 
 from lockstep.errors import Problem, Refusal
 
-# Seconds after the time limit until the run is ended, if the signal did not stop the function.
+# If the timer signal does not stop a user function, the run is ended this many seconds after the time limit.
 GRACE_SECONDS = 30.0
-# Interval of repeated signals, for a function that catches every exception.
+# The timer signal is repeated at this interval, in case a user function catches every exception.
 AGAIN_SECONDS = 5.0
-# Exit code of the run if a function could not be stopped.
+# Exit code of the run if a user function could not be stopped.
 ENDED = 2
 
 
 class TimeUp(BaseException):
-    """The time limit is exceeded. A BaseException, so that `except Exception` in user code does not catch it."""
+    """The time limit of a user function is exceeded. This is a BaseException, so that `except Exception` in user code
+    does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float, message: str) -> Iterator[None]:
-    """Raises `TimeUp` in the block after `seconds`, by a timer signal.
+    """Context manager that raises `TimeUp` in its block after `seconds`, by a timer signal.
 
-    Code that does not return from a native library cannot be interrupted; a second timer then ends the run with
-    `message`.
+    A signal cannot interrupt code that does not return from a native library. In that case a second timer ends the run
+    with `message`.
     """
     last = threading.Timer(seconds + GRACE_SECONDS, _end_run, (message,))
     last.daemon = True
     last.start()
     try:
-        # Only the main thread gets signals; other threads have only the second timer.
+        # Only the main thread gets signals. In other threads, only the second timer limits the time.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -72,19 +73,20 @@ def _end_run(message: str) -> None:
 
 
 LONGEST_WHY = 300
-# A user file may import torch from a slow disk.
+# Time limit for importing a user file. The limit is long, because the file may import torch from a slow disk.
 LOAD_SECONDS = 120.0
 
 # Callables passed from Python, keyed by their path in the recipe.
 _given: dict[str, Callable[..., Any]] = {}
-# Modules of user files, by path and modification time: two functions of one file share its globals.
+# Imported modules of user files, by path and modification time. Two functions of one user file therefore share its
+# globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
-# Files that are being imported, the innermost last.
+# User files that are being imported. If one imports another, the inner file comes last.
 _running: list[Path] = []
 
 
 class Unloadable(Exception):
-    """A user function cannot be loaded. `why` is the reason, `remedy` the fix."""
+    """A user function cannot be loaded. `why` is the reason, and `remedy` says how to fix it."""
 
     def __init__(self, why: str, remedy: str, *, code: str):
         super().__init__(why)
@@ -93,9 +95,11 @@ class Unloadable(Exception):
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A user function and its recipe key. Its exceptions are reported with file, name and line.
+    """A user function and the recipe key that names it. Exceptions of the function are reported with file, name and
+    line.
 
-    `seconds` is the time limit of a call, and `limit` the key that sets it; None means no limit here.
+    `seconds` is the time limit of a call, and `limit` is the recipe key that sets it. If `seconds` is None, this class
+    does not limit the time.
     """
 
     key: str
@@ -133,7 +137,7 @@ class UserFunction:
         return Problem(
             self.where,
             f"did not return within {self.seconds:g} s ({self.limit}){line}",
-            f"make it faster, or raise {self.limit}; the last checkpoint is unchanged",
+            f"make the function faster, or raise {self.limit}; the last checkpoint is unchanged",
             code="function-too-slow",
         )
 
@@ -142,12 +146,12 @@ class UserFunction:
 
 
 def is_function_path(value: str) -> bool:
-    """Returns whether a value is a function path (`file.py:name`) and not a registered name."""
+    """Returns whether a recipe value is a function path (`file.py:name`) and not the name of a built-in."""
     return ":" in value
 
 
 def locate(function_path: str, key: str) -> tuple[Path, str]:
-    """Returns the file and the name of `path/to/file.py:name`; raises if the file does not exist."""
+    """Splits `path/to/file.py:name` into file and name. Raises an error if the file does not exist."""
     path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
         raise Refusal.at(
@@ -155,7 +159,7 @@ def locate(function_path: str, key: str) -> tuple[Path, str]:
         )
     file = Path(path).expanduser().absolute()
     if path.startswith("<") or "ipykernel_" in path:
-        why = f"{function_path} was defined in a notebook or an interactive session, which no other process can load"
+        why = f"{function_path} was defined in a notebook or an interactive session, so no other process can load it"
         raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name", code="invalid-function")
     if not file.is_file():
         raise Refusal.at(
@@ -167,9 +171,9 @@ def locate(function_path: str, key: str) -> tuple[Path, str]:
 def load_user_function(
     function_path: str, key: str, call: Sequence[str], seconds: float | None = None, limit: str = ""
 ) -> UserFunction:
-    """Loads the function of a path and checks that it accepts the positional arguments `call`.
+    """Loads the function of `function_path` and checks that it accepts the positional arguments `call`.
 
-    `seconds` is the time limit of a call, set by the key `limit`.
+    `seconds` is the time limit of a call. The recipe key `limit` sets it.
     """
     if function_path in _given:
         function = _given[function_path]
@@ -192,8 +196,8 @@ def is_registered(function_path: str) -> bool:
 
 
 def local_callable(function_path: str) -> Callable[..., Any] | None:
-    """Returns the callable of the path if no other process can load it: a function of the main script or of a notebook,
-    or one defined inside another function. Otherwise None."""
+    """Returns the registered callable if no other process can load it, otherwise None. Such a callable is defined in
+    the main script, in a notebook, or inside another function."""
     function = _given.get(function_path)
     if function is None:
         return None
@@ -209,14 +213,14 @@ def running_file() -> Path | None:
 
 
 def register_callable(key: str, function: Callable[..., Any]) -> str:
-    """Registers a callable for the runs of this process; returns its path for the recipe."""
+    """Registers a callable for the runs of this process. Returns the function path that the recipe stores."""
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
         raise Refusal.at(
             key,
-            f"{what} has no file and name to store in the recipe",
+            f"{what} has no file and function name that the recipe could store",
             "give a function defined with def",
             code="invalid-function",
         )
@@ -226,8 +230,8 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
-    """Returns the function `name` of the file; it must accept the positional arguments `call`. The file can import
-    modules of its folder."""
+    """Loads the function `name` of a user file and checks that it accepts the positional arguments `call`. The file can
+    import modules of its own folder."""
     function = get_function(run_file(path), name, call, path)
     check_signature(function, name, call, by_name=False)
     return function
@@ -237,7 +241,9 @@ def get_function(module: ModuleType, name: str, call: Sequence[str], path: Path)
     function = getattr(module, name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}", code="invalid-function")
+        raise Unloadable(
+            f"has no {name}", f"the functions of the file are: {', '.join(names) or 'none'}", code="invalid-function"
+        )
     if not callable(function):
         raise Unloadable(
             f"{name} is a {type(function).__name__}, not a function",
@@ -262,12 +268,14 @@ def check_signature(function: Callable[..., Any], name: str, call: Sequence[str]
             signature.bind(*call)
     except TypeError as error:
         raise Unloadable(
-            f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})", code="invalid-function"
+            f"{name} cannot be called with the arguments {words}: {error}",
+            f"write: def {name}({words})",
+            code="invalid-function",
         ) from None
 
 
 def run_file(path: Path) -> ModuleType:
-    """Imports a file once. The file can import modules of its folder."""
+    """Imports a user file once. The file can import modules of its own folder."""
     key = path.resolve(), path.stat().st_mtime_ns
     if key in _modules:
         return _modules[key]
@@ -304,9 +312,10 @@ def describe_error(error: BaseException, path: str) -> str:
 
 
 def source_line(error: BaseException, path: str) -> str:
-    """Returns the line number in the user file, as text; empty if the error is from elsewhere."""
+    """Returns the line number of an error in the user file, as text, or an empty string if the error occurred in other
+    code."""
     frames = traceback.walk_tb(error.__traceback__)
-    # The path may be relative or absolute.
+    # Tracebacks name the user file by its relative or absolute path.
     lines = [line for frame, line in frames if frame.f_code.co_filename in (path, str(Path(path).absolute()))]
     if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
         lines.append(error.lineno)

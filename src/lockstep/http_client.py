@@ -1,8 +1,8 @@
-"""The HTTP client of remote rewards and of serving engines. It limits the time and the size of every response.
+"""The HTTP client of remote rewards and of serving engines. The client limits the time and the size of every response.
 
-It uses the HTTP package of huggingface_hub: httpx up to huggingface_hub 1, httpx2 from 2 on, with the same interface.
-Requests are asynchronous: the package limits only the time of single reads, so a complete exchange is limited by
-cancelling it.
+The client uses the HTTP package that huggingface_hub installs: httpx for huggingface_hub 1, and httpx2, which has the
+same interface, from version 2 on. The HTTP package limits only the time of single reads. Requests are therefore
+asynchronous, and a request that takes too long in total is cancelled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError:
 from lockstep.masking import masked
 
 MAX_REASON = 300
-# Limit of the body of an error response.
+# Maximum number of bytes that are read from the body of an error response.
 _ERROR_BYTES = 2**16
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
 
@@ -32,12 +32,12 @@ class RequestFailed(Exception):
 
 
 class ResponseTooLong(Exception):
-    """The response is longer than its limit."""
+    """The response is longer than the limit of the request."""
 
 
 @dataclass
 class HttpResponse:
-    """A response. The body of an error response may be incomplete."""
+    """An HTTP response. The body of an error response may be incomplete."""
 
     status: int
     reason: str
@@ -50,21 +50,22 @@ class HttpResponse:
 
     @property
     def retry_after(self) -> float:
-        """Seconds given by the header Retry-After; 0 if it is missing or a date."""
+        """Number of seconds in the header Retry-After. 0 if the header is missing or contains a date."""
         text = self.headers.get("retry-after", "")
         return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
 
     def error(self) -> str:
-        """Returns the status and the beginning of the body, on one line."""
+        """Returns the status and the beginning of the response body, on one line."""
         text = self.body.decode(errors="replace").strip()[:200]
         return short(f"answered {self.status} {self.reason}".rstrip() + (f": {text}" if text else ""))
 
 
 class HttpClient:
-    """Sends requests in one event loop. It follows no redirects and keeps no cookies. It does not keep connections
-    alive: a connection that the server closed in the meantime would fail a request.
+    """Sends HTTP requests in one event loop. The client follows no redirects and keeps no cookies. The client does not
+    keep connections alive, because a request fails on a connection that the server has closed in the meantime.
 
-    `direct_to_loopback` bypasses the proxies of the environment for this machine. `key` is sent as a bearer token."""
+    `direct_to_loopback` makes requests to this machine bypass the proxies of the environment variables. `key` is sent
+    as a bearer token."""
 
     def __init__(self, *, direct_to_loopback: bool = False, key: str | None = None):
         loopback: dict[str, Any] = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
@@ -100,7 +101,8 @@ class HttpClient:
         on_chunk: Callable[[bytes], None] | None = None,
     ) -> HttpResponse:
         """Sends a request and returns the response. `seconds` limits the time from name resolution to the last byte.
-        `on_chunk`, if given, receives the body of a successful response instead."""
+        If `on_chunk` is given, it receives the body of a successful response in chunks, and the returned body is
+        empty."""
         responses: list[HttpResponse] = []
         cause: Exception
         try:
@@ -114,13 +116,13 @@ class HttpClient:
         else:
             return responses[0]
         if responses and not responses[0].success:
-            # The status is enough; the body would only give the reason.
+            # An error status is enough, because the missing body would only give the reason.
             return responses[0]
         raise RequestFailed(why) from cause
 
     async def status(self, address: str, seconds: float) -> int | None:
-        """Returns the HTTP status of a GET request. Returns None if the server accepts the connection but does not
-        answer within `seconds` because it is busy. Raises `RequestFailed` if there is no connection."""
+        """Returns the HTTP status of a GET request. Returns None if the server does not answer in time (twice
+        `seconds`), for example because it is busy. Raises `RequestFailed` if there is no connection."""
         timeout = httpx.Timeout(None, connect=seconds)
         request = self._client.build_request(
             "GET", address, headers=_HEADERS, timeout=timeout, extensions={"responses": []}
@@ -143,7 +145,7 @@ class HttpClient:
         max_bytes: int,
         on_chunk: Callable[[bytes], None] | None,
     ) -> None:
-        # Cookies of one response would be sent with the requests of other batches.
+        # Clears the cookies, because cookies of one response would be sent with the requests of other batches.
         self._client.cookies.clear()
         request = self._client.build_request(
             method, address, content=body, headers=_HEADERS, extensions={"responses": responses}
@@ -177,18 +179,19 @@ def _tls() -> Any:
 
 
 async def _record_status(response: Any) -> None:
-    """Record the status before the library parses the target of a redirect, which may be malformed."""
+    """Records the status of a response before the library parses the target of a redirect, which may be malformed."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     found = HttpResponse(response.status_code, response.reason_phrase, headers)
     response.request.extensions["responses"].append(found)
 
 
 def _root_cause(error: BaseException) -> str:
-    """Returns the message of the operating system or the parser; the exceptions above it only repeat it."""
+    """Returns the message of the innermost exception (of the operating system or the parser). The outer exceptions only
+    repeat it."""
     root = error
     while (below := root.__cause__ or root.__context__) is not None:
         root = below
-    # There is one error for each address of the host.
+    # An exception group has one error for each address of the host. The last error is used.
     root = getattr(root, "exceptions", [root])[-1]
     number = getattr(root, "errno", None)
     if isinstance(root, OSError) and isinstance(number, int) and number > 0:

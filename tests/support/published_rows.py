@@ -274,9 +274,9 @@ PREFERENCES = [
             }
         ],
         ["Hi!<|im_end|>", "No<|im_end|>"],
-        "rankings (instruction, completions; by completions.overall_score; the best against the worst, 1 others left "
-        "out; 1 responses left out, with the same score as another); not read: source, models, correct_answers, "
-        "incorrect_answers",
+        "rankings (instruction, completions; by completions.overall_score; only the best and the worst "
+        "response are compared, 1 others left out; 1 responses left out because another has the same score); not read: "
+        "source, models, correct_answers, incorrect_answers",
     ),
 ]
 
@@ -292,7 +292,7 @@ STEPS = [
             }
         ],
         ["~", "~"],
-        "labels from label, where it says + or - for 'ки' (Math-Shepherd), which is written '~'); not read: task",
+        "labels from label, as + or - for 'ки' (Math-Shepherd), which becomes '~'); not read: task",
         holds="labels 1 0: ",
     ),
     Published(
@@ -334,7 +334,7 @@ STEPS = [
         ],
         ["~", "~", "~"],
         "rated solutions of PRM800K (question; labels from label: 1 and 0 are good, -1 is bad; 1 completions "
-        "outside the solutions are left out); not read: labeler, timestamp, generation,",
+        "that are not part of a solution are left out); not read: labeler, timestamp, generation,",
         holds="labels 1 1 0: ",
     ),
 ]

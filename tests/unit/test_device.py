@@ -401,7 +401,7 @@ def test_npu_reason_load_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("count", "visible", "reason"),
     [
-        ("0", None, "sees no device: is the driver loaded"),
+        ("0", None, "sees no device: check that the driver is loaded"),
         ("0", "1,0", "ASCEND_RT_VISIBLE_DEVICES='1,0' leaves no device visible"),
         ("1 / 0", None, None),
         ("stop()", None, "aclInit failed with 507008"),

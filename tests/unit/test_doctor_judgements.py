@@ -64,7 +64,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "npu",
         "CANN",
         "warning",
-        "install that CANN in addition",
+        "install the documented CANN in addition",
     ),
     (A2.having(commands={"npu-smi info": None, "npu-smi": None}), "npu", "npu-smi", "broken", "HDK"),
     (
@@ -135,7 +135,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "npu",
         "firmware",
         "broken",
-        "one HDK release",
+        "the same HDK release",
     ),
     # packages on Ascend
     (A2.having(packages={"triton": "3.5.0", "triton-ascend": "3.2.0"}), "npu", "triton-ascend", "broken", "uninstall"),
@@ -146,7 +146,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
     (A2.having(packages={"deepspeed": "0.18"}), "npu", "deepspeed", "warning", "FSDP2"),
     (A2.having(packages={"torchvision": "0.28.0+cu130"}), "npu", "torchvision", "warning", "whl/cpu"),
     (A2.having(packages={"sglang": "0.5.6", "timm": "1.0"}), "npu", "timm", "warning", "uninstall -y timm"),
-    (A2.having(packages={"sglang": "0.5.13"}), "npu", "torch_memory_saver", "warning", "or do without sleep"),
+    (A2.having(packages={"sglang": "0.5.13"}), "npu", "torch_memory_saver", "warning", "or do not use rollout.sleep"),
     (A2.having(packages={"vllm": "0.23.0", "vllm-ascend": "0.22.1rc1"}), "npu", "vllm-ascend", "broken", "0.22.1"),
     (A2.having(packages={"vllm": "0.8.5.post1", "vllm-ascend": "0.8.5rc1"}), "npu", "vllm-ascend", "warning", "line"),
     (A2.having(packages={"vllm": "0.23.0"}), "npu", "vllm", "warning", "together"),

@@ -113,7 +113,7 @@ def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
     ("torch_npu", "cann", "driver", "verdict", "why"),
     [
         # What nobody can run was called healthy.
-        ("2.12.0", "8.1.RC1", "24.1.0", "broken", "torch_npu 2.12.0 is documented with CANN 9.1.0, this is 8.1.RC1"),
+        ("2.12.0", "8.1.RC1", "24.1.0", "broken", "documented with CANN 9.1.0, but CANN 8.1.RC1 is installed"),
         ("2.14.0", "8.3.RC1", "25.3.RC1", "broken", "torch_npu 2.12.0 already needs CANN 9.1.0, and 2.14.0 is newer"),
         ("2.13.0", "8.1.RC1", "26.0.rc1", "broken", "torch_npu 2.12.0 already needs CANN 9.1.0, and 2.13.0 is newer"),
         # Pairs of TorchNPU's own table were warned of.
@@ -124,8 +124,8 @@ def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
         # A version without an entry is unknown, never ok.
         ("2.13.0", "9.1.0", "26.0.rc1", "unknown", "table does not contain torch_npu 2.13.0"),
         ("2.14.0", "9.2.0", "26.1.0", "unknown", "table does not contain torch_npu 2.14.0"),
-        ("2.7.1.post8", "8.3.RC1", "25.3.RC1", "broken", "is documented with CANN 9.1.0, this is 8.3.RC1"),
-        ("2.8.0", "8.5.0", "25.5.0", "warning", "torch_npu 2.8.0 is documented with CANN 8.3.RC1, this is 8.5.0"),
+        ("2.7.1.post8", "8.3.RC1", "25.3.RC1", "broken", "documented with CANN 9.1.0, but CANN 8.3.RC1 is installed"),
+        ("2.8.0", "8.5.0", "25.5.0", "warning", "documented with CANN 8.3.RC1, but CANN 8.5.0 is installed"),
     ],
 )
 def test_pairs_of_torch_npu_and_cann(torch_npu: str, cann: str, driver: str, verdict: str, why: str) -> None:
@@ -158,7 +158,7 @@ def test_the_first_line_says_that_lockstep_cannot_train_there(stack: Stack) -> N
         assert lines[0].startswith(told)
         assert [line[:2] for line in lines[1:4]] == ["1.", "2.", "3."]
         text = " ".join(lines[1:4])
-        assert "driver HDK 26.0.rc1 or newer, which needs root" in text
+        assert "driver HDK 26.0.rc1 or newer; this needs root" in text
         assert "lockstep compare" in text
         assert "lockstep_record.py" in text
     assert json.loads(as_json(report))["cannot_train"] == list(report.cannot_train)

@@ -84,7 +84,7 @@ def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: 
     out = tmp_path / "out.jsonl"
     with pytest.raises(Refusal, match=r"(?s)\[unclear-columns\].*prompts.*set --prompt-key, and --label-key"):
         evaluated(speaker, file, out, rules=["exact"])
-    with pytest.raises(Refusal, match=r"\[unclear-columns\].*prompts(.|\n)*rename the column"):
+    with pytest.raises(Refusal, match=r"\[unclear-columns\].*prompts(.|\n)*rename the prompt column"):
         trained(speaker, file, tmp_path)
     columns = NamedColumns("ask", "so")
     assert evaluated(speaker, file, out, rules=["exact"], columns=columns)[0]["val/accuracy"] == 0.75

@@ -162,7 +162,7 @@ def test_a_reader_that_takes_all_memory_is_refused_by_its_limit(tmp_path: Path) 
     )
     told = refusal(lambda: read_rows("rows.db", reader=UserReader(where, memory_gb=0.25)))
     assert told.startswith(f"data.reader {where} [function-raised]: raised MemoryError (own.py line 4)")
-    assert "over 0.25 GiB (data.reader_memory_gb)" in told
+    assert "used more than 0.25 GiB (data.reader_memory_gb)" in told
 
 
 def test_a_reader_whose_process_dies_is_told_with_what_it_printed_last(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
     assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_timeout)") in told
-    assert told.endswith("; restarting it once\n")
+    assert told.endswith("; restarting the process once\n")
 
 
 def test_what_a_reader_has_started_ends_with_it(tmp_path: Path) -> None:

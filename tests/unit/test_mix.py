@@ -171,7 +171,7 @@ def test_refuses(sizes: list[int], weights: list[float] | None, why: str) -> Non
 
 
 def test_the_remedy_for_a_starved_source_works() -> None:
-    with pytest.raises(Refusal, match="raise it to 200 or more"):
+    with pytest.raises(Refusal, match="raise the weight to 200 or more"):
         Mixture([3, 3], [1000.0, 1.0], 0, True)
     assert Mixture([3, 3], [1000.0, 200.0], 0, True).counts == [5, 1]
 

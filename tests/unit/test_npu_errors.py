@@ -18,7 +18,11 @@ MESSAGES = {
         "ASCEND_LAUNCH_BLOCKING=1",
     ),
     "207001": ("call aclrtMalloc failed, error code is 207001", "no memory left", "batch.tokens"),
-    "107001": ("Set device failed, error code is 107001", "no device with that number", "ASCEND_RT_VISIBLE_DEVICES"),
+    "107001": (
+        "Set device failed, error code is 107001",
+        "no device with the requested number",
+        "ASCEND_RT_VISIBLE_DEVICES",
+    ),
     "E19999": ("E19999: Inner Error, Please contact support engineer!", "runtime or graph engine", "lockstep doctor"),
 }
 

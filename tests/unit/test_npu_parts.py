@@ -110,7 +110,7 @@ def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: tor
 )
 def test_what_the_operator_does_not_take_is_told_once(model: FusionModel, change: dict[str, Any], why: str) -> None:
     with pytest.warns(
-        UserWarning, match=f"parallel.context_parallel is plain torch: npu_fusion_attention has no .*{why}"
+        UserWarning, match=f"parallel.context_parallel uses plain torch: npu_fusion_attention has no .*{why}"
     ):
         assert chosen(**change) is PLAIN
     with warnings.catch_warnings():

@@ -214,7 +214,7 @@ def test_options_of_another_kind_are_refused() -> None:
     for given, option in (({"kind": "dpo"}, "--kind"), ({"kind": "sft", "length_tie": "longest"}, "--length-tie")):
         with pytest.raises(Refusal, match=rf"{option} \[unknown-name\]: "):
             choice_of(**given)
-    with pytest.raises(Refusal, match="it is for kto"):
+    with pytest.raises(Refusal, match="it applies only to --kind kto"):
         choice_of("sft", threshold="0.5")
 
 

@@ -329,7 +329,7 @@ REFUSED = [
     (RANKED | {"responses": ["a"]}, "[wrong-count]: responses "),
     (RANKED | {"responses": ["a", "b", "c"]}, "[wrong-count]: has 3 responses"),
     (RANKED | {"responses": ["a", "a"]}, "[identical-responses]: responses.0 and responses.1 "),
-    (RANKED | {"scores": [1]}, "[wrong-count]: has 2 responses and 1 scores"),
+    (RANKED | {"scores": [1]}, "[wrong-count]: the row has 2 responses, but 1 scores"),
     (RANKED | {"scores": ["1", "2"]}, "[not-a-number]: scores "),
 ]
 
@@ -338,8 +338,8 @@ def test_rows_whose_scores_are_all_equal_are_dropped_and_counted(tokenizer, load
     equal, apart = RANKED | {"scores": [1, 1]}, RANKED | {"scores": [1, 2]}
     dataset = load(tokenizer, equal, apart, equal)
     assert (dataset.counts.rows, dataset.counts.dropped) == (1, 2)
-    assert "(prompt, responses; by scores; 2 rows dropped, whose scores are all equal)" in dataset.notes[0]
-    with refuses("pairs.jsonl", "no-rows", "1 rows dropped, whose scores"):
+    assert "(prompt, responses; by scores; 2 rows dropped because all their scores are equal)" in dataset.notes[0]
+    with refuses("pairs.jsonl", "no-rows", "1 rows dropped because all their scores"):
         load(tokenizer, equal)
 
 

@@ -48,7 +48,7 @@ def test_rows_in_the_rl_schema(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_data_set_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="has 3 rows, the data set has 7,473"):
+    with pytest.raises(Refusal, match="has 3 rows, but the complete data set has 7,473"):
         write_gsm8k(tmp_path / "out", source=raw(tmp_path / "raw"))
     assert not (tmp_path / "out").exists()
 

@@ -385,7 +385,7 @@ def test_a_list_in_a_file_of_lines_says_what_it_is(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", b'[\n{"x": 1},\n{"x": 2}\n]\n')
     with pytest.raises(Refusal) as caught:
         read_rows("t.jsonl", base=tmp_path)
-    assert "over several lines is the .json format" in caught.value.problems[0].remedy
+    assert "over several lines, use the suffix .json" in caught.value.problems[0].remedy
 
 
 def test_empty_path(tmp_path: Path) -> None:
@@ -643,7 +643,7 @@ def test_first_ten_problems_and_a_count(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b"\n".join(lines))
     problems = refusal("a.jsonl", tmp_path)
     assert [problem.where for problem in problems] == [f"a.jsonl line {n}" for n in range(31, 41)] + ["a.jsonl"]
-    assert problems[-1].why == "and 15 more like these"
+    assert problems[-1].why == "has 15 more problems like these"
 
 
 def test_every_file_of_a_set_is_reported_at_once(tmp_path: Path) -> None:

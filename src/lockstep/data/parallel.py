@@ -1,7 +1,7 @@
-"""Runs tasks in forked worker processes. All ranks of a host share its cores.
+"""Runs tasks in forked worker processes. All ranks of a host share the CPU cores of the host.
 
-Forked workers already have the rows, reader and tokenizer; a fresh interpreter takes seconds to import them. Workers do
-not use a device. If a worker fails, the parent runs its remaining tasks and raises the error itself.
+Forked workers inherit the rows, the reader and the tokenizer. A fresh interpreter would need seconds for its imports.
+Workers do not use a device. If a worker fails, the parent runs its remaining tasks and raises the error itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ResultT = TypeVar("ResultT")
 
 MOST = 32
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# Disables the threads of the tokenizers library: there is already one process per core. Unset, it warns about forks.
+# "false" disables the threads of the tokenizers library, because there is already one process per core. Without this
+# variable, the library warns about forks.
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 
@@ -38,21 +39,22 @@ def processes_here(tasks: int) -> int:
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use, within the container quota."""
+    """Returns the number of CPU cores that this process may use within the container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = _QUOTA.read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))  # "max" raises ValueError: no quota
+        cores = min(cores, max(1, int(quota) // int(period)))  # a quota of "max" (no limit) raises ValueError
     return cores
 
 
 def in_processes(
     work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], processes: int
 ) -> Iterator[tuple[TaskT, ResultT]]:
-    """Yield each task with its result, in completion order."""
+    """Yields each task with its result, in the order in which the tasks are completed."""
     left = list(range(len(tasks)))
     if processes > 1:
-        # Closed explicitly: since Python 3.12, closing a generator does not close the inner one until it is freed.
+        # `closing` ends the workers at once: since Python 3.12, closing a generator leaves an inner generator open
+        # until it is freed.
         with contextlib.closing(_forked(work, tasks, processes)) as results:
             for number, result in results:
                 left.remove(number)
@@ -99,7 +101,8 @@ def _quiet_forks() -> Iterator[None]:
     os.environ[_THREADS] = "false"
     try:
         with warnings.catch_warnings():
-            # Newer Python versions warn about forks with threads; the workers need no lock that a thread may hold.
+            # Newer Python versions warn about forks in a process with threads. The workers need no lock that a thread
+            # may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
@@ -116,8 +119,8 @@ def _serve(
     connection: Connection,
     readers: Sequence[Connection],
 ) -> None:
-    """Main function of a worker: sends every result. It ends when the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
+    """Main function of a worker: sends every result to the parent. The worker ends when the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
     for reader in readers:

@@ -1,7 +1,7 @@
-"""Disk cache of encoded rows, keyed by everything they depend on: rows, tokenizer, template, settings, code, packages.
+"""Disk cache of encoded rows. The key covers raw rows, tokenizer, chat template, settings, code and package versions.
 
-An entry is written to a temporary file and then renamed, so several runs may write the same entry without a lock. It
-starts with a checksum; damaged entries are ignored. Any part of the folder may be deleted at any time.
+An entry is written to a temporary file and then renamed, so several runs may write the same entry without a lock. An
+entry starts with a checksum, and damaged entries are ignored. Any part of the cache folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-# Rows per entry: about one second of encoding.
+# Number of rows per cache entry. Encoding this many rows takes about one second.
 PART_ROWS = 1024
-_MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight bytes, for alignment
+_MAGIC = b"lockstep rows, encoded.\n"  # magic plus checksum are a multiple of eight bytes, for alignment
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 # Settings that do not change how a row is encoded.
 _UNUSED_KEYS = {
@@ -52,12 +52,13 @@ _UNUSED_KEYS = {
     "source": {"weight", "rows"},
 }
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow")
-# Temporary files older than this are left over from killed runs.
+# Temporary files older than this number of seconds are left over from killed runs.
 _LEFT_AFTER = 24 * 3600
 
 
 class RowCache:
-    """The entries of one source. `key` is the hash of everything its items depend on; an entry holds a span of rows."""
+    """The cache entries of one data source. `key` is the hash of everything that its encoded rows depend on. An entry
+    holds a range of rows."""
 
     def __init__(self, home: Path, key: str, bound: float):
         self.home, self.folder, self._bound = home, home / key, bound
@@ -75,7 +76,8 @@ class RowCache:
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
     ) -> RowCache | None:
-        """Creates the cache of a source. Returns None if it is off, or if reader or tokenizer have no content hash."""
+        """Creates the cache of a source. Returns None if the cache is off, or if the reader or the tokenizer has no
+        content hash."""
         home, reader, content = cache_folder(data), _named(open_rows), tokenizer_content(tokenizer)
         if home is None or reader is None or content is None:
             return None
@@ -95,22 +97,23 @@ class RowCache:
         return cls(home, hashlib.sha256(text.encode()).hexdigest(), data.cache_gb * 2**30)
 
     def get(self, span: tuple[int, int]) -> memoryview | None:
-        """Returns the bytes of an entry; None if it is missing or damaged."""
+        """Returns the bytes of a cache entry, or None if the entry is missing or damaged."""
         return kept(self._path(span), self._name(span))
 
     def put(self, span: tuple[int, int], data: bytes) -> memoryview | bytes:
-        """Write an entry; returns it memory-mapped, or the given bytes if it could not be written."""
+        """Writes a cache entry. Returns the entry memory-mapped, or `data` if the entry could not be written."""
         try:
             keep(self._path(span), self._name(span), data)
         except OSError as error:
-            # Not fatal: the rows are encoded again at the next start.
+            # A failed write is not fatal: the rows are encoded again at the next start.
             self.failure = f"{self.home}: encoded rows could not be cached: {first_line(error)}"
             return data
         found = self.get(span)
         return data if found is None else found
 
     def prune(self) -> None:
-        """Delete the least recently used entries over the size limit, and temporary files of killed runs."""
+        """Deletes the least recently used entries while the cache exceeds its size limit. Also deletes temporary files
+        that killed runs left behind."""
         with contextlib.suppress(OSError):
             entries = sorted(_entries(self.home), key=lambda entry: entry[1].st_mtime)
             size = sum(facts.st_size for _, facts in entries)
@@ -128,7 +131,8 @@ class RowCache:
 
 
 def worth_keeping(rows: int) -> bool:
-    """Returns whether caching pays off: fewer rows are encoded as fast as they are read from the cache."""
+    """Returns whether a source has enough rows for caching. Encoding a few rows is as fast as reading them from the
+    cache."""
     return rows >= PART_ROWS
 
 
@@ -148,7 +152,7 @@ def keep(path: Path, name: str, data: bytes) -> None:
 
 
 def kept(path: Path, name: str) -> memoryview | None:
-    """Returns the memory-mapped entry of this name; None if it is missing or damaged."""
+    """Returns the memory-mapped entry of this name, or None if the entry is missing or damaged."""
     try:
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -158,19 +162,19 @@ def kept(path: Path, name: str) -> memoryview | None:
     if head != _MAGIC + _checksum(name, body):
         return None
     with contextlib.suppress(OSError):  # a read-only folder
-        os.utime(path)  # least recently used entries are deleted first
+        os.utime(path)  # marks the entry as used: `prune` deletes the least recently used first
     return body
 
 
 def _checksum(name: str, body: bytes | memoryview) -> bytes:
-    """Returns a checksum of the body and its name, so that an entry copied to another path is invalid."""
+    """Returns a checksum of an entry's body and name, so that an entry copied to another path is invalid."""
     digest = hashlib.sha256(name.encode())
     digest.update(body)
     return digest.digest()
 
 
 def cache_folder(data: Data) -> Path | None:
-    """Returns the folder of the row cache; None if the cache is off."""
+    """Returns the folder of the row cache, or None if the cache is off."""
     if data.cache == "off":
         return None
     if data.cache != "on":
@@ -190,11 +194,12 @@ def _entries(home: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-        path.parent.rmdir()  # succeeds with the last entry
+        path.parent.rmdir()  # succeeds only if the deleted entry was the last one of the folder
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Returns everything that affects tokenisation, by content; None for a tokenizer with custom code."""
+    """Returns a description of everything in the tokenizer that affects tokenisation. Returns None for a tokenizer with
+    custom code."""
     backend = plain_backend(tokenizer)
     if backend is None:
         return None
@@ -209,7 +214,8 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | No
 
 
 def _named(open_rows: Callable[..., Any]) -> str | None:
-    """Returns the class of a reader and its bound arguments; None if they are not plain values."""
+    """Returns the class of a row reader and its bound arguments as JSON. Returns None if an argument is not a plain
+    value."""
     given: list[Any] = []
     while isinstance(open_rows, partial):
         given.append([list(open_rows.args), open_rows.keywords])
@@ -225,7 +231,7 @@ def _named(open_rows: Callable[..., Any]) -> str | None:
 def _listed(value: Any) -> list[Any]:
     if isinstance(value, set | frozenset):
         return sorted(value)
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 @cache

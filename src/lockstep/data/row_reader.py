@@ -1,4 +1,4 @@
-"""The row reader protocol, and the item and counts that a reader produces."""
+"""The protocol of row readers, and the items and row counts that a row reader produces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept(Generic[T]):
-    """An item within the token limit, with its sequence lengths, number of trained tokens, and response end tokens."""
+    """An encoded item within the token limit. `lengths` are the token counts of its sequences, `trained` is the number
+    of trained tokens, and `ends` are the last tokens of its responses."""
 
     item: T
     lengths: tuple[int, ...]
@@ -30,7 +31,7 @@ class Kept(Generic[T]):
 
 @dataclass
 class RowCounts:
-    """Row counts of a data set. Dropped rows are counted too."""
+    """Row and token counts of a data set, including the number of dropped rows."""
 
     rows: int = 0
     tokens: int = 0
@@ -48,18 +49,19 @@ class RowCounts:
         self.longest = max(self.longest, *kept.lengths)
 
     def merge(self, other: Mapping[str, int]) -> None:
-        """Add the counts of other rows."""
+        """Adds the row counts of another part of the data set."""
         for name, value in other.items():
             current = getattr(self, name)
             setattr(self, name, max(current, value) if name == "longest" else current + value)
 
     def add_split(self, rows: int) -> None:
-        """Counts rows that were tokenised in pieces. Does nothing here, because prompts never are."""
+        """Counts rows that were tokenised in pieces. This base method does nothing, because prompts are never tokenised
+        in pieces."""
 
 
 @dataclass
 class TrainedCounts(RowCounts):
-    """Row counts of training rows, with trained tokens and split rows."""
+    """Row counts of training rows, with the number of trained tokens and of rows that were tokenised in pieces."""
 
     trained_tokens: int = 0
     split: int = 0
@@ -76,10 +78,11 @@ class TrainedCounts(RowCounts):
 
 
 class RowReader(Protocol[T]):
-    """Converts rows of one source to items within the token limit. A row may give several items; None is a dropped one.
+    """Converts rows of one data source to items within the token limit. A row may give several items. A dropped item is
+    None.
 
-    The result depends on the row alone, because rows are read in parts, by several processes, or from the row cache. A
-    reader that counts something for `found` has a `tally` (`data/dataset.py`).
+    The items must depend on the row alone, because rows are read in parts, by several processes, or from the row cache.
+    A reader whose `found` reports counts keeps them in a `tally` attribute (`data/dataset.py`).
     """
 
     @property
@@ -97,11 +100,11 @@ class RowReader(Protocol[T]):
 
     @property
     def unusable(self) -> int:
-        """Number of rows dropped for their content, not for their length; `found` gives the reason."""
+        """Number of rows dropped because of their content, not because of their length. `found` gives the reason."""
         ...
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...
 
     def found(self) -> str:
-        """Describes the format in which the rows were read. Called after the last row."""
+        """Describes the format in which the rows were read. The caller calls this method after the last row."""
         ...

@@ -1,6 +1,7 @@
 """The rows of one optimizer step: all rows in order, and the micro-batches of this rank.
 
-Shapes: S sequences of all rows, row after row; K targets of all sequences, sequence after sequence.
+Shape letters: S is the number of sequences of all rows, in row order. K is the number of target tokens of all
+sequences, in sequence order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ T = TypeVar("T", bound=Item)
 
 @dataclass(frozen=True)
 class Update(Generic[T]):
-    """The rows of an update. Every rank holds all rows, so counts are global; only `batches` differ per rank."""
+    """The rows of an update (optimizer step). Every rank holds all rows, so counts are global. Only `batches` differs
+    per rank."""
 
     items: Sequence[T]
     examples: Sequence[Example]
@@ -38,7 +40,7 @@ class Update(Generic[T]):
 
     @cached_property
     def lengths_S(self) -> torch.Tensor:
-        """Number of targets of each sequence."""
+        """Number of target tokens of each sequence."""
         return torch.tensor([example.targets for example in self.examples])
 
     @cached_property
@@ -52,15 +54,17 @@ class Update(Generic[T]):
         return torch.repeat_interleave(torch.arange(len(self.items)), counts)
 
     def sequences_of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sequences of a micro-batch, and for each of its targets the index (0, 1, ...) of its sequence."""
+        """Returns the sequence indices of a micro-batch. Also returns, for each target token, the position (0, 1, ...)
+        of its sequence in the micro-batch."""
         return torch.unique_consecutive(self.sequence_K[batch.index_K], return_inverse=True)
 
 
 def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int | None, pad_id: int) -> Update[T]:
-    """Packs or pads rows. The sequences of a row stay in one micro-batch; packed sequences share their prefix.
+    """Packs or pads rows. The sequences of a row stay in one micro-batch. Packed sequences of a row store their common
+    prefix once.
 
-    `tokens` is the budget of a micro-batch over its context-parallel group. With context parallelism, no prefix is
-    shared.
+    `tokens` is the token budget of a micro-batch, summed over its context-parallel group. With context parallelism, no
+    prefix is shared.
     """
     packed, context = tokens is not None, world.context
     sizes = [row_size(item, packed=packed, shared=context is None) for item in items]
@@ -84,9 +88,10 @@ def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int |
 
 
 def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
-    """Returns the tokens of a row in a packed micro-batch, or the length of its longest sequence when padded.
+    """Returns the number of tokens of a row in a packed micro-batch. For a padded micro-batch, returns the length of
+    the row's longest sequence.
 
-    `shared`: the common prefix of its sequences counts once.
+    If `shared` is true, the common prefix of the row's sequences counts once.
     """
     if not packed:
         return max(len(example) for example in item.examples)
@@ -94,7 +99,7 @@ def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
 
 
 def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.ndarray:
-    """Returns `row_size` of each item, without building stored items."""
+    """Returns the `row_size` of each item. Items of a `Store` are not decoded."""
     if isinstance(items, Joined):
         sizes = [row_sizes(part, packed=packed, shared=shared) for part in items.parts]
         return np.concatenate([np.empty(0, dtype=np.int64), *sizes])

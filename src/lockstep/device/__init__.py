@@ -1,8 +1,8 @@
-"""The devices and their properties. May be imported by `kernels` and the layers above it; does not import torch."""
+"""The devices and their properties. `kernels` and higher layers import this package. Its `__init__` needs no torch."""
 
 from lockstep.device import process_setup
 
-# These settings must be made before the first `import torch`.
+# These calls set environment variables and must run before the first `import torch`.
 process_setup.defer()
 process_setup.wait_asleep()
 process_setup.follow_quota()

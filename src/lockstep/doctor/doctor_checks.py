@@ -1,7 +1,8 @@
 """The checks of `lockstep doctor` on the machine: Python, disk, devices, drivers, CANN, environment variables.
 
-A check is a row of a table: device, fact, condition, reason, remedy, verdict. A check that compares versions, or that
-has several findings, is a function in the same table. package_checks.py contains the checks of the packages.
+A check is an entry of `MACHINE_CHECKS`. A simple check is a `DoctorCheck` with device, fact, condition, reason, remedy
+and verdict. A check that compares versions or reports several problems is a function. package_checks.py contains the
+checks of Python packages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Text = str | Callable[[MachineFacts], str]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A problem of a fact, and its remedy. `unknown`: no source states whether it works."""
+    """A problem with one fact of the report, and its remedy. The verdict `unknown` means that no source states whether
+    the combination works."""
 
     row: str
     verdict: Literal["unknown", "warning", "broken"]
@@ -29,12 +31,12 @@ class Diagnosis:
 
 Findings = Iterator[Diagnosis]
 Examination = Callable[[MachineFacts, str], Findings]
-"""A condition of the facts and the chosen device."""
+"""A check: takes the facts of the machine and the chosen device, and yields the problems that it found."""
 
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One row of the table of checks. `device` None: on every device."""
+    """A check of one fact. `device` None means that the check applies to every device."""
 
     device: Literal["npu", "cuda", None]
     row: str
@@ -75,8 +77,8 @@ def python_is_supported(facts: MachineFacts, device: str) -> Findings:
     if older(minor, oldest) or older(newest, minor):
         yield broken(
             "python",
-            f"lockstep runs on Python {oldest} to {newest}, this is {release(facts.python)}",
-            f"create the environment with one of these, for example python{newest} -m venv .venv",
+            f"lockstep runs on Python {oldest} to {newest}, but this is Python {release(facts.python)}",
+            f"create the environment with a supported Python, for example python{newest} -m venv .venv",
         )
 
 
@@ -95,13 +97,14 @@ def extensions_are_current(facts: MachineFacts, device: str) -> Findings:
         if extension.locked:
             yield warning(
                 "torch_extensions",
-                f"{extension.folder} contains the lock of a build: unless one is running, the next build waits forever",
+                f"{extension.folder} contains the lock file of a build: if no build is running, the next build waits "
+                "forever",
                 f"stop any running build, then rm -r {extension.folder}",
             )
         elif extension.older_than_torch:
             yield warning(
                 "torch_extensions",
-                f"{extension.folder} is older than the installed torch, and may not load with it",
+                f"{extension.folder} was compiled before the installed torch, and may not load with it",
                 f"rm -r {extension.folder}; it is rebuilt when needed",
             )
 
@@ -114,7 +117,9 @@ def visible_devices_exist(facts: MachineFacts, device: str) -> Findings:
         return
     numbers = [word.strip() for word in value.split(",")]
     if value.strip() in ("", "-1"):
-        yield broken(variable, "it hides every device", f"unset {variable}, or name devices: 0 to {count - 1}")
+        yield broken(
+            variable, "it hides every device", f"unset {variable}, or list device numbers from 0 to {count - 1}"
+        )
     elif all(number.isdigit() for number in numbers):
         missing = [number for number in numbers if int(number) >= count]
         if missing:
@@ -126,10 +131,10 @@ def visible_devices_exist(facts: MachineFacts, device: str) -> Findings:
         elif device == "npu" and [int(number) for number in numbers] != sorted({int(number) for number in numbers}):
             yield broken(
                 variable,
-                f"{value!r} is not in ascending order, each device once",
+                f"{value!r} must list each device once, in ascending order",
                 f"export {variable}=" + ",".join(sorted(set(numbers), key=int)),
             )
-    # Other values are device names (GPU-...), which only the driver can resolve.
+    # Values that are not numbers are device names (GPU-...), which only the driver can resolve.
 
 
 def devices_are_healthy(facts: MachineFacts, device: str) -> Findings:
@@ -142,7 +147,7 @@ def devices_are_healthy(facts: MachineFacts, device: str) -> Findings:
         yield finding(
             "npu devices",
             f"device {number} (card {chip.card}, {chip.name}) reports {chip.health}",
-            f"npu-smi info -t health -i {chip.card} shows more; exclude it with ASCEND_RT_VISIBLE_DEVICES",
+            f"npu-smi info -t health -i {chip.card} shows details; exclude the device with ASCEND_RT_VISIBLE_DEVICES",
         )
 
 
@@ -153,25 +158,30 @@ def cann_fits_torch_npu(facts: MachineFacts, device: str) -> Findings:
     named, installed = canns_for(torch_npu), facts.cann.version
     if named:
         if not cann_fits(installed, named):
-            # Within one generation programs often still load; with an older generation symbols are missing.
+            # With another CANN of the same major version, programs often still load. With an older major version,
+            # symbols are missing.
             generation = min((each.split(".")[0] for each in named), key=int)
             finding = broken if older(installed, generation) else warning
             yield finding(
                 "CANN",
-                f"torch_npu {torch_npu} is documented with CANN {', '.join(named)}, this is {installed}",
-                "install that CANN in addition to this one, and source its set_env.sh where lockstep runs",
+                f"torch_npu {torch_npu} is documented with CANN {', '.join(named)}, but CANN {installed} is installed",
+                "install the documented CANN in addition, and source its set_env.sh before you start lockstep",
             )
         return
     newest, needed = NEWEST_PAIR
     if older(newest, torch_npu) and older(installed, needed):
-        why = f"torch_npu {newest} already needs CANN {needed}, and {torch_npu} is newer; this is {installed}"
-        remedy = f"install CANN {needed} in addition to this one, with torch and torch_npu {newest}"
+        why = (
+            f"torch_npu {newest} already needs CANN {needed}, and torch_npu {torch_npu} is newer; installed is CANN "
+            f"{installed}"
+        )
+        remedy = f"install CANN {needed} in addition, with torch and torch_npu {newest}"
         yield broken("CANN", why, remedy)
     else:
         yield unknown(
             "CANN",
-            f"TorchNPU's compatibility table does not contain torch_npu {torch_npu}: the CANN that it needs is unknown",
-            f"use a pair of the table: torch_npu {newest} with CANN {needed}",
+            f"TorchNPU's compatibility table does not contain torch_npu {torch_npu}, so the CANN version that it "
+            "needs is unknown",
+            f"use a combination of that table: torch_npu {newest} with CANN {needed}",
         )
 
 
@@ -185,20 +195,21 @@ def driver_fits_cann(facts: MachineFacts, device: str) -> Findings:
         finding = warning if listed else broken
         yield finding(
             "driver",
-            f"CANN {facts.cann.version} is documented with HDK {wanted} and newer, this is {driver}",
-            f"install HDK {wanted} or newer, driver and firmware (needs root; all users of the machine share them)",
+            f"CANN {facts.cann.version} is documented with HDK {wanted} and newer, but HDK {driver} is installed",
+            f"install HDK {wanted} or newer, driver and firmware (needs root, and changes the machine for all its "
+            "users)",
         )
     elif listed is False:
         yield warning(
             "driver",
-            f"neither CANN {facts.cann.version} nor driver {driver} lists the other as compatible",
+            f"CANN {facts.cann.version} and driver {driver} do not list each other as compatible",
             "install the HDK that the CANN release notes name",
         )
     elif wanted is None and not listed:
         yield unknown(
             "driver",
-            f"no stack names a driver for CANN {facts.cann.version}, this is {driver}",
-            "see the release notes of that CANN; installing a driver needs root",
+            f"no documented stack names a driver for CANN {facts.cann.version}; the installed driver is {driver}",
+            "see the release notes of this CANN version; installing a driver needs root",
         )
 
 
@@ -209,7 +220,7 @@ def firmware_fits_driver(facts: MachineFacts, device: str) -> Findings:
                 "firmware",
                 f"card {card}: npu-smi reports driver {board.driver} and firmware {board.firmware} as "
                 f"{board.compatibility}",
-                "install driver and firmware of one HDK release, and restart the machine",
+                "install driver and firmware of the same HDK release, and restart the machine",
             )
 
 
@@ -237,15 +248,15 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "cuda",
         "compiler",
         lambda f: f.compiler is None,
-        "gcc is missing: Triton compiles a small launcher with it",
+        "gcc is missing: Triton needs it to compile a small launcher",
         "install gcc",
     ),
     DoctorCheck(
         "cuda",
         "nvidia-smi",
         lambda f: f.nvidia.state == "absent",
-        "not found: no NVIDIA driver, or a container without it",
-        "install the driver; for a container: docker run --gpus all",
+        "not found: there is no NVIDIA driver, or the container has no access to it",
+        "install the driver; for a container, use docker run --gpus all",
         verdict="broken",
     ),
     DoctorCheck(
@@ -253,14 +264,14 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "nvidia-smi",
         lambda f: f.nvidia.state == "failed",
         lambda f: f"it fails: {f.nvidia.message}",
-        "check that the driver is loaded and has the version of the kernel module",
+        "check that the driver is loaded, and that its libraries have the version of its kernel module",
         verdict="broken",
     ),
     DoctorCheck(
         "npu",
         "npu-smi",
         lambda f: f.npu.state == "absent" and not f.npu_nodes,
-        "not found, and there is no /dev/davinci*: no driver, or a container without it",
+        "not found, and there is no /dev/davinci*: there is no Ascend driver, or the container has no access to it",
         f"install {HDK}; a container needs the devices /dev/davinci* and the driver's folder",
         verdict="broken",
     ),
@@ -268,7 +279,7 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "npu",
         "npu-smi",
         lambda f: f.npu.state == "absent" and f.npu_nodes > 0,
-        "not found, although there are devices: their health is unknown",
+        "npu-smi is not found, although there are Ascend devices, so their health is unknown",
         "mount /usr/local/bin/npu-smi and /usr/local/dcmi into the container",
     ),
     DoctorCheck(
@@ -285,14 +296,14 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "CANN",
         lambda f: f.cann is None,
         "not found",
-        "install the toolkit and the kernels of this device, and source set_env.sh",
+        "install the CANN toolkit and the CANN kernels for this device, and source set_env.sh",
         verdict="broken",
     ),
     DoctorCheck(
         "npu",
         "CANN",
         _cann_is_unloaded,
-        "LD_LIBRARY_PATH does not contain its libraries: `import torch_npu` will not find libhccl.so",
+        "LD_LIBRARY_PATH does not contain CANN's libraries, so `import torch_npu` will not find libhccl.so",
         _set_env,
     ),
     cann_fits_torch_npu,
@@ -302,7 +313,7 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "npu",
         NOSET,
         lambda f: f.variables.get(NOSET, "0") not in ("", "0"),
-        "Ray gives every worker all devices: an invalid device, or all workers on the first device",
+        "this variable makes Ray give every worker all devices, so workers fail or all use the first device",
         f"unset {NOSET}",
     ),
     DoctorCheck(
@@ -311,16 +322,16 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         _bad_port,
         lambda f: (
             f"{f.variables['HCCL_IF_BASE_PORT']!r} is not between 1024 and {LAST_PORT - PORTS + 1}: HCCL uses "
-            f"{PORTS} ports from it on"
+            f"{PORTS} consecutive ports from this one on"
         ),
-        "export HCCL_IF_BASE_PORT=50000, or another free range",
+        "export HCCL_IF_BASE_PORT=50000, or the start of another free range",
         verdict="broken",
     ),
     DoctorCheck(
         "npu",
         "ASCEND_LAUNCH_BLOCKING",
         lambda f: f.variables.get("ASCEND_LAUNCH_BLOCKING") == "1",
-        "the host waits for every kernel: good for debugging, slow for training",
+        "with 1, the host waits for every kernel, which helps debugging but slows down training",
         "unset ASCEND_LAUNCH_BLOCKING",
     ),
 )

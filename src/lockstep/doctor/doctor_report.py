@@ -1,4 +1,4 @@
-"""The report of `lockstep doctor`: every fact with its findings, as a table, plain lines or JSON."""
+"""The report of `lockstep doctor`: every fact with its problems, as a table, plain lines or JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 
 
 def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
-    """Print the report or the pins; the exit status is 1 if something is broken for the device."""
+    """Prints the report, or with `pins` the package versions of a known stack. Returns exit status 1 if something is
+    broken for the device."""
     if pins is not None:
         print(pins_text(stack_named(pins)), end="")
         return 0
@@ -57,7 +58,8 @@ def examine(machine: Machine, device: str | None = None) -> Report:
 
 
 def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
-    """The reason and the alternatives, for a machine with the Ascend stack of another project."""
+    """Returns why lockstep cannot train on a machine whose torch_npu is too old, and the alternatives. Returns nothing
+    if lockstep can train."""
     torch_npu = facts.packages.get("torch_npu")
     if device != "npu" or torch_npu is None or not older(release(torch_npu), MINIMUM["torch"]):
         return ()
@@ -66,11 +68,12 @@ def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
     needed = f"torch_npu {stack.packages['torch_npu'].lstrip('=')}, CANN {stack.cann[0]}, driver HDK {stack.hdk[0]}"
     here = f"; the driver here is {driver}" if driver is not None else ""
     return (
-        f"lockstep cannot train on this stack (torch_npu {torch_npu}, {cann}): it needs torch {MINIMUM['torch']}",
-        f"1. install a newer stack in addition: {needed} or newer, which needs root{here} (docs/ascend.md)",
+        f"lockstep cannot train on this stack (torch_npu {torch_npu}, {cann}): it needs torch {MINIMUM['torch']} or "
+        "newer",
+        f"1. install a newer stack in addition: {needed} or newer; this needs root{here} (docs/ascend.md)",
         "2. compare existing runs by their logs, on any machine: lockstep compare A B (docs/foreign-logs.md)",
-        "3. record a run here with lockstep_record.py, a single file, and check it elsewhere: lockstep replay "
-        "(docs/replay.md)",
+        "3. record a run here with the single file lockstep_record.py, and check it on another machine: lockstep "
+        "replay (docs/replay.md)",
     )
 
 
@@ -81,7 +84,7 @@ class Fact:
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
     missing: str = ""
-    """Requirements of an absent engine, or empty."""
+    """What an absent engine lacks, and how to install it. Empty for other facts."""
 
     @property
     def shown(self) -> str:
@@ -104,7 +107,7 @@ def make_rows(facts: MachineFacts, device: str, findings: Sequence[Diagnosis]) -
         for engine in engines_here(facts.packages, device)
     ]
     named = {row.name for row in rows}
-    # A finding on something absent and not listed gets a row too.
+    # A problem with something that is absent and not listed above gets a row too.
     rows += [
         Fact("other", name, None) for name in dict.fromkeys(finding.row for finding in findings) if name not in named
     ]
@@ -156,7 +159,7 @@ def _nvidia(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | 
 
 
 def _folders(path: str, facts: MachineFacts) -> str:
-    """The CANN folders of a search path. The full path is too long to show."""
+    """Returns how many folders a search path has, and whether CANN is among them. The full path is too long to show."""
     count = f"{len([folder for folder in path.split(':') if folder])} folders"
     if facts.cann is None:
         return count
@@ -164,7 +167,7 @@ def _folders(path: str, facts: MachineFacts) -> str:
 
 
 def _counted(devices: Sequence[tuple[str, int | None]]) -> str | None:
-    """Text such as `8 x 910B4 (32 GiB)`."""
+    """Returns a text such as `8 x 910B4 (32 GiB)`."""
     kinds = Counter(devices)
     return (
         ", ".join(
@@ -181,7 +184,7 @@ class Report:
     why: str
     rows: Sequence[Fact]
     cannot_train: tuple[str, ...] = ()
-    """Why lockstep cannot train on this machine, and the alternatives; empty if it can."""
+    """Why lockstep cannot train on this machine, and the alternatives; empty if it can train."""
 
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict == verdict for row in self.rows)
@@ -225,7 +228,7 @@ def show(report: Report) -> None:
 
 
 def plain_lines(report: Report) -> Iterator[str]:
-    """One line per fact and per finding, never wrapped, so that a search finds them."""
+    """Yields one line per fact and per problem. Lines are never wrapped, so that grep finds their texts."""
     yield from report.cannot_train
     width = max(len(row.name) for row in report.rows)
     for row in report.rows:
@@ -240,7 +243,7 @@ def _show_table(report: Report) -> None:
 
     console = Console(highlight=False)
     for line in table_lines(report, min(console.width, WIDTH)):
-        # Soft: a path that is too long for the line must stay one word when it is copied.
+        # soft_wrap lets the terminal wrap a long path, so that the path stays one word when the user copies it.
         console.print(line, soft_wrap=True)
 
 
@@ -268,7 +271,7 @@ def table_lines(report: Report, width: int) -> Iterator[Text]:
 def _row_lines(row: Fact, names: int, width: int) -> Iterator[Text]:
     mark, style = MARKS[row.verdict]
     name = row.name
-    if len(name) > names:  # a name too long for its column gets a separate line
+    if len(name) > names:  # a name that is too long for its column gets a separate line
         yield Text.assemble((f"  {mark} ", style), name)
         mark, name = " ", ""
     for line in _wrapped(row.shown, width - names - 6):

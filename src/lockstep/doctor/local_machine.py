@@ -1,4 +1,4 @@
-"""Access to the machine: commands, files, variables and packages. Tests replace it with recorded outputs."""
+"""Access to the machine: commands, files, variables and packages. Tests replace this class with recorded outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """The exit status of a command, and its output and errors together."""
+    """The exit status of a command, and its combined stdout and stderr."""
 
     status: int
     text: str
@@ -33,7 +33,7 @@ class Machine:
     """The machine that lockstep runs on."""
 
     seconds = 10.0
-    """The time limit of a command: a hanging driver must not hang the doctor."""
+    """The time limit of a command, so that a hanging driver does not block the doctor."""
 
     @property
     def system(self) -> str:
@@ -50,7 +50,8 @@ class Machine:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The user's variables, without the one that lockstep sets to delay the import of torch_npu."""
+        """The user's environment variables. The variable that lockstep sets to delay the import of torch_npu is
+        removed."""
         variables = dict(os.environ)
         started_with = self.read("/proc/self/environ")
         if started_with is not None and f"\0{AUTOLOAD}=" not in f"\0{started_with}":
@@ -58,7 +59,7 @@ class Machine:
         return variables
 
     def run(self, *command: str) -> CommandOutput | None:
-        """Runs a command; None if it does not exist."""
+        """Runs a command. Returns None if the command does not exist."""
         if shutil.which(command[0]) is None:
             return None
         try:
@@ -77,21 +78,21 @@ class Machine:
         return CommandOutput(done.returncode, done.stdout.decode("utf-8", errors="replace"))
 
     def read(self, path: str) -> str | None:
-        """Reads a file; None if it does not exist or cannot be read."""
+        """Reads a file. Returns None if the file does not exist or cannot be read."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return None  # absent or forbidden: the caller tries other places
+            return None  # the file is absent or forbidden, and the caller tries other paths
 
     def matching(self, pattern: str) -> list[str]:
         return sorted(glob.glob(pattern))
 
     def modified(self, path: str) -> float | None:
-        """The modification time, in seconds since 1970."""
+        """Returns the modification time of a file, in seconds since 1970."""
         try:
             return Path(path).stat().st_mtime
         except OSError:
-            return None  # deleted after it was listed
+            return None  # the file was deleted after it was listed
 
     def version(self, package: str) -> str | None:
         try:
@@ -100,7 +101,7 @@ class Machine:
             return None
 
     def installed(self, package: str) -> float | None:
-        """The installation time of a package, in seconds since 1970."""
+        """Returns the installation time of a package, in seconds since 1970."""
         try:
             folder = metadata.distribution(package).locate_file("")
             name = metadata.distribution(package).metadata["Name"].replace("-", "_")

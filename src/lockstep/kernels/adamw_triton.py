@@ -1,8 +1,9 @@
-"""Fused AdamW with fp32 master weights in Triton: all parameters in one kernel and one pass.
+"""Fused AdamW with fp32 master weights in Triton. One kernel updates all parameters in one pass.
 
 Gradients are read in bf16 or fp32. Moments and master weight are read and written once, and the model weight is written
-in the same pass. The reference is torch's AdamW on the master weights, with gradients cast to fp32 and clipped, and
-masters copied to the weights (`train/optim.py`). `plain_step` computes the same in plain torch.
+in the same pass. The reference is torch's AdamW on the master weights (`train/optim.py`): gradients are cast to fp32
+and clipped, and the updated master weights are copied to the model weights. `plain_step` computes the same update in
+plain torch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from lockstep.device.base import first_sentence, sent
 from lockstep.kernels.triton_math import runs_on
 
 BLOCK = 4096
-# Triton's names of the dtypes that a weight or a gradient may have.
+# Maps each supported dtype of weights and gradients to its Triton dtype.
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# A row of the table: the addresses of an entry's five tensors, and their number of elements.
+# A row of the table has six columns: the addresses of an entry's five tensors, and their number of elements.
 COLUMNS = tl.constexpr(6)
 
 
 class Entry(NamedTuple):
-    """The tensors of one parameter."""
+    """The tensors of one parameter that an AdamW step reads or writes, and its weight decay."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -56,7 +57,7 @@ def _step(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Updates one block of one tensor; each program has one block."""
+    """Updates one block of one parameter. Each Triton program handles one block."""
     block = tl.program_id(0)
     entry = tl.load(owners + block)
     row = table + entry * COLUMNS
@@ -94,8 +95,8 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 def fits(parameters: Sequence[torch.Tensor]) -> bool:
-    """Returns whether the kernel supports all parameters: they are unsharded, dense, of a supported dtype, and on one
-    device that passes the trial."""
+    """Returns whether the kernel supports all parameters. The parameters must be unsharded, contiguous, of a supported
+    dtype, and on one device that passes the trial."""
     supported = bool(parameters) and all(
         # A sharded parameter is a DTensor.
         type(p.data) is torch.Tensor
@@ -110,7 +111,8 @@ def fits(parameters: Sequence[torch.Tensor]) -> bool:
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether the kernel matches the reference on a trial; if not, warns that torch's AdamW is used."""
+    """Returns whether the kernel matches the reference on a trial. If the trial fails, warns that torch's AdamW is
+    used."""
 
     def make_entry() -> Entry:
         draw = torch.Generator().manual_seed(0)
@@ -126,11 +128,14 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
         max_error = max(float((a - b).abs().max()) for a, b in zip(fused[2:5], plain[2:5], strict=True))
         rounding_error = float((fused.weight.float() - fused.master).abs().max())
     except (TypeError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
-        warnings.warn(f"torch's AdamW is used: triton_adamw failed on a trial: {first_sentence(error)}", stacklevel=2)
+        warnings.warn(
+            f"torch's AdamW is used, because triton_adamw failed on a trial: {first_sentence(error)}", stacklevel=2
+        )
         return False
-    # Values are up to about 5. The tolerances are one unit in the last place of fp32 and of the weight's dtype.
+    # The values of the trial are up to about 5. The tolerances are one unit in the last place of fp32 and of the
+    # weight's dtype.
     if max_error > 2e-6 or rounding_error > 5 * torch.finfo(dtype).eps:
-        warnings.warn("torch's AdamW is used: triton_adamw gives different results", stacklevel=2)
+        warnings.warn("torch's AdamW is used, because triton_adamw gives different results", stacklevel=2)
         return False
     return True
 
@@ -156,11 +161,11 @@ def plain_step(
 
 
 class AdamwUpdate:
-    """One update of some parameters. Their addresses are sent before the gradient norm is available, so that the device
-    does not wait for the host."""
+    """One AdamW update of some parameters. The addresses of the tensors are sent to the device before the gradient norm
+    is available, so that the device does not wait for the host."""
 
     def __init__(self, entries: Sequence[Entry]):
-        # Keeps the tensors alive until the kernel is launched; a non-dense gradient is copied.
+        # Keeps the tensors alive until the kernel is launched. A gradient that is not contiguous is copied.
         self.entries = [entry._replace(gradient=entry.gradient.contiguous()) for entry in entries]
         self.kinds: dict[_Kind, list[int]] = {}
         for index, entry in enumerate(self.entries):
@@ -171,11 +176,11 @@ class AdamwUpdate:
     def step(
         self, steps: Sequence[float], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """Runs the update. `steps` has the step count of each entry, this update included; the device scalar `clip`
+        """Runs the update. `steps` has the step count of each entry, including this update. The device scalar `clip`
         scales the gradients."""
         for kind, members in self.kinds.items():
             table = self.tables[kind]
-            # These factors are computed on the host in double precision.
+            # The bias corrections and learning rates are computed on the host in double precision.
             numbers = [
                 [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
                 for i in members
@@ -200,7 +205,8 @@ class AdamwUpdate:
 
 
 class _Kind(NamedTuple):
-    """The compile-time properties of a kernel. Aligned tensors are accessed with vector instructions."""
+    """The compile-time properties of the kernel for one entry. Aligned tensors are accessed with vector
+    instructions."""
 
     weight: torch.dtype
     gradient: torch.dtype
@@ -213,7 +219,7 @@ def _kind(entry: Entry) -> _Kind:
 
 
 class _Table:
-    """The device table of tensor addresses."""
+    """The table of tensor addresses and sizes in device memory."""
 
     def __init__(self, entries: Sequence[Entry]):
         device = entries[0].master.device
@@ -226,7 +232,7 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the entry of every block, and the block's index within that entry."""
+    """Returns for every block the index of its entry, and the index of the block within that entry."""
     counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]

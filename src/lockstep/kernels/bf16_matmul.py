@@ -1,8 +1,9 @@
 """bf16 matmuls on a CPU without bf16 instructions, computed in fp32.
 
-On such a CPU torch multiplies bf16 matrices element by element, about two hundred times slower than in fp32. The failed
-attempt with oneDNN before it also disables oneDNN for the rest of the process, which changes the rounding of fp32
-matmuls. Instead, these operators compute in fp32 and round once at the end, as chips with bf16 units do.
+On a CPU without bf16 instructions, torch multiplies bf16 matrices element by element, about two hundred times slower
+than in fp32. Before that, torch tries oneDNN. The failed attempt disables oneDNN for the rest of the process, which
+changes the rounding of fp32 matmuls. The operators of this module compute in fp32 instead and round once at the end, as
+chips with bf16 units do.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _IN_PLACE = ("addmm_", "baddbmm_")
 
 
 def prepare_products(dtype: torch.dtype) -> None:
-    """Installs the operators before a model of this dtype runs. Has no effect if the CPU has bf16 instructions."""
+    """Installs the fp32 operators if `dtype` is bf16 and the CPU has no bf16 instructions. Call this function before a
+    model of this dtype runs."""
     if dtype is torch.bfloat16 and not _has_bf16():
         _install()
 
@@ -38,7 +40,8 @@ def _has_bf16() -> bool:
 
 @cache
 def _install() -> torch.library.Library:
-    """Registers the operators once per process. The cache keeps the returned library, and with it the registration."""
+    """Registers the operators once per process. `@cache` keeps the returned library alive, and with it the
+    registration."""
     library = torch.library.Library("aten", "IMPL")
     wide = {name: _wide(torch.library.get_kernel(f"aten::{name}", "CPU")) for name in _FUNCTIONAL}
     wide |= {f"{name}.out": _into(torch.library.get_kernel(f"aten::{name}.out", "CPU"), wide[name]) for name in _INTO}
@@ -58,7 +61,8 @@ def _wide(kernel: Any) -> Callable[..., Any]:
         result = kernel.call_boxed(keys, *(_widened(value) for value in arguments), **widened)
         if isinstance(result, torch.Tensor):
             return result.bfloat16()
-        # The second output of attention, the lse, is fp32 even for bf16 queries; the three gradients are bf16.
+        # The second output of attention (the lse) is fp32 even for bf16 queries. The three gradients of its backward
+        # are bf16.
         return tuple(part if len(result) == 2 and index else part.bfloat16() for index, part in enumerate(result))
 
     return run

@@ -16,16 +16,17 @@ from lockstep.kernels.attention.paged import PrefillPass
 class GeneratingLayers(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether the layers still match the model's modules, which must be unchanged and without hooks."""
+        """Whether the layers may replace the model's modules. The modules must be unchanged and must have no hooks."""
 
     def lay(self) -> None:
-        """Arranges the weights in memory. Must be called before CUDA graph capture, which fixes their addresses."""
+        """Arranges the weights in memory. Call this method before CUDA graph capture, because a captured graph fixes
+        the addresses of the weights."""
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
         """Writes the tokens' keys and values to the KV cache."""
 
     def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
-        """Writes the tokens' keys and values to the KV cache; returns the decoder's output for each token."""
+        """Writes the tokens' keys and values to the KV cache. Returns the decoder's output for each token."""
 
 
 def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
@@ -36,10 +37,12 @@ def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
     return triton_layers.fused_layers(decoder)
 
 
-# Fused layers by name, which is the value of a device's `generating_layers`. For other names the modules are used.
+# Functions that create fused layers, by the value of `Device.generating_layers`. For other values, the model's modules
+# are used.
 GENERATING: dict[str, Callable[[nn.Module], GeneratingLayers | None]] = {"triton": _by_triton}
 
 
 def generating_layers(decoder: nn.Module, kernel: str) -> GeneratingLayers | None:
-    """Returns the fused layers of a decoder whose attention windows are set; None if its modules must be used."""
+    """Returns the fused layers of a decoder whose attention windows are set, or None if the decoder's modules must be
+    used."""
     return GENERATING[kernel](decoder) if kernel in GENERATING else None

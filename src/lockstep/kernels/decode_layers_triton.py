@@ -1,8 +1,8 @@
 """Fused decoder layers of Llama-like models for generation on NVIDIA devices.
 
-Projections of one input run as one matmul (fused QKV, fused gate/up): their weights are placed one after another in
-memory. Each parameter stays the same object. `joined` checks the addresses, so a parameter that was moved is detected
-and its projections run separately.
+Projections of the same input run as one matmul (fused QKV, fused gate/up), so their weights are placed one after
+another in memory. Each `nn.Parameter` stays the same object. `joined` checks the memory addresses, so that a moved
+parameter is detected (see `FusedLayers.ready`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from lockstep.kernels.triton_math import runs_on
 
 
 def lay_side_by_side(parts: Sequence[nn.Parameter]) -> None:
-    """Moves parameters that differ only in the first dimension into one buffer, unless they are already in one."""
+    """Moves parameters that differ only in the first dimension into one buffer, unless they are already adjacent in one
+    buffer."""
     if joined(parts) is not None:
         return
-    # The buffer is created outside of inference mode, because training uses it too.
+    # The buffer is created outside of inference mode, because training uses the weights in it too.
     with torch.inference_mode(False), torch.no_grad():
         for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
             part.data = place
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the parts as one tensor on the same memory; None if they are not adjacent."""
+    """Returns adjacent tensors as one tensor on the same memory. Returns None if the tensors are not adjacent."""
     first = parts[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:
@@ -51,22 +52,24 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-# The reference is the model's forward. Before use, every layer is compared with it on random input, and the decoder
-# outside its layers must match exactly. If anything differs, the modules are used instead.
+# The reference is the model's forward. Before use, every fused layer is compared with the model's layer on random
+# input. The inputs of the layers, their position embeddings and the final norm are compared too. If anything differs,
+# the model's modules are used instead.
 
 Pass = PrefillPass | DecodePass
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of the tokens' positions, (T, D)."""
+"""Rotary embedding: cos and sin of the tokens' positions, each (T, D)."""
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
-# Tolerances of the norm of a layer's error, relative to the layer's contribution and relative to its output.
+# Tolerances for the norm of a layer's error: relative to what the layer adds to the residual stream, and relative to
+# its output.
 TOLERANCE = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (5e-2, 4e-3), torch.float16: (1e-2, 5e-4)}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: its modules and the arguments of its attention."""
+    """One decoder layer: its module and the arguments of its attention."""
 
     module: Any
     heads: int
@@ -91,7 +94,7 @@ class Layer:
 
     @property
     def fused_projections(self) -> list[Sequence[nn.Linear]]:
-        """Groups of projections that share one input."""
+        """Groups of projections that have the same input."""
         attention, mlp = self.module.self_attn, self.module.mlp
         return [(attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)]
 
@@ -110,7 +113,8 @@ class Layer:
         step: Pass,
         after: nn.Module,
     ) -> torch.Tensor:
-        """Adds the layer's output to the residual stream in place; returns the sum normalised by the norm `after`."""
+        """Adds the layer's output to the residual stream in place. Returns the sum, normalised by the norm module
+        `after`."""
         module: Any = self.module
         heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
         attn_out = paged_attention(*heads, step, self.index, scale=self.scale, window=self.window, stored=True)
@@ -122,7 +126,7 @@ class Layer:
         return _add_norm(stream_TW, linear(swiglu_(_product(normed, feeds)), module.mlp.down_proj.weight), after)
 
     def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
-        """Computes the fused QKV of the tokens and writes keys and values to the KV cache."""
+        """Computes the fused QKV projection of the tokens and writes keys and values to the KV cache."""
         projections, _ = self.fused_projections
         qkv = _product(normed_TW, projections)
         place_heads_(qkv, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
@@ -140,14 +144,16 @@ class FusedLayers:
         """The norms before each layer, and the norm after the last layer."""
 
     def lay(self) -> None:
-        """Places the weights of fused projections in one buffer, also if they were moved since the last call."""
+        """Places the weights of each fused projection in one buffer, also if the weights were moved since the last
+        call."""
         if _looks_alike(self.decoder):
             for parts in self._fused_parameters():
                 lay_side_by_side(parts)
 
     @property
     def ready(self) -> bool:
-        """Whether the layers are unchanged since the trial and their modules have no hooks."""
+        """Whether the modules still look like Llama layers without hooks, and the weights of fused projections are
+        adjacent."""
         return _looks_alike(self.decoder) and all(joined(parts) is not None for parts in self._fused_parameters())
 
     def _fused_parameters(self) -> Iterator[list[nn.Parameter]]:
@@ -163,7 +169,8 @@ class FusedLayers:
         return normed
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
-        """Computes only keys and values, because the output of the last layer is not used."""
+        """Writes keys and values to the KV cache. The last layer computes only its keys and values, because its output
+        is not used."""
         stream, normed, angles = self._begin(ids_T, positions_T)
         *layers, last = self.layers
         for layer, after in zip(layers, self.norms[1:-1], strict=True):
@@ -171,7 +178,8 @@ class FusedLayers:
         last.place(normed, angles, step)
 
     def _begin(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Angles]:
-        """Returns the residual stream (in new memory, which the layers overwrite), its first norm, and the angles."""
+        """Returns the residual stream, the stream normalised for the first layer, and the rotary angles. The stream is
+        in new memory, because the layers overwrite it."""
         stream = self.decoder.embed_tokens(ids_T)
         return stream, _norm(stream, self.norms[0]), self.angles(stream, positions_T)
 
@@ -181,8 +189,8 @@ class FusedLayers:
 
 
 def fused_layers(decoder: nn.Module) -> FusedLayers | None:
-    """Returns the fused forward of a decoder whose attention windows are set, with its weights joined. Returns None if
-    the decoder is not Llama-like or the trial finds a difference."""
+    """Returns the fused layers of a decoder whose attention windows are set, with the weights placed in shared buffers.
+    Returns None if the decoder is not Llama-like or the trial finds a difference."""
     if not _looks_alike(decoder):
         return None
     fused = FusedLayers(decoder)
@@ -195,7 +203,7 @@ def fused_layers(decoder: nn.Module) -> FusedLayers | None:
     except (TypeError, KeyError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        wrong = f"they failed on a trial: {first_sentence(error)}"
+        wrong = f"the fused layers failed on a trial: {first_sentence(error)}"
     finally:
         decoder.train(training)
     if wrong:
@@ -208,7 +216,7 @@ def fused_layers(decoder: nn.Module) -> FusedLayers | None:
 
 
 def _looks_alike(decoder: Any) -> bool:
-    """Returns whether the decoder is built like Llama and no forward is overridden."""
+    """Returns whether the decoder has the module structure of Llama and no module has an overridden forward."""
     if _names(decoder) != DECODER or type(decoder.embed_tokens) is not nn.Embedding or not runs_on(_like(decoder)):
         return False
     norms = [decoder.norm]
@@ -265,7 +273,8 @@ def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
 
 
 def _silent(module: nn.Module) -> bool:
-    """Returns whether the module has no hooks, and its forward is that of its class or one of lockstep's kernels."""
+    """Returns whether the module has no hooks, and its forward is the method of its class or one of lockstep's
+    kernels."""
     forward = vars(module).get("forward")
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return (forward is None or isinstance(forward, KernelForward)) and not any(hooks)
@@ -275,7 +284,7 @@ def _silent(module: nn.Module) -> bool:
 
 
 def _trial(fused: FusedLayers) -> str | None:
-    """Compares the fused layers with the modules; describes the first difference, or returns None."""
+    """Compares the fused layers with the model's modules. Returns a description of the first difference, or None."""
     decoder, like = fused.decoder, _like(fused.decoder)
     groups, size, _ = getattr(decoder.layers[0].self_attn, SHAPE)
     positions = torch.tensor([0, 5, 17, 30], device=like.device)
@@ -300,12 +309,12 @@ def _trial(fused: FusedLayers) -> str | None:
     stream = decoder.embed_tokens(ids)
     angles = fused.angles(stream, positions)
     if len(calls) != len(fused.layers):
-        return "not every layer is called once"
+        return "the decoder does not call every layer exactly once"
     for (args, kwargs, output), module in zip(calls, decoder.layers, strict=True):
         if len(args) != 1 or not torch.equal(args[0][0], stream):
             return f"the decoder changes the input of {type(module).__name__} {module.self_attn.layer_idx}"
         if not all(torch.equal(a[0], b) for a, b in zip(kwargs["position_embeddings"], angles, strict=True)):
-            return "its layers have different position embeddings"
+            return "its layers get position embeddings that differ from those of its rotary_emb"
         stream = output[0]
     if not _close(_norm(stream, decoder.norm), out[0], torch.zeros_like(stream)):
         return "the decoder changes the output of the last layer"
@@ -335,13 +344,13 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -
 
 
 def _parameters(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
-    """Returns the weights of the projections, and their biases if there are any."""
+    """Returns the list of weights of several projections, and the list of their biases if they have biases."""
     biases = [each.bias for each in projections if each.bias is not None]
     return [[each.weight for each in projections], *([biases] if biases else [])]
 
 
 def _product(x: torch.Tensor, projections: Sequence[nn.Linear]) -> torch.Tensor:
-    """Returns the concatenated outputs of several projections."""
+    """Returns the concatenated outputs of several projections, computed as one matmul."""
     weight, *bias = (joined(parts) for parts in _parameters(projections))
     assert weight is not None
     return linear(x, weight, *bias)

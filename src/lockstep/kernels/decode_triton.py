@@ -1,8 +1,8 @@
-"""Triton kernels for the operations between the matmuls of a decoder layer, for generation (no backward pass). Outputs
-overwrite inputs.
+"""Triton kernels for the operations between the matmuls of a decoder layer, for generation (no backward pass).
 
-Each kernel rounds at the same points as the modules of transformers. The plain-torch references are in this file too.
-T tokens, H query heads, G key/value heads, D head size, W width, I width of the feed-forward.
+The outputs of the kernels overwrite their inputs. Each kernel rounds at the same points as the modules of transformers.
+The plain-torch references are in this file too. Shapes: T tokens, H query heads, G key/value heads, D head size, W
+model width, I feed-forward width.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import triton.language as tl
 from lockstep.kernels.norm_triton import plain_rms_norm
 from lockstep.kernels.rotary_triton import plain_rotate
 
-# Elements of a row per program.
+# Number of elements of a row that one Triton program handles.
 BLOCK_N = 1024
 
 
 @triton.jit
 def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Implements `add_norm_` for one token per program."""
+    """Implements `add_norm_`. Each Triton program handles one token."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -37,7 +37,7 @@ def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _normed(low, high, weight, epsilon, half, HALF: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Computes the RMSNorm of heads, whose two halves are given as separate rows."""
+    """Computes the RMSNorm of attention heads. The two halves of each head are given as separate tensors."""
     squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
     low_weight = tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
@@ -75,7 +75,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Implements `place_heads_` for one token per program."""
+    """Implements `place_heads_`. Each Triton program handles one token."""
     kind: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PLACES)
@@ -129,7 +129,7 @@ def _swiglu(gate_up, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignor
 
 
 def add_norm_(stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Adds `more` to the residual stream in place; returns the RMSNorm of the sum."""
+    """Adds `more_TW` to the residual stream in place. Returns the RMSNorm of the sum."""
     tokens, width = stream_TW.shape
     out = torch.empty_like(stream_TW)
     block = triton.next_power_of_2(width)
@@ -159,8 +159,9 @@ def place_heads_(
     queries: int,
     norms: Norms | None = None,
 ) -> None:
-    """Normalises and rotates queries and keys in place, and writes keys and values to their slots of a layer's KV cache
-    (slots, G, D). `line_TL` is the concatenated QKV of each token (L = (H + 2 G) D)."""
+    """Applies the optional head norms and the rotary embedding to queries and keys in place. Writes keys and values to
+    their slots in a layer's KV cache (slots, G, D). `line_TL` is the concatenated QKV of each token (L = (H + 2 G)
+    D)."""
     tokens = len(line_TL)
     _, groups, size = keys.shape
     assert all(tensor.is_contiguous() for tensor in (line_TL, cos_TD, sin_TD))
@@ -188,7 +189,7 @@ def place_heads_(
         FEW=triton.next_power_of_2(groups),
         NORMED=norms is not None,
         num_warps=4,
-        # Fused multiply-add would skip the rounding of the products.
+        # Fused multiply-add would skip the rounding of the products, which transformers does.
         enable_fp_fusion=False,
     )
 
@@ -216,14 +217,15 @@ def plain_place_heads_(
 
 
 def heads_of_line(line_TL: torch.Tensor, queries: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns views of queries (T, H, D), keys and values (T, G, D) in concatenated QKV."""
+    """Returns views of the queries (T, H, D), keys and values (T, G, D) in the concatenated QKV."""
     heads = line_TL.unflatten(1, (queries + 2 * groups, -1))
     query, key, value = heads.split([queries, groups, groups], 1)
     return query, key, value
 
 
 def swiglu_(line_TL: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up for concatenated gate and up (L = 2 I) and writes it over the gate."""
+    """Computes silu(gate) * up for the concatenated gate and up projections (L = 2 I), and writes the result over the
+    gate."""
     tokens, width = len(line_TL), line_TL.shape[1] // 2
     assert line_TL.is_contiguous()
     _swiglu[(tokens, triton.cdiv(width, BLOCK_N))](line_TL, WIDTH=width, BLOCK_N=BLOCK_N, num_warps=4)

@@ -27,7 +27,8 @@ SCORES = ("overall_score", "score", "rating", "reward")
 
 @dataclass(frozen=True)
 class RankedResponses:
-    """Responses with their names, best first. `alike` counts responses dropped for an equal score."""
+    """The responses to one prompt with their names, best first. `alike` is the number of responses dropped because
+    another response has the same score."""
 
     names: list[str]
     responses: list[Any]
@@ -35,12 +36,13 @@ class RankedResponses:
 
 
 def is_objects(responses: Sequence[Any]) -> bool:
-    """Returns whether each response is an object, and not a message."""
+    """Returns whether each response is an object that is not a chat message."""
     return all(isinstance(one, dict) and "role" not in one and "from" not in one for one in responses)
 
 
 def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin) -> tuple[list[Any], list[Any], str]:
-    """Returns the responses, their scores, and the key of the scores."""
+    """Splits response objects into texts and scores. Also returns the key (such as `score`) under which the objects
+    store their scores."""
     text = next((key for key in TEXTS if all(isinstance(one.get(key), str) for one in responses)), None)
     score = next((key for key in SCORES if all(is_number(one.get(key)) for one in responses)), None)
     if text is None or score is None:
@@ -52,7 +54,7 @@ def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin)
 
 
 def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> RankedResponses:
-    """Sorts responses by descending score. Of equal scores, only the first response is kept."""
+    """Sorts responses by descending score. Of several responses with equal scores, keeps only the first."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept = [i for place, i in enumerate(order) if not place or scores[i] != scores[order[place - 1]]]
     return RankedResponses([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
@@ -69,7 +71,8 @@ SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected
 
 @dataclass(frozen=True)
 class RankingColumns:
-    """Columns of a pair or of a list of responses. Empty string: no such column."""
+    """Column names of a preference pair or of a list of responses. An empty string means that the row has no such
+    column."""
 
     prompt: str
     chosen: str = ""
@@ -88,25 +91,27 @@ class RankingColumns:
     def divided(
         self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
     ) -> tuple[Turns, list[Turns]]:
-        """Returns the prompt of a row with its extra columns, and each response without the prompt."""
+        """Returns the prompt of a row, extended by its extra columns such as the system prompt, and each response
+        without the prompt."""
         if not self.prompt:
             beginning, answers = divide(None, responses, names, origin)
             return self.extra.chat(beginning, row, origin), answers
         prompt = filled(row, self.prompt, origin)
         turns = [as_turns(response, name, origin) for name, response in zip(names, responses, strict=True)]
         if any(isinstance(chat, list) and chat and chat[0]["role"] != "assistant" for chat in turns):
-            # Full chats begin with the prompt of its column, without the extra columns.
+            # If responses are full chats, each begins with the text of the prompt column, without the extra columns.
             beginning, answers = divide(prompt, turns, names, origin)
             return self.extra.prompt(beginning, self.prompt, row, origin), answers
         return divide(self.extra.prompt(prompt, self.prompt, row, origin), turns, names, origin)
 
 
 def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
-    """Returns the columns of pairs if both sides exist (or a setting names one), else of lists of responses."""
+    """Returns the chosen and rejected columns if both exist, else the column with a list of responses.
+    `data.responses_key` without `data.chosen_key` selects the list."""
     prompt = finder.prompt()
     pair = find_pair_columns(finder)
     scores = finder.find("scores_key", ("scores",))
-    # Completions without a scores column are objects with scores. For `prm`, `completions` are steps.
+    # If there is no scores column, `completions` holds objects with scores. For `prm`, `completions` holds steps.
     responses = finder.find("responses_key", ("responses", "completions"))
     wants_list = bool(finder.setting("responses_key")) and not finder.setting("chosen_key")
     if pair and not wants_list:
@@ -122,7 +127,7 @@ def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
 
 
 def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
-    """Returns the columns of a pair; None if a side is missing."""
+    """Returns the columns of a pair, or None if the chosen or the rejected column is missing."""
     chosen, rejected = finder.find("chosen_key", ("chosen",)), finder.find("rejected_key", ("rejected",))
     if not (chosen and rejected):
         return None
@@ -135,7 +140,7 @@ def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
 
 class RankingRows(ResponseRows):
     """Reads the rows of one source as rankings. `read` is the model output that the method uses: log-probs of the
-    response, or a score at the last token. Without `several`, a row has two responses."""
+    response, or a score at the last token. If `several` is false, the method compares exactly two responses per row."""
 
     def __init__(
         self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
@@ -151,7 +156,7 @@ class RankingRows(ResponseRows):
 
     @property
     def scored_by(self) -> str:
-        """The column of the scores; empty if the order of the list is the ranking."""
+        """The column of the scores. Empty if the responses have no scores and are listed best first."""
         return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
@@ -174,7 +179,8 @@ class RankingRows(ResponseRows):
         return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, examples)))]
 
     def _ranked(self, row: Row, origin: Origin) -> tuple[list[str], list[Any]] | None:
-        """Returns the responses to compare, best first; None if all scores are equal."""
+        """Returns the names and values of the responses to compare, best first. Returns None if all scores are
+        equal."""
         columns = self.columns
         if not columns.responses:
             return pair_of(row, columns, origin)
@@ -192,17 +198,17 @@ class RankingRows(ResponseRows):
         elif len(responses) > 2 and not self.several:
             raise Refusal.at(
                 origin,
-                f"has {len(responses)} responses, and this method compares two",
-                "write it as pairs, or give each response its score (data.scores_key)",
+                f"the row has {len(responses)} responses, but this method compares two",
+                "write the row as pairs, or give each response its score (data.scores_key)",
                 code="wrong-count",
             )
         return names, responses
 
     def _score_counts(self) -> str:
         texts = {
-            "passed over": "the best against the worst, {:,} others left out",
-            "alike": "{:,} responses left out, with the same score as another",
-            "all equal": "{:,} rows dropped, whose scores are all equal",
+            "passed over": "only the best and the worst response are compared, {:,} others left out",
+            "alike": "{:,} responses left out because another has the same score",
+            "all equal": "{:,} rows dropped because all their scores are equal",
         }
         return "".join(f"; {text.format(self.tally[key])}" for key, text in texts.items() if self.tally[key])
 
@@ -224,7 +230,7 @@ class RankingRows(ResponseRows):
 
 
 def prompt_description(columns: RankingColumns, tally: Counter[str]) -> str:
-    """Returns text for the data report: the columns of the prompts, and how they were read."""
+    """Returns text for the data report: which columns hold the prompts, and how the prompts were read."""
     count = tally[DIALOGUES]
     spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
     return (
@@ -237,14 +243,15 @@ def pair_names(columns: RankingColumns) -> str:
 
 
 def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
-    """Returns the names and values of the two responses, the better one first."""
+    """Returns the column names and values of the chosen and the rejected response, in this order."""
     keys = [columns.chosen, columns.rejected]
     refuse_swapped(row, columns, origin)
     return keys, [lookup(row, key, origin) for key in keys]
 
 
 def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
-    """Returns the responses of a list, best first, and the column of their scores (empty if the list is ranked)."""
+    """Returns the responses of a list, best first, and the column of their scores. The column is empty if the list has
+    no scores and is already ranked."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
@@ -264,14 +271,15 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
-    """Refuses a pair whose scores contradict its columns: chosen and rejected are swapped."""
+    """Raises an error if the score of the chosen response is below the score of the rejected response."""
     if columns.scores_of_pair is None:
         return
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
     if is_number(better) and is_number(worse) and better < worse:
         raise Refusal.at(
             origin,
-            f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
+            f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: chosen and rejected "
+            "are swapped",
             "swap the responses, or fix the scores",
             code="swapped-responses",
         )
@@ -286,7 +294,7 @@ def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> li
     if len(scores) != count:
         raise Refusal.at(
             origin,
-            f"has {count} responses and {len(scores)} scores",
+            f"the row has {count} responses, but {len(scores)} scores",
             "give each response its score",
             code="wrong-count",
         )
@@ -305,7 +313,7 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
         raise Refusal.at(
             origin,
             f"the margin is {margin}: a negative margin prefers the rejected response",
-            "swap the responses or fix it",
+            "swap the responses or fix the margin",
             code="swapped-responses",
         )
     return margin

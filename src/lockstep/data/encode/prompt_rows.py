@@ -1,4 +1,4 @@
-"""RL rows: prompts with a checkable answer, and the final answer of a worked solution."""
+"""Reads RL rows: a prompt with a ground truth, which may be the final answer of a worked solution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# An opening box, an escaped character or a brace.
+# Matches `\boxed{`, an escaped character, or a brace.
 _TOKEN = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 MARK = "####"
 _NUMBER = re.compile(r"[-+$]?[\d,]+(\.\d+)?")
@@ -36,7 +36,7 @@ GSM8K, MATH, MATH_500 = "openai/gsm8k", "lighteval/MATH", "HuggingFaceH4/MATH-50
 
 @dataclass(frozen=True)
 class Truth:
-    """The ground truth, and the data set whose answer format was recognised (empty if none)."""
+    """The ground truth of a row. `source` is the data set whose answer format was recognised, or empty if none was."""
 
     value: str
     source: str = ""
@@ -45,7 +45,7 @@ class Truth:
 def final_answer(worked: str) -> Truth:
     r"""Returns the final answer of a worked solution: after `####` (GSM8K), in `\boxed{...}` (MATH), or the full text.
 
-    `####` must be on the last line. With lines after it, it is a heading.
+    `####` must be on the last line. If lines follow, `####` is a Markdown heading and not an answer mark.
     """
     before, mark, final = worked.strip().rpartition(MARK)
     final = final.strip()
@@ -56,15 +56,16 @@ def final_answer(worked: str) -> Truth:
 
 
 def answer_with_solution(answer: str, solution: object) -> Truth:
-    r"""Returns the final answer. A plain answer beside a solution that ends in `\boxed{...}` is in MATH-500's
-    format."""
+    r"""Returns the final answer. If the answer is plain text and the row's solution ends in `\boxed{...}`, the row is
+    in the format of MATH-500."""
     truth = final_answer(answer)
     boxed = not truth.source and isinstance(solution, str) and final_answer(solution).source == MATH
     return Truth(truth.value, MATH_500) if boxed else truth
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the `\boxed{...}` that closes last, with balanced braces; None if there is none."""
+    r"""Returns the content of the `\boxed{...}` that closes last, with balanced braces. Returns None if the text has no
+    box."""
     found = None
     starts: list[int | None] = []
     for token in _TOKEN.finditer(text):
@@ -80,20 +81,20 @@ def last_boxed(text: str) -> str | None:
 
 REWARD_FIELDS = frozenset({"ground_truth", "data_source"})
 """Fields of a row that rewards can read."""
-# Columns of the ground truth in rows without the RL schema, in order of preference.
+# Columns that may hold the ground truth in rows without verl's RL schema, in order of preference.
 TRUTHS = ("ground_truth", "answer", "solution")
 _SCHEMA_TRUTH = "reward_model.ground_truth"
 
 
 @dataclass(frozen=True)
 class QuestionColumns:
-    """Columns of the question of a row."""
+    """Column names of the question (prompt and ground truth) of an RL row."""
 
     prompt: str = "prompt"
     truth: str = _SCHEMA_TRUTH
-    """Column of the ground truth; empty if there is none."""
+    """Column of the ground truth. An empty string means that the rows have no ground truth."""
     source: str = ""
-    """The `data_source` that rows without that column get."""
+    """The `data_source` of rows that have no `data_source` column."""
     required: frozenset[str] = frozenset()
     """The fields of `REWARD_FIELDS` that a row must have."""
     worked: bool = False
@@ -107,12 +108,12 @@ class QuestionColumns:
 
 
 def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = REWARD_FIELDS) -> QuestionColumns:
-    """Finds the columns by setting, else of the RL schema, else by the column names of other projects.
+    """Finds the columns of RL rows: by the keys of the recipe, else by verl's RL schema, else by common column names.
 
     `reward_fields` are the fields that the rewards read.
     """
     prompt, truth = finder.setting("prompt_key"), finder.setting("label_key")
-    named = frozenset({"ground_truth"} if truth else ())  # a column named by a setting is required
+    named = frozenset({"ground_truth"} if truth else ())  # a column that the recipe names is required
     path, schema = finder.source.path, bool({"data_source", "reward_model"} & set(finder.available))
     if prompt:
         return QuestionColumns(prompt, truth, path, named, extra=finder.extra_columns(prompt, truth))
@@ -137,8 +138,8 @@ def read_questions(
     *,
     first: int = 0,
 ) -> list[Question]:
-    """Read `limit` rows (default: all) starting at `first`. Bad rows are reported together. Without `columns`, they are
-    found by name."""
+    """Read `limit` rows (default: all) starting at `first`. All invalid rows are reported together. If `columns` is
+    None, the columns are found by name."""
     columns = columns or _named_columns(rows)
     questions: list[Question] = []
     problems: list[Problem] = []
@@ -156,10 +157,8 @@ def _named_columns(rows: RowSet) -> QuestionColumns:
     try:
         return find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns))
     except Refusal as refusal:
-        # A recipe of an offline method has no keys for these columns.
-        remedy = (
-            f"rename the column of the prompts to prompt, and that of the ground truth to one of {', '.join(TRUTHS)}"
-        )
+        # A recipe of an offline method has no keys for the columns of RL rows, so the remedy is to rename columns.
+        remedy = f"rename the prompt column to prompt, and the ground truth column to one of {', '.join(TRUTHS)}"
         raise Refusal([Problem(p.where, p.why, remedy, code=p.code) for p in refusal.problems]) from refusal
 
 
@@ -187,9 +186,11 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         return Truth("")
     try:
         value = lookup(row, columns.truth, origin)
-        # Tables store a missing value as NaN.
+        # Table formats such as parquet may store a missing value as NaN, and NaN != NaN.
         if value is None or not str(value).strip() or value != value:
-            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in", code="empty-field")
+            raise Refusal.at(
+                origin, f"{columns.truth} is empty", "remove the row or fill in the value", code="empty-field"
+            )
     except Refusal:
         if "ground_truth" in columns.required:
             raise
@@ -242,7 +243,7 @@ class PromptRows:
         self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
-        """Number of rows by the data set whose answer format they have."""
+        """Number of rows per answer format. The key is the data set that uses the format, such as GSM8K."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
@@ -294,7 +295,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         if data.system is not None:
             raise Refusal.at(
                 "data.system",
-                "prompts without a chat template cannot have it",
+                "is set, but prompts without a chat template cannot have a system message",
                 "remove it",
                 code="no-chat-template",
             )
@@ -302,8 +303,8 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
             what = "has tools" if question.tools else "is a chat of several turns"
             raise Refusal.at(
                 question.origin,
-                f"the prompt {what}, and data.template is none",
-                "set it to auto",
+                f"the prompt {what}, but data.template is none",
+                "set data.template to auto",
                 code="no-chat-template",
             )
     elif not tokenizer.chat_template:
@@ -316,7 +317,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
             question.origin,
-            "the prompt ends with an assistant turn, so the model would answer itself",
+            "the prompt ends with an assistant turn, so the model would answer its own turn",
             "fix or remove the row",
             code="prompt-ends-with-assistant",
         )
@@ -336,13 +337,18 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
 def fit_prompt(
     question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
 ) -> Kept[Prompt] | None:
-    """Returns the prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
+    """Applies `data.overlong` to a prompt over the token limit. Returns None if the prompt is dropped. The end of a
+    prompt is never cut."""
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row", code="empty-prompt")
-    # Without the key, the limit is the model's context or batch.tokens minus the response.
+    # Without data.max_prompt_tokens, the limit is the model's context or batch.tokens, minus the response length.
     is_set = data is not None and data.max_prompt_tokens is not None
-    way = "raise data.max_prompt_tokens" if is_set else "lower rollout.max_tokens, which shares a limit with the prompt"
+    way = (
+        "raise data.max_prompt_tokens"
+        if is_set
+        else "lower rollout.max_tokens, because prompt and response share one limit"
+    )
     over = OverLimit.at(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
@@ -361,7 +367,7 @@ def with_system(question: Question, system: str | None) -> Question:
 
 
 def with_format(question: Question, data: Data | None) -> Question:
-    """Apply `data.prompt_format`. Without a chat template, `prompt_ids` applies it."""
+    """Apply `data.prompt_format`. Without a chat template, `prompt_ids` applies `data.prompt_format` instead."""
     if data is None or data.prompt_format is None or data.template == "none":
         return question
     return replace(question, prompt=written(question.prompt, data.prompt_format, question.origin))

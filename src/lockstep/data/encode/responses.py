@@ -25,7 +25,7 @@ from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 DIALOGUES = "dialogues"
-"""Key of a reader's tally for the number of prompts converted by `as_chats`."""
+"""Key under which a row reader's `tally` counts the dialogues that `as_chats` converted to chats."""
 
 
 class ResponseEncoder:
@@ -49,7 +49,8 @@ class ResponseEncoder:
         return [self.encoding.checked(example) for example in examples]
 
     def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
-        """Converts a dialogue stored as one text to a chat, if a template is used, and counts it."""
+        """Converts a dialogue stored as one text to a chat if a chat template is used. Counts the conversion in
+        `tally`."""
         chat = spoken(prompt, responses) if self.encoding.templated else None
         if chat is None:
             return prompt, responses
@@ -66,7 +67,7 @@ class ResponseEncoder:
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
-            # The response can change the tokens of the prompt's last word, so the prompt is tokenised separately.
+            # A response can change how the prompt's last word is tokenised, so the prompt is tokenised separately.
             examples, split = [self._apart(spans, origin) for spans in rendered], True
         if not _begin_alike(examples):
             raise Refusal.at(
@@ -79,27 +80,28 @@ class ResponseEncoder:
         return examples
 
     def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
-        """Renders the full chat as text, with the assistant turns of the answer trained."""
+        """Renders the full chat as text, and marks the assistant turns of the answer as trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):
             raise Refusal.at(
                 origin,
-                "the first turn of a response has a weight of 0: nothing of it would be compared",
-                "put it into the prompt, or remove the weight",
+                "the first turn of a response has a weight of 0, so it would not be compared",
+                "move the turn into the prompt, or remove the weight",
                 code="invalid-turn-weight",
             )
         prompt = self.encoding.with_system(prompt)
         before = render_prompt(tokenizer, prompt, origin, tools)
         if len(answer) == 1 and not has_markers(tokenizer):
-            # `render_chat` would also check the prompt's assistant turns, which some templates shorten.
+            # `render_chat` is not used, because it would also check the prompt's assistant turns, which some templates
+            # shorten.
             text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
             spans = Spans(text, ((len(before), len(text)),))
             refuse_dropped_by_template(text, [*prompt, *answer], tools, origin)
             if not text.startswith(before):
                 refuse_another_opening(before, text, answer[0], "the response", origin)
         else:
-            # Only the answer is trained.
+            # A weight of 0 excludes the prompt's assistant turns from the loss, so only the answer is trained.
             earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
             spans = render_chat(tokenizer, [*earlier, *answer], origin, tools)
         unchanged = contains_turn(spans.text, len(before), len(spans.text), answer[0]) and not dropped_by_template(
@@ -123,7 +125,8 @@ class ResponseEncoder:
 
 
 class ResponseRows:
-    """Base class of row readers that encode with a `ResponseEncoder`. It provides the row counts."""
+    """Base class of row readers that encode with a `ResponseEncoder`. This class provides the row counts of the
+    encoder."""
 
     encode: ResponseEncoder
 

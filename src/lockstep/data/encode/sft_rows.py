@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Column names of other trainers, in order of preference; used when no key is set.
+# Common (prompt, response) column names, in order of preference. These names are used when the recipe names no columns.
 PAIR_COLUMNS = (
     ("prompt", "response"),
     ("prompt", "completion"),
@@ -38,7 +38,8 @@ TEXT_COLUMNS = ("text", "content")
 
 @dataclass(frozen=True)
 class SupervisedColumns:
-    """Columns of the fields of a row. An empty string means that rows of this shape do not have the field."""
+    """The column name of each field of an SFT row. An empty string means that rows of this shape do not have the
+    field."""
 
     shape: str
     messages: str = ""
@@ -57,7 +58,8 @@ class SupervisedColumns:
 
 
 def find_columns(finder: ColumnFinder) -> SupervisedColumns:
-    """Finds the columns by the settings of the source, then of the recipe, then by well-known names."""
+    """Finds the columns of SFT rows: by the keys of the source, else by the keys of the recipe, else by common
+    names."""
     data = finder.data
     shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
     keys = ("messages_key", "prompt_key", "response_key", "text_key")
@@ -96,7 +98,7 @@ class Encoder:
         if data.system and columns.shape == "text":
             raise Refusal.at(
                 "data.system",
-                "plain rows without a chat template cannot have it",
+                "rows of plain text have no chat template, so they cannot have a system message",
                 "remove it",
                 code="no-chat-template",
             )
@@ -110,8 +112,8 @@ class Encoder:
         if columns.shape == "messages" and data.template == "none":
             raise Refusal.at(
                 "data.template",
-                f"is none, and rows are chats ({columns.messages})",
-                "set it to auto, or use data.prompt_key and data.response_key",
+                f"is none, but the rows are chats (column {columns.messages})",
+                "set data.template to auto, or use data.prompt_key and data.response_key",
                 code="no-chat-template",
             )
         if columns.shape == "messages" and not tokenizer.chat_template:
@@ -123,7 +125,7 @@ class Encoder:
             )
 
     def __call__(self, row: Row, origin: Origin) -> Example:
-        """Encodes a row as an example. A refusal names the row."""
+        """Encodes a row as an example. The error for an invalid row names the row."""
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)
@@ -136,7 +138,7 @@ class Encoder:
                 raise Refusal.at(
                     origin,
                     f"{key} is text, not a list of messages",
-                    "set data.text_key, if it is meant, or write it as JSON",
+                    "set data.text_key to train on plain text, or write the messages as JSON",
                     code="invalid-chat",
                 )
             example = self._chat(extra.chat(messages, row, origin), origin, extra.tools_of(row, origin))

@@ -1,8 +1,9 @@
 """Reads rows with a label for each step of a solution (process reward models).
 
-A placeholder follows each step; the model is scored there. A row is a text with placeholders, or a prompt with a list
-of steps, written as `step 1<placeholder>\\nstep 2<placeholder>`. The steps are the assistant turn after the prompt, or
-lines after the prompt without a chat template.
+A placeholder token follows each step, and the model predicts the label of the step at that token. A row is a text with
+placeholders, or a prompt with a list of steps. A list of steps is written as `step 1<placeholder>\\nstep
+2<placeholder>`. With a chat template, the steps are the assistant turn after the prompt. Without a chat template, the
+steps are lines after the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Marks:
-    """The placeholder and the label tokens, each a single token."""
+    """The step placeholder (`prm.placeholder`) and the label words (`prm.tokens`). The placeholder and each label word
+    must be a single token."""
 
     placeholder: str
     placeholder_id: int
@@ -39,14 +41,15 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
-        """Creates the marks. Refuses texts that are not a single token, before any row is read."""
+        """Creates the marks. Raises an error for a placeholder or label word that is not a single token, before any row
+        is read."""
         texts = [("prm.placeholder", placeholder), *(("prm.tokens", token) for token in tokens)]
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in texts]
         problems = [
             Problem(
                 key,
-                f"{text!r} is {len(found)} tokens ({', '.join(map(str, found))}) in this tokenizer, not one",
-                f"set {key} to a text that is one token, or add {text!r} to the tokenizer",
+                f"{text!r} is {len(found)} tokens ({', '.join(map(str, found))}) in this tokenizer, not one token",
+                f"set {key} to a text that is one token, or add {text!r} as a token to the tokenizer",
                 code="unknown-token",
             )
             for (key, text), found in zip(texts, ids, strict=True)
@@ -67,9 +70,10 @@ class Marks:
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
-    """Returns the target distribution over the label tokens at each step, from a list or its JSON.
+    """Returns the target distribution over the label tokens at each step, from a list of labels or its JSON text.
 
-    A label that is a token has probability 1. With two tokens, a number is the probability of the first: true, 1, 0.8.
+    A label that is a label token gets probability 1. If there are two label tokens, a label may also be the probability
+    of the first token: true, 1 or 0.8.
     """
     if isinstance(value, str):
         try:
@@ -93,7 +97,7 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
         return tuple(float(token == label) for token in marks.tokens)
     if isinstance(label, bool | int | float) and len(marks.tokens) == 2 and math.isfinite(label) and 0 <= label <= 1:
         return (float(label), 1.0 - label)
-    numbers = ", or numbers from 0 to 1 (the probability of the first)" if len(marks.tokens) == 2 else ""
+    numbers = ", or numbers from 0 to 1 (the probability of the first word)" if len(marks.tokens) == 2 else ""
     raise Refusal.at(
         origin,
         f"label {number} of {key} is {label!r}",
@@ -102,13 +106,14 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
     )
 
 
-# Follows each step of Math-Shepherd's `input`. Its `label` is the same text with + or - in that place.
+# In the Math-Shepherd data set, the text "ки" follows each step of the column `input`. The column `label` has the same
+# text with + or - instead of "ки".
 SHEPHERD = "ки"
 _VERDICTS = {"+": 1, "-": 0}
 
 
 def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -> tuple[list[str], list[int]]:
-    """Returns the text split at the placeholders, and the label at each placeholder."""
+    """Returns the text split at Math-Shepherd's placeholders, and the label (1 or 0) at each placeholder."""
     pieces = text.split(SHEPHERD)
     verdicts: list[int] = []
     rest = labelled
@@ -129,7 +134,7 @@ def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -
 def _parts(names: tuple[str, str], number: int, origin: Origin) -> Refusal:
     return Refusal.at(
         origin,
-        f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they differ at step {number}",
+        f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they first differ at step {number}",
         "fix or remove the row",
         code="invalid-label",
     )
@@ -137,7 +142,8 @@ def _parts(names: tuple[str, str], number: int, origin: Origin) -> Refusal:
 
 @dataclass(frozen=True)
 class Rated:
-    """The steps of a PRM800K solution with their labels. `others` counts rated completions outside of it."""
+    """The steps of a PRM800K solution with their labels. `others` is the number of completions that are not part of the
+    solution."""
 
     problem: str
     steps: list[str]
@@ -150,9 +156,11 @@ def is_rated(label: Any) -> bool:
 
 
 def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: Origin) -> Rated:
-    """Reads a solution of PRM800K: at each step the chosen completion, or the human one, or the last rated one.
+    """Reads one solution of a PRM800K row: at each step the chosen completion, else the human completion, else the
+    first.
 
-    Ratings 1 and 0 (neutral) are good, as in its paper; -1 is bad. The solution ends at an unrated step.
+    Ratings 1 and 0 (neutral) count as good, as in the PRM800K paper. A rating of -1 counts as bad. The solution ends at
+    an unrated step, or at a step without a chosen or human completion.
     """
     problem = question.get("problem") if isinstance(question, dict) else None
     if not isinstance(problem, str) or not problem.strip():
@@ -184,7 +192,7 @@ def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: 
         if rating not in (-1, 0, 1) or not isinstance(text, str) or not text.strip():
             raise Refusal.at(
                 origin,
-                f"step {number} of {names[1]} has the rating {rating!r} or no text",
+                f"step {number} of {names[1]} has an invalid rating ({rating!r}) or no text",
                 "fix or remove the row",
                 code="invalid-label",
             )
@@ -201,7 +209,7 @@ TEXTS = ("input", "text", "prompt")
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Columns of the labels, and of a text with placeholders or of a prompt and its steps."""
+    """Column names of PRM rows: the labels, and either a text with placeholders or a prompt and its steps."""
 
     label: str
     text: str = ""
@@ -210,7 +218,8 @@ class StepColumns:
 
 
 def find_step_columns(finder: ColumnFinder) -> StepColumns:
-    """Returns the column of a list of steps (`steps_key`, `completions`), else of a text with placeholders."""
+    """Returns the columns of PRM rows: a list of steps (`steps_key`, `completions`) if present, else a text with
+    placeholders."""
     label, steps = finder.find("label_key", LABELS), finder.find("steps_key", ("completions",))
     prompt = finder.prompt()
     wants_text = bool(finder.setting("text_key")) and not finder.setting("steps_key")
@@ -220,7 +229,7 @@ def find_step_columns(finder: ColumnFinder) -> StepColumns:
     if label and text:
         return StepColumns(label, text=text)
     if label and prompt:
-        # PRM800K: a question, and a label object with rated steps.
+        # Rows of PRM800K have a question, and a label object with rated steps.
         return StepColumns(label, prompt=prompt)
     raise finder.unknown(
         "hold the labelled steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
@@ -232,16 +241,17 @@ class StepWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
         self.tokenizer, self.marks = tokenizer, marks
-        # Tokenizers that mark word starts need a space before the placeholder.
+        # Some tokenizers join a placeholder with the word before it. These tokenizers need a space before the
+        # placeholder.
         sticks = self._ids("x" + marks.placeholder)[-1] != marks.placeholder_id
         self.before_placeholder = " " if sticks else ""
 
     def marked(self, steps: Sequence[str]) -> str:
-        """Joins the steps to lines, each with the placeholder at its end."""
+        """Joins the steps with newlines. Each line ends with the placeholder."""
         return "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
 
     def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
-        """Returns the text and tokens of a chat whose last turn holds marked steps."""
+        """Returns the text and the token ids of a chat whose last turn consists of steps with placeholders."""
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
         refuse_dropped_by_template(text, messages, (), origin)
         return text, self._ids(text)
@@ -255,7 +265,7 @@ class StepWriter:
 
 
 class StepRows:
-    """Reads the rows of one source as labelled steps. The first of the label `tokens` is the good one."""
+    """Reads the rows of one source as labelled steps. The first of the label `tokens` means that a step is good."""
 
     split_rows = special_rows = unseparated_rows = 0
 
@@ -275,7 +285,10 @@ class StepRows:
         self.writer = StepWriter(tokenizer, self.marks)
         if finder.data.system and self.columns.text:
             raise Refusal.at(
-                "data.system", "rows of text with placeholders cannot have it", "remove it", code="unused-key"
+                "data.system",
+                "rows of text with placeholders cannot have a system message",
+                "remove it",
+                code="unused-key",
             )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
@@ -295,7 +308,7 @@ class StepRows:
         return [None] if fitted is None else [Kept.of(fitted, fitted is not item)]
 
     def _labelled(self, row: Row, origin: Origin) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
-        """Returns the labels, the text and its tokens; None for a row without rated steps."""
+        """Returns the labels, the text and its token ids. Returns None for a row without rated steps."""
         columns = self.columns
         value = filled(row, columns.label, origin)
         if is_rated(value) and not columns.steps:
@@ -303,7 +316,7 @@ class StepRows:
         if not (columns.steps or columns.text):
             raise Refusal.at(
                 origin,
-                f"{columns.label} has no rated steps (PRM800K format), and there is no column of steps",
+                f"{columns.label} has no rated steps (PRM800K format), and the rows have no column of steps",
                 "set data.steps_key or data.text_key",
                 code="unclear-columns",
             )
@@ -341,14 +354,12 @@ class StepRows:
         kind = "texts with a placeholder after each step" if columns.text else "prompts with a list of steps"
         how = ""
         if self.tally["shepherd"]:
-            how = (
-                f", where it says + or - for {SHEPHERD!r} (Math-Shepherd), which is written {self.marks.placeholder!r}"
-            )
+            how = f", as + or - for {SHEPHERD!r} (Math-Shepherd), which becomes {self.marks.placeholder!r}"
         if self.tally["rated"]:
             kind = "rated solutions of PRM800K"
-            others = f"{self.tally['others']:,} completions outside the solutions are left out"
+            others = f"{self.tally['others']:,} completions that are not part of a solution are left out"
             how = f": 1 and 0 are good, -1 is bad; {others}"
-        left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
+        left = f"; {self.unusable:,} rows without a rated step dropped" if self.unusable else ""
         unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
         return f"{kind} ({parts}; labels from {columns.label}{how}{left}){unread}"
 
@@ -363,13 +374,16 @@ class StepRows:
         if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
             raise Refusal.at(
                 origin,
-                f"{self.columns.steps} must be a list of texts, none empty",
+                f"{self.columns.steps} must be a list of non-empty texts",
                 "fix or remove the row",
                 code="not-text",
             )
         if len(steps) != labels:
             raise Refusal.at(
-                origin, f"has {len(steps)} steps and {labels} labels", "give each step its label", code="wrong-count"
+                origin,
+                f"the row has {len(steps)} steps, but {labels} labels",
+                "give each step its label",
+                code="wrong-count",
             )
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
         return self._written(prompt, steps, origin)
@@ -393,31 +407,32 @@ class StepRows:
             raise Refusal.at(
                 origin,
                 f"the text holds no placeholder {placeholder!r}",
-                "set prm.placeholder to what the rows use",
+                "set prm.placeholder to the placeholder that the rows use",
                 code="missing-placeholder",
             )
         if count != found:
             raise Refusal.at(
                 origin,
-                f"the text holds the placeholder {placeholder!r} {count} times, but its token {found} times: it merges "
-                "with its neighbours",
-                "put a space or a line break around it, or add it to the tokenizer as a token",
+                f"the text holds the placeholder {placeholder!r} {count} times, but its token {found} times: the "
+                "tokenizer merges it with neighbouring characters",
+                "put a space or a line break around the placeholder, or add it to the tokenizer as a token",
                 code="missing-placeholder",
             )
         if count != labels:
             raise Refusal.at(
                 origin,
-                f"has {count} placeholders {placeholder!r} and {labels} labels",
-                "give each placeholder its label, or set prm.placeholder to a text that no step holds",
+                f"the text has {count} placeholders {placeholder!r}, but {labels} labels",
+                "give each placeholder its label, or set prm.placeholder to a text that no step contains",
                 code="wrong-count",
             )
 
 
 def fit_steps(item: StepLabels, limit: int, overlong: str) -> StepLabels | None:
-    """Returns the item within `limit` tokens, with the remaining steps; None if it is dropped."""
+    """Applies `overlong` to a row with more than `limit` tokens. Returns the row with its remaining steps, or None if
+    the row is dropped."""
     fitted = fit(item.example, limit, overlong, needed="placeholder")
     if fitted is None or fitted is item.example:
         return None if fitted is None else item
-    # Only one end is cut, with the steps there.
+    # Truncation cuts only one end of the row, and removes the labels of the steps at that end.
     count = len(fitted.positions)
     return StepLabels(fitted, item.labels[-count:] if overlong == "truncate_left" else item.labels[:count])

@@ -9,25 +9,26 @@ from typing import Any
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
-# Keys under which a turn holds reasoning next to its content.
+# Keys of a chat message that hold its reasoning, separately from its content.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_REMEDY = "use a template that writes it (data.template), or remove it from the row"
+_REMEDY = "use a template that renders it (data.template), or remove it from the row"
 
 
 def refuse_dropped_by_template(
     text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin
 ) -> None:
-    """Refuses a rendered text that lacks a part of the chat.
+    """Raises an error if the text that the chat template rendered lacks a part of the chat.
 
-    The contents of all roles but the assistant must appear in order. A system message may move, because templates move
-    it. Assistant contents are checked by the callers that train them, because templates may shorten earlier turns.
+    The contents of all roles except the assistant must appear in the text in order. A system message may appear at
+    another position, because templates move it. The callers check the assistant contents that are trained, because
+    templates may shorten earlier assistant turns.
     """
     for tool in tools:
         for name in _names(tool["function"]):
             if _found(name, text, 0) < 0:
                 raise Refusal.at(
                     origin,
-                    f"the chat template drops the tools: {name!r} is not in its text",
+                    f"the chat template drops the tools: {name!r} is not in the rendered text",
                     _REMEDY,
                     code="template-changes-chat",
                 )
@@ -36,7 +37,7 @@ def refuse_dropped_by_template(
         role, content = message["role"], str(message.get("content") or "").strip()
         where = f"message {number} ({role})"
         if role in ("system", "developer") and content:
-            # Occurrences inside other messages do not count as the system message.
+            # The text of the system message may also occur inside other messages, and such occurrences do not count.
             others = sum(
                 str(other.get("content")).count(content)
                 for other in messages
@@ -58,7 +59,7 @@ def refuse_dropped_by_template(
 
 
 def dropped_by_template(turn: Message, text: str) -> str:
-    """Returns the reasoning key or tool call of a turn that is missing from its text; empty if nothing is missing."""
+    """Returns which reasoning key or tool call of a turn is missing from its rendered text, or an empty string."""
     if turn.keys() == {"role", "content"}:
         return ""
     fields = ((key, turn.get(key)) for key in REASONING)
@@ -69,7 +70,8 @@ def dropped_by_template(turn: Message, text: str) -> str:
 
 
 def _names(function: dict[str, Any]) -> list[str]:
-    """Returns the names of the function and its parameters: a user may mention a tool, but not all its parameters."""
+    """Returns the names of a tool and its parameters. A user message may mention the tool, but hardly all its
+    parameters."""
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return [function["name"], *(properties if isinstance(properties, dict) else ())]
@@ -111,7 +113,8 @@ def _spellings(value: Any) -> tuple[str, ...]:
 
 
 def _found(part: str, text: str, start: int) -> int:
-    """Returns the end of the part in the text, as it is or JSON-escaped; -1 if it is missing."""
+    """Returns the position after `part` in the text, where `part` may be JSON-escaped. Returns -1 if `part` is
+    missing."""
     found = text.find(part, start)
     if found >= 0:
         return found + len(part)

@@ -1,19 +1,22 @@
 """Fast tokenisation: each distinct piece of text is tokenised once and cached.
 
-Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. Where a
-word ends regardless of its context, the text can be cut, and the tokens of the parts are the tokens of the text. A chat
-consists of hundreds of such pieces, most of which occur in many chats: a look-up is many times faster than tokenising.
-New pieces (or their words, in ASCII) are given to the tokenizer; no BPE merge is done here. Texts that cannot be cut
-safely are tokenised as one.
+Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. The text
+can be cut at positions where a word ends regardless of its context. The tokens of the text are then the concatenated
+tokens of its pieces. A chat consists of hundreds of pieces, and most pieces occur in many chats. Looking up a cached
+piece is many times faster than tokenising it. A piece that is not cached goes to the tokenizer. For ASCII pieces, each
+uncached word goes to the tokenizer. This module does no BPE merges itself. A text that cannot be cut safely is
+tokenised as a whole.
 
-Safe cuts for the patterns in `_CUTS`:
+Positions where a text can safely be cut, for the word patterns in `_CUTS`:
 
-- Before white space that follows anything else, because words contain white space only at their start. Exception:
-  newlines after punctuation belong to the punctuation, except in GPT-2's pattern.
-- After the last newline of white space. Exceptions: GPT-2's pattern, which splits white space before its last
-  character, and a following "/" in patterns that let newlines and slashes follow punctuation.
+- A text can be cut before white space that follows a character other than white space, because words contain white
+  space only at their start. Exception: in all patterns except GPT-2's, newlines after punctuation belong to the
+  punctuation.
+- A text can be cut after the last newline in a run of white space. GPT-2's pattern is an exception, because it splits
+  white space before its last character. A "/" after the newline is another exception, in patterns that let newlines and
+  slashes follow punctuation.
 
-The patterns look ahead only over white space, and never back.
+The word patterns have no lookbehind, and their lookahead covers only white space.
 """
 
 from __future__ import annotations
@@ -33,14 +36,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Limits of the cache, about 50 MB in all: characters of all pieces, overhead per piece, longest piece, number of words.
+# The cache uses about 50 MB at most. MOST limits the characters of all pieces, where each piece counts OVERHEAD
+# characters more. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of cached words.
 MOST, OVERHEAD, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
 _AT_SPACE = r"\s*\S+|\s+"
 _AT_NEWLINE = rf"[^\S\r\n]*\S+(?:{_NEWLINES})?|\s*[\r\n]|\s+"
 _AT_NEWLINE_BUT_SLASH = rf"[^\S\r\n]*\S+(?:{_NEWLINES}/\S*)*(?:{_NEWLINES})?|\s*[\r\n]|\s+"
-# Word pattern of the tokenizer -> pattern of the pieces that a text may be cut into.
+# Maps the word pattern of a tokenizer to the pattern of the pieces into which a text may be cut.
 _CUTS = {
     # GPT-2, built into ByteLevel
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _AT_SPACE,
@@ -66,11 +70,11 @@ _GPT2 = next(iter(_CUTS))
 
 
 class NotCacheable(Exception):
-    """The tokens of a text, or of a cut in it, cannot be composed from the tokens of its pieces."""
+    """The tokens of a text cannot be composed from the tokens of its pieces, or a border cannot be cut safely."""
 
 
 class Pieces(dict[str, bytes]):
-    """Cache of the tokens of each piece, as 64-bit integers."""
+    """Cache of the token ids of each piece of text, as 64-bit integers."""
 
     def __init__(self, backend: Tokenizer, pieces: str, words: str | None, added: dict[str, int]):
         from tokenizers.pre_tokenizers import ByteLevel
@@ -82,7 +86,7 @@ class Pieces(dict[str, bytes]):
         self._find = re.compile(pieces)
         self._composes = backend.normalizer is not None
         self._added_ids = {content: array("q", [token]).tobytes() for content, token in added.items()}
-        # Longest match first, as in the tokenizer.
+        # Added tokens are matched longest first, as in the tokenizer.
         longest_first = sorted(added, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._parts: dict[tuple[str, int], tuple[bytes, bytes]] = {}
@@ -93,26 +97,27 @@ class Pieces(dict[str, bytes]):
 
     @property
     def _backend(self) -> Tokenizer:
-        """The tokenizer backend. The caller keeps it alive."""
+        """The tokenizer backend. This object holds only a weak reference, so the caller keeps the backend alive."""
         backend = self._owner()
         assert backend is not None
         return backend
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Pieces | None:
-        """Creates the cache. Returns None if the tokenizer does not work word by word, or its pattern is not in
+        """Creates the cache. Returns None if the tokenizer does not work word by word, or if its word pattern is not in
         `_CUTS`."""
         patterns, added = _patterns(backend), _plain_added(backend)
         return None if patterns is None or added is None else cls(backend, *patterns, added)
 
     def runs(self, text: str, borders: Sequence[int] = ()) -> list[bytes] | None:
-        """Returns the tokens of the text, split at the borders: one run more than there are borders.
+        """Returns the tokens of the text, split at the character positions `borders`. N borders give N + 1 runs of
+        tokens.
 
         Returns None if a word or an added token crosses a border, or if the text cannot be cut into pieces.
         """
         try:
             return self._runs(text, borders)
-        except (NotCacheable, UnicodeEncodeError):  # half of a surrogate pair
+        except (NotCacheable, UnicodeEncodeError):  # the text contains half of a surrogate pair
             return None
 
     def _runs(self, text: str, borders: Sequence[int]) -> list[bytes]:
@@ -141,10 +146,11 @@ class Pieces(dict[str, bytes]):
         return made
 
     def _to_border(self, text: str, start: int, end: int, ahead: list[int], made: list[bytes], run: list[bytes]) -> int:
-        """Tokenise up to the next border, which lies before the end; returns the end of the tokenised text."""
+        """Tokenises the text up to the next border, which must lie before `end`. Returns where the tokenised text
+        ends."""
         border = ahead[0]
         if border < start:
-            raise NotCacheable  # inside an added token, or a second border in one piece
+            raise NotCacheable  # the border is inside an added token, or it is the second one in a piece
         match, right = self._find.match, b""
         while start < border:
             found = match(text, start, end)
@@ -160,7 +166,7 @@ class Pieces(dict[str, bytes]):
         return start
 
     def _split(self, piece: str, place: int) -> tuple[bytes, bytes]:
-        """Returns the tokens of a piece before and after `place`, where a word ends."""
+        """Returns the tokens of a piece before and after the position `place`. A word must end at `place`."""
         parts = self._parts.get((piece, place))
         if parts is None:
             tokens, left = self[piece], array("q")
@@ -204,7 +210,7 @@ class Pieces(dict[str, bytes]):
 
     def _ascii_words(self, words: Callable[[str], list[str]]) -> Callable[[str], list[str]] | None:
         """Returns a function that splits an ASCII piece into words with Python's fast regular expressions. Returns None
-        if its words differ from those of the tokenizer on any combination of three kinds of characters."""
+        if Python and the tokenizer split any combination of three test characters into different words."""
         tried = "".join(map("".join, itertools.product("aSl1 .'/\n\r\t", repeat=3)))
         found = [tried[start:end] for _, (start, end) in self._backend.pre_tokenizer.pre_tokenize_str(tried)]
         return words if words(tried) == found else None
@@ -217,9 +223,9 @@ class Pieces(dict[str, bytes]):
             self._parts.clear()
 
     def _agrees(self, letter: str) -> bool:
-        """Returns whether the tokenizer and Python agree that the letter is white space: their Unicode versions may
-        differ. Tested with the word pattern: white space ends a word of punctuation, and a newline after it starts no
-        word."""
+        """Returns whether the tokenizer and Python agree on whether the character is white space. The Unicode versions
+        of Python and the tokenizer may differ. The test uses the tokenizer's word pattern: white space starts a new
+        word after "!", and does not end a word before a newline."""
         if letter in "\r\n":
             return True
         words = self._backend.pre_tokenizer.pre_tokenize_str
@@ -234,8 +240,9 @@ def _next_run(ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
 
 
 def _in_ascii(pattern: str) -> str:
-    """Converts the pattern for ASCII texts: replaces the character classes that Python does not support."""
-    kinds = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9"}  # other classes have no ASCII members
+    """Converts a word pattern for ASCII texts: replaces the character classes (`\\p{L}`) that Python does not
+    support."""
+    kinds = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9"}  # other Unicode classes contain no ASCII characters
     inside, made = False, []
     for part in re.split(r"(\\p\{\w+\}|\\.|[\[\]])", pattern):
         if part.startswith("\\p"):
@@ -248,7 +255,7 @@ def _in_ascii(pattern: str) -> str:
 
 
 def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
-    """Returns the patterns of the pieces and of the ASCII words of a byte-level BPE (None if unsupported)."""
+    """Returns two patterns for a byte-level BPE tokenizer: one for pieces, one for ASCII words. None if unsupported."""
     from tokenizers.models import BPE
 
     model = backend.model
@@ -264,7 +271,7 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
     if kinds[-1:] != ["ByteLevel"] or steps[-1]["add_prefix_space"]:
         return None
     if steps[-1]["use_regex"]:
-        # A preceding Digits step changes the words, but not the pieces: digits are not white space.
+        # A Digits step before ByteLevel changes the words, but not the pieces, because digits are not white space.
         if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]):
             return _CUTS[_GPT2], _in_ascii(_GPT2) if kinds == ["ByteLevel"] else None
         return None
@@ -280,7 +287,8 @@ def _state(part: Any) -> Any:
 
 
 def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
-    """Returns the added tokens; None if one is not matched by its exact text, or is white space (unreliable offset)."""
+    """Returns the added tokens. Returns None if an added token is not matched by its exact text, or if it is white
+    space, whose offsets are unreliable."""
     found: dict[str, int] = {}
     for index, token in backend.get_added_tokens_decoder().items():
         if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():
@@ -291,8 +299,8 @@ def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
     return found
 
 
-# The functions below give the result of the tokenizer's `__call__` without its overhead in transformers, which takes a
-# quarter of the tokenisation time.
+# The functions below give the same tokens as the tokenizer's `__call__`. These functions avoid the overhead of
+# `__call__` in transformers, which is a quarter of the tokenisation time.
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -306,7 +314,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the tokens of the text with their character offsets: (first, after the last)."""
+    """Returns the tokens of the text with their character offsets as (start, end) pairs."""
     backend = plain_backend(tokenizer)
     if backend is None:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -316,8 +324,8 @@ def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tupl
 
 
 def token_runs(tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int]) -> list[bytes] | None:
-    """Returns the tokens of the text before, between and after the borders (sorted positions), each run as 64-bit
-    integers (`as_array`). None if this needs the offsets of all tokens."""
+    """Returns the tokens of the text, split at the sorted character positions `borders`. Each run of tokens is stored
+    as 64-bit integers (see `as_array`). Returns None if the split needs the offsets of all tokens."""
     backend = plain_backend(tokenizer)
     return None if backend is None else _runs(backend, text, borders)
 
@@ -342,14 +350,16 @@ _PIECES: WeakKeyDictionary[Tokenizer, tuple[tuple[int, bytes], Pieces | None]] =
 
 
 def forget_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Clears the cache of pieces. Needed when a vocabulary word became an added token, which is not detected."""
+    """Clears the cache of pieces. Call this after a vocabulary word became an added token, because the cache does not
+    notice that change."""
     backend = plain_backend(tokenizer)
     if backend is not None:
         _PIECES.pop(backend, None)
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer behind `__call__`, in the state that `__call__` uses; None if `__call__` does more."""
+    """Returns the Rust tokenizer that `__call__` uses, with the same settings. Returns None for a slow tokenizer, or if
+    a class overrides `__call__`."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -358,7 +368,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
         return None
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     backend: Tokenizer = tokenizer.backend_tokenizer
-    # tokenizer.json may enable truncation and padding; `__call__` disables them by default.
+    # tokenizer.json may enable truncation and padding. `__call__` disables truncation and padding by default.
     if backend.truncation is not None:
         backend.no_truncation()
     if backend.padding is not None:
@@ -369,7 +379,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 class TokenFacts:
-    """Special and blank tokens of a vocabulary."""
+    """The special tokens and the blank tokens (white space or nothing) of a vocabulary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -377,7 +387,7 @@ class TokenFacts:
         self.size = len(tokenizer)
         self._is_special = np.zeros(
             max(self.special, default=0) + 2, dtype=bool
-        )  # all later ids are clipped to the last entry, which is False
+        )  # ids beyond the last special token are clipped to the last entry, which is False
         self._is_special[list(self.special)] = True
         self._blank: dict[int, bool] = {}
 
@@ -397,7 +407,7 @@ _TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDi
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Returns the cached facts of a tokenizer; computes them again when tokens were added."""
+    """Returns the cached `TokenFacts` of a tokenizer. Computes the facts again after tokens were added."""
     facts = _TOKEN_FACTS.get(tokenizer)
     if facts is None or facts.size != len(tokenizer):
         facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)

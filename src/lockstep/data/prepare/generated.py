@@ -18,7 +18,7 @@ from lockstep.types import Message, Row
 
 
 def rl_row(data_source: str, prompt: list[Message], truth: object, **extra_info: Any) -> Row:
-    """Returns a row of mathematics in verl's schema."""
+    """Returns a row with a mathematics problem in verl's RL schema."""
     return {
         "data_source": data_source,
         "prompt": prompt,
@@ -37,16 +37,16 @@ def assistant_message(text: str) -> list[Message]:
 
 
 def too_few(**rows: int) -> list[Problem]:
-    """Returns a problem for each option with fewer than 1 row."""
+    """Returns an error (`Problem`) for each option that requests fewer than 1 row."""
     return [
-        Problem(name, f"{count} rows are not enough", "give at least 1", code="out-of-range")
+        Problem(name, f"{count} rows are requested, which is not enough", "give at least 1", code="out-of-range")
         for name, count in rows.items()
         if count < 1
     ]
 
 
 def write_files(folder: Path, files: Mapping[str, Sequence[Row]]) -> dict[str, int]:
-    """Writes each list as `name`.parquet; returns the number of rows by file."""
+    """Writes each list of rows as `name`.parquet. Returns the number of rows by file name."""
     for name, rows in files.items():
         write_rows(folder / f"{name}.parquet", rows)
     return {f"{name}.parquet": len(rows) for name, rows in files.items()}
@@ -71,17 +71,17 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 # with `#### result`. Questions do not repeat, and validation questions are not in the training data.
 
 ARITHMETIC_SOURCE = "arithmetic"
-# Maximum fraction of a small level's questions used for validation.
+# At most this fraction of all questions of a difficulty level is used for validation.
 LARGEST_VAL_SHARE = 0.2
 
 
-# A sign and the numbers it joins.
+# An arithmetic sign (+, - or *) and its operands.
 ArithmeticQuestion = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A question, its worked answer and the result."""
+    """An arithmetic question, its worked answer (with steps) and the result."""
 
     question: str
     answer: str
@@ -91,12 +91,13 @@ class Sum:
 def write_arithmetic(
     folder: Path, *, train_rows: int = 2000, val_rows: int = 200, difficulty: int = 1, seed: int = 0
 ) -> dict[str, int]:
-    """Writes train and val rows in the RL schema and in the SFT schema (`sft_*`); returns the number of rows by file.
+    """Writes train and val rows in the RL schema and in the SFT schema (`sft_*`). Returns the number of rows by file.
 
-    Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers (8,100).
-    3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100). If a level has fewer
-    questions than requested, all are written, at most a fifth of them for validation. Full questions are held out, not
-    single facts: `3 + 4 = 7` may be a step of another row's answer.
+    Difficulty 1 has 1,100 questions: sums of two or three 1-digit numbers. Difficulty 2 has 8,100 questions: sums of
+    two 2-digit numbers. Difficulty 3 has 1,214,550 questions: sums and differences of 3-digit numbers. Difficulty 4 has
+    8,100 questions: products of 2-digit numbers. If a level has fewer questions than requested, all its questions are
+    written, and at most a fifth of them are used for validation. A validation question never occurs in the training
+    rows, but one of its steps, such as `3 + 4 = 7`, may be a step of a training answer.
     """
     problems = too_few(train_rows=train_rows, val_rows=val_rows)
     if difficulty not in LEVELS:
@@ -146,13 +147,13 @@ def _three_digit(number: int) -> ArithmeticQuestion:
     if number < 900 * 900:
         a, b = divmod(number, 900)
         return "+", (100 + a, 100 + b)
-    # The rest are the pairs a > b in the order (1, 0), (2, 0), (2, 1), (3, 0) ...
+    # Subtractions a - b with a > b are numbered in the order (1, 0), (2, 0), (2, 1), (3, 0) ... (each plus 100).
     rest = number - 900 * 900
     a = (1 + math.isqrt(8 * rest + 1)) // 2
     return "-", (100 + a, 100 + rest - a * (a - 1) // 2)
 
 
-# Number of questions of a level, and the question of an index.
+# By difficulty level: the number of questions, and a function that returns the question of an index.
 LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
     1: (1100, _one_digit),
     2: (90 * 90, lambda number: ("+", _two_digit(number))),
@@ -207,9 +208,10 @@ def _product_steps(a: int, b: int) -> Iterator[str]:
     yield f"{a * tens} + {a * ones} = {a * b}"
 
 
-# Generated preferences: sums of one-digit numbers, where the prompt requests a brief or a worked answer. Every sum
-# occurs with both requests and swapped answers, so a model that ignores the request is right half of the time. The same
-# prompts are written for online methods, and lists of labelled small sums for process reward models.
+# Generated preferences: sums of one-digit numbers, where the prompt requests a brief answer or a worked answer. Every
+# sum occurs with both requests, and the chosen answer of one request is the rejected answer of the other. A model that
+# ignores the request therefore prefers the chosen answer half of the time. The `prompts_*` files have the same prompts,
+# for online methods. The `steps_*` files have lists of small sums with a label for each sum, for process reward models.
 
 BREVITY_SOURCE = "brevity"
 BRIEF, WORKED = "Be brief.", "Show the work."
@@ -219,7 +221,7 @@ FEWEST_STEPS, MOST_STEPS = 10, 14
 
 @dataclass(frozen=True)
 class RequestedSum:
-    """A sum, with the request for a brief or a worked answer."""
+    """A sum, with the request for a brief answer or a worked answer."""
 
     numbers: tuple[int, ...]
     request: str
@@ -230,18 +232,19 @@ class RequestedSum:
 
 
 def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> dict[str, int]:
-    """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*` for training and validation; returns the row count by
-    file.
+    """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*` files for training and validation. Returns the row count
+    by file.
 
-    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; if more are requested, all are
-    written, at most a fifth of them for validation. No sum of a validation pair or prompt is in the training rows, and
-    no two rows of steps have the same sums; single facts such as `3 + 4 = 7` are in both.
+    There are 1,100 sums of two or three one-digit numbers, so there are 2,200 pairs and 2,200 prompts. If more rows are
+    requested, all 2,200 are written, and at most a fifth of them are used for validation. The sum of a validation pair
+    or prompt never occurs in a training pair or prompt. No two rows of `steps_*` have the same list of sums. Single
+    steps such as `3 + 4 = 7` occur in both training and validation.
     """
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
     wanted = {"train": train_rows, "val": val_rows}
     questions = _questions(wanted, random.Random(f"pairs/{seed}"))
     steps = _step_rows(random.Random(f"steps/{seed}"))
-    # Validation first, so that its rows do not depend on the number of training rows.
+    # Validation rows are generated first, so that they do not depend on the number of training rows.
     judged = {split: [next(steps) for _ in range(wanted[split])] for split in ("val", "train")}
     files: dict[str, list[Row]] = {}
     for split in ("train", "val"):
@@ -255,10 +258,11 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
 
 
 def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
-    """Returns each sum with both requests (the last one with one, if the number is odd), in random order."""
+    """Returns each sum with both requests (brief, worked), in random order. If `wanted` is odd, the last sum has one
+    request."""
     size, question_at = LEVELS[1]
     drawn = draw.sample(range(size), size)
-    # Two questions per sum, rounded up.
+    # Each sum gives two questions, so half as many sums are needed, rounded up.
     held_out = min(-(-wanted["val"] // 2), int(LARGEST_VAL_SHARE * size))
     sums = {"val": drawn[:held_out], "train": drawn[held_out:]}
     questions = {}
@@ -277,10 +281,10 @@ def _pair_row(question: RequestedSum) -> Row:
 
 
 def _step_rows(draw: random.Random) -> Iterator[Row]:
-    """Yields rows of several sums below ten, each wrong with probability one half.
+    """Yields rows of several sums with results below ten. Each sum is wrong with probability one half.
 
-    Each number is one token and all steps are alike, so only addition has to be learned, which a tiny model can do.
-    There are so many lists of sums (at least 55 to the power of ten) that none occurs twice.
+    Each number is one token and all steps have the same form, so a model only has to learn addition, which a tiny model
+    can do. There are at least 55 to the power of ten lists of sums, so a repeated list is practically impossible.
     """
     facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:
@@ -299,7 +303,7 @@ def _wrong(result: int, draw: random.Random) -> int:
     return draw.choice([number for number in range(10) if number != result])
 
 
-# GSM8K as RL rows, from its raw jsonl files or from the hub.
+# Converts GSM8K to RL rows, from its raw jsonl files or from the Hugging Face hub.
 
 GSM8K_SOURCE = "openai/gsm8k"
 INSTRUCTION = "Think step by step, and give the final answer after ####."
@@ -308,8 +312,8 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
-    """Writes train.parquet and test.parquet; returns the row count by file. `source` has the raw train.jsonl and
-    test.jsonl."""
+    """Writes GSM8K as train.parquet and test.parquet. Returns the row count by file. `source` is a folder with the raw
+    train.jsonl and test.jsonl. If `source` is None, the data set comes from the Hugging Face hub."""
     written: dict[str, list[Row]] = {}
     problems: list[Problem] = []
     for split, expected in COUNTS.items():
@@ -319,7 +323,7 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
             problems.append(
                 Problem(
                     path,
-                    f"has {len(rows):,} rows, the data set has {expected:,}",
+                    f"has {len(rows):,} rows, but the complete data set has {expected:,}",
                     "get a complete copy of the data set",
                     code="too-few-rows",
                 )
@@ -334,7 +338,9 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]
         row, origin = rows[index], rows.origin(index)
         question, answer = row.get("question"), row.get("answer")
         if not (isinstance(question, str) and question.strip() and isinstance(answer, str)):
-            problems.append(Problem(str(origin), "needs a question and an answer, both text", code="not-text"))
+            problems.append(
+                Problem(str(origin), "the row needs a question and an answer, both as text", code="not-text")
+            )
             continue
         _, mark, final = answer.rpartition("####")
         truth = final.strip().replace(",", "")

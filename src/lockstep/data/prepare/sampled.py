@@ -27,7 +27,7 @@ class ScoredResponse:
 
 @dataclass
 class ScoredQuestion:
-    """A question with its usable responses, in file order."""
+    """A question with its usable responses (scored, not cut off, not empty), in the order of the file."""
 
     prompt: list[Message]
     responses: list[ScoredResponse] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ScoredQuestion:
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored responses by question. `unused` counts the other responses by reason."""
+    """Scored responses by question. `unused` counts the responses that cannot be used, by reason."""
 
     groups: list[ScoredQuestion]
     responses: int
@@ -47,7 +47,8 @@ class Scored:
 
 
 def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
-    """Read the output of `lockstep sample` from a file or pattern. Responses to the same question are merged."""
+    """Reads the output of `lockstep sample` from a file or a glob pattern. Responses to the same question are
+    merged."""
     rows = read_rows(samples)
     missing = [column for column in COLUMNS if column not in rows.columns]
     if missing:
@@ -77,7 +78,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
 
 
 def _wrong(row: Row) -> str:
-    """Returns why the row is not a valid response; empty if it is."""
+    """Returns why the row is not a valid response, or an empty string if the row is valid."""
     prompt, reward = row["prompt"], row["reward"]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and m.get("role") for m in prompt):
         return "prompt is not a list of chat messages"
@@ -98,7 +99,7 @@ def _unusable(row: Row, keep_cut: bool) -> str:
     return "" if row["response"].strip() else EMPTY
 
 
-# Conditional SFT (arXiv 2308.12050): every response is trained, with its reward in the prompt. At inference, a high
+# Conditional SFT (arXiv 2308.12050) trains on every response, with its reward in the prompt. At inference, a high
 # reward in the prompt requests a good response.
 
 TEMPLATE = "{input} <rm_score>: {reward} "
@@ -110,14 +111,14 @@ def refuse_template(template: str) -> None:
     if missing:
         raise Refusal.at(
             "--reward-template",
-            f"has no place for {' and '.join(missing)}",
+            f"does not contain {' and '.join(missing)}",
             f"for example {TEMPLATE!r}",
             code="missing-placeholder",
         )
 
 
 def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
-    """Normalises rewards by their mean and standard deviation (n - 1) over all usable responses."""
+    """Normalises rewards by the mean and the standard deviation (divisor n - 1) over all usable responses."""
     rewards = [response.reward for group in groups for response in group.responses]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
@@ -135,7 +136,7 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
 def conditioned(prompt: Sequence[Message], reward: float, template: str) -> list[Message]:
     """Returns the prompt with the reward (two decimals) in its last message."""
     *before, last = prompt
-    # The prompt is inserted last, so that braces in it stay text.
+    # The prompt is inserted last, so that a "{reward}" in the prompt is not replaced.
     text = template.replace("{reward}", f"{reward:.2f}").replace("{input}", str(last["content"]))
     return [*before, {**last, "content": text}]
 
@@ -149,7 +150,7 @@ def conditional_rows(group: ScoredQuestion, responses: Sequence[ScoredResponse],
 
 KINDS = ("pairs", "sft", "kto", "conditional")
 TIES = ("first", "shortest")
-# A response with at least this reward counts as good. Rewards of rules are 0 or 1.
+# By default, a response with at least this reward is labelled as good. Rule-based rewards are 0 or 1.
 THRESHOLD = 0.5
 
 EQUAL = "all rewards equal"
@@ -161,7 +162,8 @@ CLOSE = "margin below --min-margin"
 
 @dataclass(frozen=True)
 class Selection:
-    """How responses of a question are selected. A `threshold` of None means the mean of the question's rewards."""
+    """Options that select responses of a question. A `threshold` of None means the mean reward of the question's
+    responses."""
 
     kind: str = "pairs"
     per_prompt: int = 1
@@ -185,7 +187,8 @@ def choice_of(
     reward_template: str | None = None,
     normalize: bool = False,
 ) -> Selection:
-    """Converts the options of the command. Refuses options that do not apply to the kind of rows."""
+    """Converts the options of `lockstep pairs`. Raises an error for options that do not apply to the kind of
+    rows."""
     if kind not in KINDS:
         raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}", code="unknown-name")
     if length_tie not in (None, *TIES):
@@ -203,7 +206,7 @@ def choice_of(
         Problem(
             option,
             f"does not apply to --kind {kind}",
-            f"remove it; it is for {' and '.join(kinds)}",
+            f"remove it; it applies only to --kind {' and '.join(kinds)}",
             code="unused-key",
         )
         for option, (value, kinds) in given.items()
@@ -239,7 +242,8 @@ def _threshold(given: str) -> float | None:
 
 @dataclass
 class SelectionCounts:
-    """Counts of the conversion: `left_out` counts questions, `unused` responses, by reason."""
+    """Counts of the conversion. `left_out` counts questions without a row, and `unused` counts unused responses, both
+    by reason."""
 
     questions: int = 0
     responses: int = 0
@@ -260,10 +264,14 @@ class SelectionCounts:
 
 
 def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
-    """Read the responses of `samples` and write the selected rows to `out` (.parquet or .jsonl); returns the counts."""
+    """Reads the responses of `samples` and writes the selected rows to `out` (.parquet or .jsonl). Returns the
+    counts."""
     if out.suffix not in (".parquet", ".jsonl"):
         raise Refusal.at(
-            out, "does not say which format to write", "end it in .parquet or .jsonl", code="unsupported-format"
+            out,
+            "has no suffix that names the format to write",
+            "use the suffix .parquet or .jsonl",
+            code="unsupported-format",
         )
     if out.exists():
         raise Refusal.at(out, "exists already", "choose another name, or remove it", code="already-exists")
@@ -280,7 +288,7 @@ def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
 
 
 def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
-    """Yields the rows of every question in order; updates `counts`."""
+    """Yields the training rows of every question in order. Updates `counts`."""
     makers: dict[str, Callable[[ScoredQuestion, Selection], list[Row] | str]] = {
         "pairs": _pairs,
         "sft": _best,
@@ -300,7 +308,7 @@ def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: Sel
 
 
 def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns the best distinct responses with the minimum reward, or the reason why there are none."""
+    """Returns the best distinct responses with at least the minimum reward, or the reason why there are none."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
         return NOTHING
@@ -309,7 +317,8 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns pairs of best and worst, then of the next ones, without repeated texts; or why there are none."""
+    """Returns pairs of the best and the worst response, then of the next best and the next worst. No response text is
+    used in two pairs. Returns the reason if there is no pair."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
@@ -344,7 +353,8 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns each distinct response, labelled by the threshold or the mean reward; or why there are none."""
+    """Returns a KTO row for each distinct response, labelled by the threshold or the mean reward. Returns the reason if
+    there is no row."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -364,7 +374,8 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns each distinct response, with its reward in the prompt; or why there are none."""
+    """Returns a row for each distinct response, with its reward in the prompt. Returns the reason if there is no
+    row."""
     return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
@@ -374,7 +385,7 @@ def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) 
 
 
 def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """Returns the responses without those whose text occurred before."""
+    """Returns the first response of each distinct text."""
     kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
@@ -387,14 +398,14 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """Returns the remedy for the most frequent reason, or for that of unused responses if questions lack usable
-    ones."""
+    """Returns the remedy for the most frequent reason why questions are left out. If questions lack usable responses,
+    returns the remedy for the most frequent reason why responses are unused."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]
     return {
-        EQUAL: "sample more responses (--n), at a higher temperature, or easier or harder questions",
-        TOO_FEW: "sample more responses (--n), or at a higher temperature",
+        EQUAL: "sample more responses (--n), use a higher temperature, or choose easier or harder questions",
+        TOO_FEW: "sample more responses (--n), or use a higher temperature",
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
         NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",

@@ -29,7 +29,7 @@ TEXT_FORMATS = ("jsonl", "json", "csv")
 SUPPORTED = ".parquet, .arrow, .jsonl, .ndjson, .json, .csv (the text formats also with .gz)"
 # Metadata and cache files of the package datasets.
 _ABOUT_ROWS = re.compile(r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow")
-# Words in file names that name a split.
+# Words in file names, and the data set split that they name.
 _SPLITS = {
     "train": "train",
     "training": "train",
@@ -45,7 +45,7 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file. `name` is the name given by the user, for messages."""
+    """A data file. `name` is the path as the user wrote it, for messages."""
 
     name: str
     path: Path
@@ -59,7 +59,7 @@ class FoundFiles:
 
 
 def format_of(name: str) -> str | None:
-    """Returns the file format of a name by its suffix; None if it is unknown."""
+    """Returns the file format that belongs to the suffix of a file name, or None if the suffix is unknown."""
     lower = name.lower()
     stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
     found = FORMATS.get(os.path.splitext(stem)[1])
@@ -67,7 +67,8 @@ def format_of(name: str) -> str | None:
 
 
 def locate(given: str, base: Path | None) -> FoundFiles:
-    """Returns the data files of `given` (file, folder or pattern), sorted by name. Relative paths start at `base`."""
+    """Returns the data files of `given` (file, folder or glob pattern), sorted by name. Relative paths start at
+    `base`."""
     if not given.strip():
         raise Refusal.at(
             "data path", "is empty", "give a file, a folder, a glob pattern or hub:owner/name", code="empty-value"
@@ -102,7 +103,7 @@ def _refuse_odd(given: str, path: Path) -> None:
     """Refuse pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
-        raise Refusal.at(given, "is a broken symbolic link", "give the path of the file itself", code="no-such-file")
+        raise Refusal.at(given, "is a broken symbolic link", "give the path of an existing file", code="no-such-file")
 
 
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
@@ -141,7 +142,7 @@ def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
 
 
 def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
-    """Refuse files of several splits: training on the test split is hardly intended."""
+    """Raises an error if the files belong to several splits, because training on the test split is hardly intended."""
     splits: dict[str, str] = {}
     shared = len(os.path.commonpath([os.path.dirname(file.name) for file in files]))
     for file in files:
@@ -155,13 +156,13 @@ def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
         raise Refusal.at(
             given,
             f"holds the rows of several splits: {listed}",
-            f"give one: {one}, or a pattern that matches only its files; to read all of them, give a list",
+            f"give one split: {one}, or a pattern that matches only its files; to read all splits, give a list",
             code="several-candidates",
         )
 
 
 def _missing(given: str, path: Path) -> Refusal:
-    """Returns a refusal with the first missing part of the path, and the nearest existing name."""
+    """Returns an error that names the first missing part of the path and the most similar existing name."""
     missing, parent = path, path.parent
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent
@@ -210,13 +211,15 @@ class CachedFile:
 
 
 class FileCache:
-    """Cache of file metadata (rows, columns, line numbers), by content hash. It avoids parsing valid files again."""
+    """Cache of file metadata (rows, columns, line numbers), keyed by content hash. The cache avoids parsing a valid
+    file again."""
 
     def __init__(self, folder: Path):
         self._folder = folder / "files"
 
     def find(self, name: str, form: str, size: int, sha256: str, open_file: Callable[[], RowFile]) -> CachedFile | None:
-        """Returns the cached file of this content and format, or None. `name` is its current name in messages."""
+        """Returns the cached metadata for this content hash and format, or None. `name` is the file name for
+        messages."""
         entry = kept(self._folder / f"{sha256}.{form}", self._key(sha256, form))
         if entry is None:
             return None
@@ -225,14 +228,15 @@ class FileCache:
         return CachedFile(FileInfo(name, rows, size, sha256), shape, every, partly, open_file)
 
     def remember(self, form: str, file: RowFile) -> None:
-        """Store the metadata of a valid file. Small files are not stored: parsing them is as fast."""
+        """Store the metadata of a valid file. Metadata of small files is not stored, because parsing a small file is as
+        fast as reading the cache."""
         info, lines = file.info, file.lines
         if not worth_keeping(info.rows):
             return
         numbers = None if lines is None else list(lines)
         every = "all" if numbers == list(range(1, info.rows + 1)) else numbers
         entry = [info.rows, dict(file.shape), every, dict(file.partly)]
-        with contextlib.suppress(OSError):  # the file is parsed again next time
+        with contextlib.suppress(OSError):  # if the write fails, the file is parsed again next time
             path = self._folder / f"{info.sha256}.{form}"
             keep(path, self._key(info.sha256, form), json.dumps(entry).encode())
 

@@ -1,6 +1,6 @@
 """Parses parquet, arrow, jsonl, json and csv files completely.
 
-Problems are reported by row or line; parsing continues after them where possible.
+Problems are reported by row or line. Parsing continues after a problem where possible.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lockstep.data.sources.rowset import JsonRows, LineOrigin, Problems, ShapeGr
 from lockstep.types import Origin, Row
 
 _MAGIC, _ARROW_MAGIC, _ARROW_END = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
-_BATCH_ROWS = 8192  # keeps batches of long answers below Arrow's 2 GiB limit for a string column
+_BATCH_ROWS = 8192  # keeps a batch of long answers below Arrow's limit of 2 GiB per string column
 _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
-PART_BYTES = 8 << 20  # of JSON lines per task of a worker: about 0.1 s
-_NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
+PART_BYTES = 8 << 20  # bytes of JSON lines per worker task, which takes about 0.1 s
+_NO_FIELD_LIMIT = 2**31 - 1  # maximum field size; the csv module's default of 128 KiB is shorter than a long answer
 
 
 @dataclass
 class Parsed:
-    """Rows in file order. `lines` are their line numbers (None for json). `groups` are the rows by shape, if the
-    parser collected them."""
+    """The rows of a file, in file order. `lines` are the line numbers of the rows (None for json). `groups` are the
+    rows grouped by columns and value kinds, or None if the parser did not group them."""
 
     rows: Sequence[Row] = field(default_factory=list)
     lines: Sequence[int] | None = None
@@ -63,7 +63,7 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
 
 @dataclass
 class _JsonLines:
-    """A part of a JSON lines file: offsets of its rows, and problems of the other lines."""
+    """The parsed part of a JSON lines file: byte offsets of its valid rows, and problems of its invalid lines."""
 
     problems: Problems
     starts: array[int] = field(default_factory=lambda: array("q"))
@@ -73,7 +73,7 @@ class _JsonLines:
 
 
 def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
-    """Splits the data at line ends; returns (first byte, end, number of the first line) of each part."""
+    """Splits the data at line ends. Returns (first byte, end, number of the first line) of each part."""
     parts, start, line = [], 0, 1
     while start < len(data):
         end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
@@ -131,7 +131,7 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
 
 def _one_a_line(raw: bytes, line: int) -> str:
     if line == 1 and raw in (b"[", b"{"):
-        return "a .jsonl file has one object per line; a list or object over several lines is the .json format"
+        return "a .jsonl file has one object per line; for a list or object over several lines, use the suffix .json"
     return ""
 
 
@@ -146,7 +146,10 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
         why = f"invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         if error.msg == "Extra data":
             problems.add(
-                where, why, "one object on each line is the .jsonl format: rename the file", code="invalid-json"
+                where,
+                why,
+                "a file with one object per line is in the .jsonl format: rename the file",
+                code="invalid-json",
             )
         elif _ran_out(error, text):
             problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN, code="damaged-file")
@@ -160,7 +163,8 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
-    """Returns the list of rows: the file, the only list of objects in an object such as {"data": [...]}, or one row."""
+    """Returns the rows of a JSON file. The file is a list of rows, an object with one such list ({"data": [...]}), or
+    one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -170,12 +174,12 @@ def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
     if len(lists) == 1:
         return next(iter(lists.values()))
     if not any(isinstance(inner, list | dict) for inner in value.values()):
-        return [value]  # one row per file, as in MATH
+        return [value]  # the file is one row, as in the MATH data set
     content = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
     problems.add(
         name,
         f"is an object with {content}",
-        'give a list of objects, or an object with one: {"data": [...]}',
+        'write a list of objects, or an object that contains one list of objects: {"data": [...]}',
         code="invalid-row",
     )
     return []
@@ -189,7 +193,7 @@ def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             problems.add(Origin(name, number), f"is {a(kind_of(value))}, not an object", code="invalid-row")
-    # Dropping a row would shift the numbers of the following rows, so checking stops here.
+    # Dropping an invalid row would shift the numbers of the following rows, so the file gives no rows at all.
     return values if all(isinstance(value, dict) for value in values) else []
 
 
@@ -206,9 +210,9 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
         return parsed
     line, header = first
     if header[0] == "" and header.count("") == 1 and len(header) > 1:
-        header[0] = _INDEX  # the index column of pandas
+        header[0] = _INDEX  # pandas writes its index column without a name
     if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
-        why = f"the header is one column, {header[0]!r}"
+        why = f"the header has only one column, {header[0]!r}"
         problems.add(LineOrigin(name, line), why, "separate the columns with commas", code="invalid-csv")
         return parsed
     twice = sorted({column for column in header if header.count(column) > 1})
@@ -228,7 +232,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
             lines.append(line)
             continue
         cut = len(fields) < len(header) and line == last and not text.endswith(("\n", "\r"))
-        why = f"has {len(fields)} fields, the header has {len(header)}"
+        why = f"has {len(fields)} fields, but the header has {len(header)}"
         problems.add(
             LineOrigin(name, line),
             why + (f"; {_TRUNCATED}" if cut else ""),
@@ -239,7 +243,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """Yields (start line, fields) of each record; skips blank lines."""
+    """Yields (start line, fields) of each csv record. Skips blank lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     start = 1
     with _no_field_limit():
@@ -266,14 +270,15 @@ def _no_field_limit() -> Iterator[None]:
 
 
 def _load(text: str) -> Any:
-    """Parses JSON as json.loads does, but refuses duplicate keys and unpaired surrogates."""
-    # `json.loads` would create a decoder for each text. It has its own error for a byte order mark.
+    """Parses JSON like json.loads, but raises an error for duplicate keys and unpaired surrogates."""
+    # `json.loads` would create a new decoder for each text. `json.loads` is used only for its error message about a
+    # byte order mark.
     value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
     if "\\u" in text and ("\\ud" in text or "\\uD" in text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError("it holds half of a surrogate pair, which is not text") from error
+            raise ValueError("it contains half of a surrogate pair, which is not valid text") from error
     return value
 
 
@@ -315,11 +320,11 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """Returns the record batches of the file; empty if there is a problem."""
+    """Returns the record batches of a parquet file, or an empty list if the file has a problem."""
     if not _is_complete(name, path, problems):
         return []
     try:
-        # ParquetFile, because read_table adds columns for folders named "key=value".
+        # Uses ParquetFile, because pq.read_table adds columns for folders named "key=value".
         with pq.ParquetFile(path) as file:
             if _repeats(name, file.schema_arrow.names, problems):
                 return []
@@ -332,7 +337,8 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
 
 
 def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """Returns the record batches of an Arrow file or stream (package datasets); empty if there is a problem."""
+    """Returns the record batches of an Arrow file or stream (written by the package datasets), or an empty list if the
+    file has a problem."""
     try:
         source = pa.memory_map(str(path))
         is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
@@ -344,7 +350,7 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
             stream = pa.ipc.open_stream(source)
             schema, batches = stream.schema, list(stream)
             source.seek(max(0, source.size() - len(_ARROW_END)))
-            if source.read() != _ARROW_END:  # truncated between two batches, which reads as a shorter stream
+            if source.read() != _ARROW_END:  # a stream cut between two batches reads without an error
                 problems.add(
                     name, "is truncated: the end of the arrow stream is missing", _COPY_AGAIN, code="damaged-file"
                 )
@@ -372,7 +378,7 @@ def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
 
 
 def _is_complete(name: str, path: Path, problems: Problems) -> bool:
-    """Check the magic bytes at both ends. A truncated file lacks those at its end."""
+    """Checks the magic bytes at both ends of a parquet file. A truncated file lacks the magic bytes at its end."""
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
         file.seek(-min(len(_MAGIC), path.stat().st_size), 2)
@@ -387,7 +393,8 @@ def _is_complete(name: str, path: Path, problems: Problems) -> bool:
 
 
 def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) -> None:
-    """Validate string bytes, which Arrow does not do when it reads: invalid UTF-8 would fail during training."""
+    """Validates the bytes of strings. Arrow does not validate strings when it reads a file, so invalid UTF-8 would fail
+    during training."""
     start = 0
     for batch in batches:
         if _fault(batch):

@@ -1,9 +1,10 @@
-"""The order in which rows of several sources are visited: a pure function of (seed, epoch).
+"""The order in which rows of several data sources are visited, as a pure function of (seed, epoch).
 
-The random numbers are splitmix64 (Steele, Lea and Flood, 2014) used as a hash: number i of a stream is
-`mix64(key + (i + 1) * GOLDEN)`, and a permutation is the argsort of such numbers. This is integer arithmetic modulo
-2^64, so the order is the same on every platform and library version, and a resume needs no generator state. GOLDEN is
-odd and mix64 is one-to-one, so the numbers of a stream are distinct and the sort has no ties.
+The random numbers come from splitmix64 (Steele, Lea and Flood, 2014), used as a hash. Number i of a random stream is
+`mix64(key + (i + 1) * GOLDEN)`. A permutation is the argsort of the numbers of a stream. All arithmetic is integer
+arithmetic modulo 2^64, so the order is the same on every platform and library version, and a resumed run needs no
+generator state. GOLDEN is odd and mix64 is one-to-one, so the numbers of a stream are distinct and the sort has no
+ties.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from lockstep.errors import Problem, Refusal, refuse_all
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # purpose of a stream; part of its key, so that streams are independent
+_ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # purpose of a random stream; it is part of the key, so streams are independent
 
 
 class RowOrder(Sequence[tuple[int, int]]):
-    """(source, row) pairs, stored as two arrays to save memory."""
+    """The order of rows as (source, row) index pairs, stored as two arrays to save memory."""
 
     def __init__(self, sources: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         self._sources = sources
@@ -44,13 +45,16 @@ class RowOrder(Sequence[tuple[int, int]]):
 
 
 class Mixture:
-    """Mixes sources of `sizes` rows by `weights` (any positive scale), or concatenates them without weights.
+    """Mixes data sources with `sizes` rows by `weights`, which need not sum to 1. Without weights, concatenates the
+    sources.
 
-    An epoch has as many rows as all sources together. Without weights it visits every row once. With weights each
-    source has its share of the epoch (rounded by largest remainder). It continues across epochs through successive
-    permutations of its rows, so no row repeats before all rows of its source were visited.
+    An epoch has as many rows as all sources together. Without weights, an epoch visits every row once. With weights,
+    each source gets a number of rows in proportion to its weight, rounded by the largest remainder method. A weighted
+    source continues across epochs through successive permutations of its rows, so no row repeats before all rows of its
+    source were visited.
 
-    Without `shuffle`, rows keep their order: source after source, or, weighted, evenly interleaved.
+    Without `shuffle`, the rows of a source keep their order. Unweighted sources follow one another, and weighted
+    sources are evenly interleaved.
     """
 
     def __init__(self, sizes: list[int], weights: list[float] | None, seed: int, shuffle: bool) -> None:
@@ -62,7 +66,7 @@ class Mixture:
         self.counts: list[int] | None = None if weights is None else _shares(self.epoch_length, weights)
 
     def order(self, epoch: int) -> RowOrder:
-        """Returns the (source, row) pairs of one epoch, counted from 0."""
+        """Returns the (source, row) pairs of epoch number `epoch`, counted from 0."""
         if epoch < 0:
             raise ValueError(f"epoch {epoch}")
         if self.counts is None:
@@ -82,7 +86,8 @@ class Mixture:
         if self.shuffle:
             sources = sources[permutation(self.epoch_length, self.seed, _INTERLEAVE, epoch)]
         else:
-            # Row k of n has position (k + 1/2) / n of the epoch; the stable sort resolves ties by source.
+            # Row k of the n rows of a source gets the position (k + 1/2) / n in the epoch. The stable sort puts the
+            # source with the lower number first on a tie.
             positions = np.concatenate([(2 * np.arange(count) + 1) / (2 * count) for count in counts])
             sources = sources[np.argsort(positions, kind="stable")]
         rows = np.empty(self.epoch_length, dtype=np.int64)
@@ -91,7 +96,8 @@ class Mixture:
         return RowOrder(sources, rows)
 
     def _walk(self, source: int, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Returns the `count` rows from position `start` of the source's endless chain of permutations."""
+        """Returns `count` rows of a source, starting at position `start` in the endless sequence of its
+        permutations."""
         size = self.sizes[source]
         first, last = start // size, (start + count - 1) // size
         passes = [
@@ -103,7 +109,7 @@ class Mixture:
 
 
 def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
-    """Returns the permutation of range(length) for a key of integers."""
+    """Returns a permutation of range(length) that depends only on `key`."""
     return np.argsort(_numbers(length, _fold(key)), kind="stable")
 
 
@@ -114,7 +120,7 @@ def _mix64(value: int) -> int:
 
 
 def _fold(numbers: Sequence[int]) -> int:
-    """Hash several integers, in order, to one 64-bit key."""
+    """Hashes several integers to one 64-bit key. The order of the integers matters."""
     key = 0
     for number in numbers:
         key = _mix64(((key + _GOLDEN) ^ number) & _MASK)
@@ -122,7 +128,7 @@ def _fold(numbers: Sequence[int]) -> int:
 
 
 def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
-    """Returns the first `length` numbers of splitmix64 seeded with `key`. uint64 arithmetic wraps, as intended."""
+    """Returns the first `length` numbers of splitmix64 seeded with `key`. The uint64 overflow is intended."""
     value = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -130,7 +136,8 @@ def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Divides `total` by largest remainder, in exact fractions, so that float rounding has no effect."""
+    """Divides `total` in proportion to `weights` by the largest remainder method. Uses exact fractions, so that float
+    rounding has no effect."""
     exact = [Fraction(weight) for weight in weights]
     quotas = [total * weight / sum(exact) for weight in exact]
     counts = [math.floor(quota) for quota in quotas]
@@ -140,8 +147,8 @@ def _shares(total: int, weights: list[float]) -> list[int]:
     problems = [
         Problem(
             f"mixing weight of source {source}",
-            f"{weights[source]} of {sum(weights)} gives it no row in an epoch of {total}",
-            f"raise it to {float((sum(exact) - exact[source]) / (total - 1)):.4g} or more, or leave the source out",
+            f"the weight {weights[source]} of {sum(weights)} gives the source no row in an epoch of {total} rows",
+            f"raise the weight to {float((sum(exact) - exact[source]) / (total - 1)):.4g} or more, or drop the source",
             code="too-few-rows",
         )
         for source, count in enumerate(counts)

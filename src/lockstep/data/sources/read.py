@@ -1,7 +1,7 @@
 """Reads the rows of a source: a file, a folder, a pattern of files, or a hub data set.
 
-All files are checked before the first row is used, and all problems are reported together: a truncated last file must
-not stop a run after hours.
+All files are checked before the first row is used, and all problems are reported together. Otherwise a truncated last
+file could stop a run after hours.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def read_rows(
 ) -> RowSet:
     """Returns the rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
-    Relative paths start at `base` (default: the working directory). Files are sorted by name. `reader` is a user
-    function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
+    Relative paths start at `base` (default: the working directory). Files are sorted by name. If `reader` is given,
+    that user function reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
     """
     if reader is not None:
         return read_user_rows(path, reader)
@@ -71,14 +71,14 @@ def read_rows(
 
 
 def _read_file(file: DataFile, problems: Problems, cache: FileCache | None) -> RowFile | None:
-    """Reads the rows of a file; returns None after adding at least one problem."""
+    """Reads the rows of a file. Adds at least one entry to `problems` and returns None if the file is invalid."""
     try:
         size, sha256, is_pointer = _examine(file.path)
         if is_pointer:
             problems.add(
                 file.name,
                 "is a git-LFS pointer, not the data",
-                "run git lfs pull where it was cloned",
+                "run git lfs pull in the cloned repository",
                 code="damaged-file",
             )
         elif size == 0:
@@ -102,7 +102,7 @@ def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFi
 
 
 def _open_cached(file: DataFile, size: int, sha256: str) -> RowFile:
-    """Parses a file whose metadata was cached; raises if the file has changed."""
+    """Parses a file whose metadata was cached. Raises an error if the file has changed since it was cached."""
     problems = Problems(file.name)
     now = _examine(file.path)[:2]
     if now != (size, sha256):
@@ -144,7 +144,7 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
         return str(found.origin(number)).removeprefix(f"{file.name} ")
 
     for number, why in disagreements(groups, place):
-        remedy = "rows need these columns with values of one kind; null is allowed anywhere"
+        remedy = "all rows need these columns, each with values of one kind; null is always allowed"
         problems.add(found.origin(number), why, remedy, code="mixed-rows")
     if problems.count == before and not groups[0].shape:
         problems.add(file.name, "has rows without any column", code="no-rows")
@@ -161,7 +161,7 @@ def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
 
 
 def _examine(path: Path) -> tuple[int, str, bool]:
-    """Returns (size, sha256, whether it is a git-LFS pointer) of the file on disk."""
+    """Returns (size in bytes, sha256, whether the file is a git-LFS pointer) of the file on disk."""
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
     return path.stat().st_size, checksum(path), head == _LFS_POINTER
@@ -215,7 +215,7 @@ def read_hub(given: str) -> RowSet:
         raise Refusal.at(given, f"cannot be loaded: {error}", _FORM, code="hub-failed") from error
     if isinstance(loaded, dict):
         if len(loaded) != 1:
-            # Taking the first could train on the test split.
+            # Taking the first split without asking could train on the test split.
             raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM, code="several-candidates")
         loaded = next(iter(loaded.values()))
     table: pa.Table = loaded.with_format("arrow")[:]
@@ -227,23 +227,28 @@ def read_hub(given: str) -> RowSet:
 
 
 def _refused_by_hub(name: str, given: str) -> Refusal | None:
-    """Check the hub within seconds; the package itself retries for a minute. Returns the refusal, or None."""
+    """Checks within seconds whether the Hugging Face hub has the data set. The package datasets itself would retry for
+    a minute. Returns the error, or None if the data set is accessible."""
     from lockstep.model.resolve import ask_hub
 
-    remedy = "copy the files of the data set here and give their path, or start where there is a network"
+    remedy = (
+        "copy the files of the data set to this machine and give their path, or start on a machine with network access"
+    )
     try:
         status = ask_hub(name, given, "cannot be loaded", remedy, "datasets")
     except Refusal as refusal:
         return refusal
     if status in (401, 403, 404):
-        why = f"the hub has no data set {name} that may be read ({status})"
-        return Refusal.at(given, why, "check the name; for a private or gated one set HF_TOKEN", code="hub-access")
+        why = f"the hub has no data set {name} that you may read ({status})"
+        return Refusal.at(
+            given, why, "check the name; for a private or gated data set, set HF_TOKEN", code="hub-access"
+        )
     return None
 
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """With `only`, the package uses its local cache and no network inside the block."""
+    """If `only` is true, the package datasets uses its local cache and no network inside the block."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
@@ -258,7 +263,8 @@ def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
 
 
 def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
-    """The identity of the rows, hashed as JSON lines: independent of how the package stores them."""
+    """Returns the identity of hub rows. The identity is a hash of the rows as JSON lines, so it does not depend on how
+    the package datasets stores the rows."""
     digest, size, rows = hashlib.sha256(), 0, 0
     for batch in batches:
         for start in range(0, batch.num_rows, 1024):

@@ -1,6 +1,7 @@
-"""The process that runs a user's reader and sends its rows. It imports no heavy packages.
+"""The process that runs a user's reader function and sends the rows. It imports no heavy packages.
 
-Each message is a line: its kind (one byte), then JSON. The lines of rows are hashed for the fingerprint.
+Each message is a line: one byte for the kind of message, then JSON. The parent hashes the lines of rows to the
+fingerprint of the data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CALL = ("path",)
 
 
 def serve(descriptor: int, file: str, name: str, memory_bytes: int, path: str) -> None:
-    """Load the reader, then send the rows of `path`."""
+    """Loads the user's reader function, then sends the rows of `path`."""
     worker = os.getpid()
     with worker_socket(descriptor) as connection, connection.makefile("wb", 2**16) as stream:
         for kind, payload in lines(file, name, memory_bytes, path):
@@ -44,7 +45,7 @@ def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[
             yield encoded(row)
     except MemoryError as error:
         why = describe_error(error, file)
-        # Free the memory of the reader first.
+        # Frees the memory of the reader before the error is sent.
         traceback.clear_frames(error.__traceback__)
         yield OUT_OF_MEMORY, json.dumps(why).encode()
     except BaseException as error:  # noqa: BLE001 - any error of the user function is reported

@@ -1,10 +1,10 @@
-"""The rows of one source with random access. Each row has an origin and columns.
+"""The rows of one data source with random access. Each row has columns and an origin (file and line or row number).
 
-Rows must agree in the columns that determine their format (`FORMAT_COLUMNS`): every row has them, with values of one
-kind. Other columns (an id, a comment) may have values of several kinds. They may be missing in some rows, which is
-reported. Kinds are those of JSON (string, number, boolean, list, object), also for Arrow columns, so that parquet and
-jsonl files can be compared. Null agrees with every kind; integers and floats are one kind. Only the top level is
-compared.
+All rows of a source must have the same columns of `FORMAT_COLUMNS`, which determine the row format, with values of one
+kind. Other columns, such as an id or a comment, may have values of several kinds. Other columns may also be missing in
+some rows, which is reported. A kind is a JSON type (string, number, boolean, list, object), also for Arrow columns, so
+that parquet and jsonl files can be compared. Null agrees with every kind. Integers and floats are the same kind. The
+kinds of nested values are not compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ColumnKinds = Mapping[str, str]
 
 NULL = "null"
 MIXED = "mixed"
-# Columns that may be missing, as if they were null: not every chat has tools.
+# Columns that a row may lack, as if they were null. For example, not every chat has tools.
 OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
 # Columns that determine the format of a row.
 # fmt: off
@@ -53,7 +53,7 @@ _KINDS = {
 
 
 class Problems:
-    """Keeps the first problems and counts the rest: a broken file can have a million bad lines."""
+    """Stores the first problems of a file and counts the others, because a broken file can have a million bad lines."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
@@ -71,20 +71,22 @@ class Problems:
         self.count += other.count
 
     def refuse(self) -> None:
-        """Raise a refusal if there are problems."""
+        """Raises a `Refusal` if there are problems."""
         if not self.count:
             return
         more = self.count - len(self.first)
         raise Refusal(
-            self.first + ([Problem(self.subject, f"and {more} more like these", code="more-problems")] if more else [])
+            self.first
+            + ([Problem(self.subject, f"has {more} more problems like these", code="more-problems")] if more else [])
         )
 
 
 @dataclass(frozen=True)
 class LineOrigin(Origin):
-    """The origin of a row in a text file: `row` is its first line, counted from 1.
+    """The origin of a row in a text file. `row` is the number of the row's first line, counted from 1.
 
-    "row N" counts from 0, as in code (parquet, json, hub); "line N" counts from 1, as in editors (jsonl, csv).
+    In messages, "row N" counts from 0 as in code (parquet, json, hub). "line N" counts from 1 as in editors (jsonl,
+    csv).
     """
 
     def __str__(self) -> str:
@@ -93,7 +95,7 @@ class LineOrigin(Origin):
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The identity of a data file, which is compared on resume."""
+    """The identity of a data file, which a resumed run compares with the identity in its checkpoint."""
 
     name: str
     rows: int
@@ -110,13 +112,13 @@ class RowFile(Protocol):
     def shape(self) -> ColumnKinds: ...
     @property
     def partly(self) -> Mapping[str, int]:
-        """Columns that only some rows have, with the number of rows."""
+        """Maps each column that only some rows have to the number of rows with that column."""
         ...
 
     def row(self, number: int) -> Row: ...
     @property
     def lines(self) -> Sequence[int] | None:
-        """Line number of each row; None if rows are not lines."""
+        """Line number of each row, or None if a row is not a line of the file."""
         ...
 
     def origin(self, number: int) -> Origin: ...
@@ -145,7 +147,8 @@ class JsonRows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class TextFile:
-    """Parsed rows of a text file. `lines` holds the line of each row; None if rows are not lines."""
+    """Parsed rows of a text file. `lines` holds the line number of each row, or is None if a row is not a line of the
+    file."""
 
     info: FileInfo
     shape: ColumnKinds
@@ -171,10 +174,10 @@ def origin_at(name: str, lines: Sequence[int] | None, number: int) -> Origin:
 
 
 class ArrowFile:
-    """Rows in Arrow memory; a row becomes a Python object on access.
+    """Rows in Arrow memory. A row is converted to a Python object on access.
 
-    Columns are decoded once, when the file is opened: with shuffling, decoding a row group per access would cost more
-    than the training step. This also finds damaged pages before training.
+    Columns are decoded once, when the file is opened. With shuffling, decoding a row group per access would take longer
+    than the training step. Decoding everything at the start also finds damaged pages before training.
     """
 
     def __init__(self, info: FileInfo, shape: ColumnKinds, batches: Sequence[pa.RecordBatch]) -> None:
@@ -224,7 +227,7 @@ class RowSet:
         return part.row(number)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yields all rows in order; several times faster than access by index."""
+        """Yields all rows in order. Iteration is several times faster than access by index."""
         for part in self._parts:
             yield from part
 
@@ -243,12 +246,12 @@ class RowSet:
         return origin
 
     def described(self) -> dict[str, object]:
-        """Returns the identity that a resume compares: content, not names."""
+        """Returns the identity of the rows. A resumed run compares the content hash, not the file names."""
         return {"fingerprint": self.fingerprint, "files": [asdict(file) for file in self.files]}
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the contents in order, independent of file names."""
+        """Hash of the file contents in order. The hash does not depend on the file names."""
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[RowFile, int]:
@@ -261,7 +264,7 @@ class RowSet:
 
 
 def kind_of(value: Any) -> str:
-    """Returns the kind of a JSON or csv value."""
+    """Returns the kind (JSON type) of a value from a JSON or csv file."""
     return _KINDS[type(value)]
 
 
@@ -292,14 +295,15 @@ def kind_of_arrow(kind: pa.DataType) -> str:
 
 @dataclass
 class ShapeGroup:
-    """Members (rows of a file, or files of a set) that have the same shape."""
+    """Members (rows of a file, or files of a set) with the same shape, which means the same columns with the same
+    kinds."""
 
     shape: ColumnKinds
     members: list[int] = field(default_factory=list)
 
 
 class ShapeGroups:
-    """Rows grouped by shape, in order of first appearance. There are few shapes."""
+    """Rows grouped by shape (columns and kinds), in order of first appearance. A file has few different shapes."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._groups: dict[tuple[Any, ...], ShapeGroup] = {}
@@ -316,7 +320,7 @@ class ShapeGroups:
         self._rows += 1
 
     def extend(self, other: ShapeGroups) -> None:
-        """Append the rows of a later part."""
+        """Appends the rows of a later part of the file."""
         for signature, group in other._groups.items():
             mine = self._groups.setdefault(signature, ShapeGroup(group.shape))
             mine.members += [self._rows + number for number in group.members]
@@ -327,7 +331,7 @@ class ShapeGroups:
 
 
 def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
-    """Returns the combined shape: a column is null only if it is null in all groups."""
+    """Returns the combined shape of all groups. The kind of a column is null only if it is null in all groups."""
     shape: dict[str, str] = {}
     for group in groups:
         for column, kind in group.shape.items():
@@ -337,7 +341,8 @@ def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
 
 
 def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
-    """Returns the columns that only some members have, with the number of members; without the optional columns."""
+    """Returns the columns that only some members have, each with the number of members that have it. Columns of
+    `OPTIONAL` are excluded."""
     total = sum(len(group.members) for group in groups)
     having: Counter[str] = Counter()
     for group in groups:
@@ -348,7 +353,8 @@ def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
 def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
     """Returns (member, problem) for each member that differs from the majority in `FORMAT_COLUMNS`, in order.
 
-    The majority decides, not the first member, which may be the odd one. `name` names a member in messages.
+    Members are compared with the majority, because the first member may be the one that differs. `name` returns the
+    name of a member for messages.
     """
     norm = _usual_columns(groups)
     required = FORMAT_COLUMNS - OPTIONAL

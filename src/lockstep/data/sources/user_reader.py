@@ -1,7 +1,7 @@
 """Reads rows with a user function: `reader(path)` yields a dict for each row.
 
-The function runs in a separate process with time and memory limits. A callable passed from Python cannot be loaded by
-another process: it runs in this one, with the time limit only.
+The function runs in a separate process with time and memory limits. Another process cannot load a callable that was
+passed from Python. Such a callable runs in this process, with the time limit only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, di
 
 @dataclass(frozen=True)
 class UserReader:
-    """A user function that reads rows, `path/to/file.py:name`. `seconds` limits the time for all rows of a path."""
+    """A user function that reads rows. `function_path` is `path/to/file.py:name`. `seconds` is the time limit for
+    reading all rows of a path."""
 
     function_path: str
     seconds: float = Data.model_fields["reader_timeout"].default
@@ -55,10 +56,11 @@ class UserReader:
 
 
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
-    """Reads all rows. The hash of their content replaces that of a file.
+    """Reads all rows of `path` with the user's function. The hash of the rows replaces the hash of a file.
 
-    A process that was killed or stopped from outside is restarted once. If that happens again, raises `LostProcess`:
-    the function is not at fault (the host may lack memory), so restarting the run may help.
+    If something outside kills or stops the reader's process, it is restarted once. If the process is lost a second
+    time, raises `LostProcess`. In that case the user's function is not at fault (the host may lack memory), so
+    restarting the run may help.
     """
     if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
@@ -66,7 +68,7 @@ def read_user_rows(path: str, reader: UserReader) -> RowSet:
         return _row_set(path, reader, _in_process(path, reader))
     except LostProcess as first:
         (problem,) = first.problems
-        write(f"{problem.where}: {problem.why}; restarting it once", error=True)
+        write(f"{problem.where}: {problem.why}; restarting the process once", error=True)
     return _row_set(path, reader, _in_process(path, reader))
 
 
@@ -89,13 +91,14 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
     groups = ShapeGroups(rows).all()
     for number, why in disagreements(groups, lambda number: f"row {number}"):
         where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
-        problems.add(where, why, "every row needs the same columns and kinds", code="mixed-rows")
+        problems.add(where, why, "every row needs the same columns, each with values of one kind", code="mixed-rows")
     problems.refuse()
     return RowSet([TextFile(FileInfo(path, len(rows), size, digest.hexdigest()), merged(groups), rows, None)])
 
 
 def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
-    """Returns the encoded rows, valid and invalid, of a callable in this process."""
+    """Runs a callable in this process. Returns the encoded rows that the callable yields, both valid and invalid
+    ones."""
     function = load_user_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
 
     def read(path: str) -> list[tuple[bytes, bytes]]:
@@ -110,7 +113,8 @@ def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
 
 
 def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
-    """Yields the encoded rows, valid and invalid, from the reader's process. Its failure is raised when it occurs."""
+    """Yields the encoded rows, both valid and invalid ones, from the reader's process. Raises an error when the process
+    fails."""
     file, name = locate(reader.function_path, KEY)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
@@ -125,7 +129,7 @@ def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
         except ReplyTimeout:
             late = True
         except WorkerEnded:
-            pass  # reported below, with its last output
+            pass  # reported below, with the last output of the process
         finally:
             status = worker.ended()
             worker.disconnect()
@@ -149,13 +153,15 @@ def _failure(
     if how == OUT_OF_MEMORY:
         remedy = f"yield the rows one by one, or raise {MEMORY}"
         return reader.refuse(
-            f"raised {payload}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy, code="function-raised"
+            f"raised {payload}: it used more than {reader.memory_gb:g} GiB ({MEMORY}), for {path}",
+            remedy,
+            code="function-raised",
         )
     if how == RAISED:
         return reader.refuse(f"raised {payload}, for {path}", "fix the function", code="function-raised")
     if late:
         why = f"did not yield all rows of {path} in {reader.seconds:g} s ({TIME})"
-        return reader.refuse(why, f"make it faster, or raise {TIME}", code="function-too-slow")
+        return reader.refuse(why, f"make the function faster, or raise {TIME}", code="function-too-slow")
     remedy = "fix the function, or check what ended the process, for example a lack of memory"
     return reader.refuse(f"{status}, before it yielded all rows of {path}", remedy, code="process-lost")
 

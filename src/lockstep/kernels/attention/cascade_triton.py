@@ -1,6 +1,7 @@
-"""Cascade attention in Triton: merges attention over the shared prefix into attention over the rest, row by row.
+"""Cascade attention in Triton: merges the attention over a shared prefix with the attention over the other keys.
 
-The plain-torch references are `merge_` and `add_rows_` in `flash.py`. Shapes: T tokens, R rows, H heads, D head size.
+The plain-torch references are `merge_` and `add_rows_` in `flash.py`. Shapes: T tokens, R rows to merge, H heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _merge(  # type: ignore[no-untyped-def]
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merges all heads of one row; each program has one row."""
+    """Merges all heads of one row (token). Each Triton program handles one row."""
     pid = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + pid)
     heads, columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, BLOCK)

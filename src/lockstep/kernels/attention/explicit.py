@@ -1,16 +1,17 @@
-"""Attention in plain torch with soft-capped scores and attention sinks, which torch's attention lacks."""
+"""Attention in plain torch with soft-capped scores and attention sinks, which torch's attention does not have."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Attention sinks rescale the output of attention without sinks: the keys keep the share sigmoid(lse - sink) of the
-# probability. A sink's value is 0, so its gradient is -probability * (upstream . output). T tokens, H heads.
+# Attention sinks only rescale the output of attention without sinks: the keys keep the fraction sigmoid(lse - sink) of
+# the probability. The value vector of a sink is 0, so the gradient of a sink is -probability * (upstream . output).
+# Shapes: T tokens, H heads.
 
 
 def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output and lse with the sinks included."""
+    """Returns attention output and log-sum-exp (lse) with the sinks included."""
     sinks_H1 = sinks_H.to(lse_HT.dtype)[:, None]
     return out_THD * (lse_HT - sinks_H1).sigmoid().t()[:, :, None], torch.logaddexp(lse_HT, sinks_H1)
 
@@ -18,16 +19,17 @@ def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tenso
 def sink_gradient(
     upstream_THD: torch.Tensor, out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of the sinks, computed from the output and lse that include them."""
+    """Returns the gradient of the sinks. `out_THD` and `lse_HT` must include the sinks."""
     p_sink_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
     delta_HT = (upstream_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).t()
     return -(p_sink_HT * delta_HT).sum(1).to(sinks_H.dtype)
 
 
 # Shapes: N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A soft cap c replaces a score s
-# by c * tanh(s / c). A sink is one extra logit per head with a value of 0.
+# by c * tanh(s / c). A sink is one extra logit per head whose value vector is 0.
 
-# Memory of one block of fp32 scores. Queries are processed in blocks, so that no (heads, T, T) tensor is allocated.
+# Maximum memory of one block of fp32 scores. Queries are processed in blocks, so that no (heads, T, T) tensor is
+# allocated.
 SCORE_BYTES = 64 * 2**20
 
 
@@ -42,10 +44,10 @@ def masked_attention(
     softcap: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes softmax attention in fp32 or wider, with `mask_NQK` added to the capped scores."""
+    """Computes softmax attention in fp32 or a wider dtype. `mask_NQK` is added to the capped scores."""
     heads, queries, groups = query_NHQD.shape[1], query_NHQD.shape[2], key_NGKD.shape[1]
     wide = torch.promote_types(query_NHQD.dtype, torch.float32)
-    # Query heads that share a key/value head are stacked as rows of one query, so keys are not repeated in memory.
+    # The query heads of one key/value head are stacked as rows of one matrix, so keys are not repeated in memory.
     query = query_NHQD.to(wide).unflatten(1, (groups, heads // groups)).flatten(2, 3)
     scores = (query @ key_NGKD.to(wide).transpose(-1, -2) * scale).view(len(query), heads, queries, -1)
     if softcap is not None:
@@ -73,9 +75,10 @@ def causal_attention(
     dropout: float = 0.0,
     first: int = 0,
 ) -> torch.Tensor:
-    """Computes causal attention (over the last `window` keys). The first query is at position `first`.
+    """Computes causal attention, over the last `window` keys if `window` is set. The first query is at position
+    `first`.
 
-    It runs in blocks of queries, and the backward pass recomputes the scores of each block.
+    The computation runs in blocks of queries, and the backward pass recomputes the scores of each block.
     """
     batch, heads, queries, _ = query_NHQD.shape
     rows = max(1, SCORE_BYTES // (4 * batch * heads * key_NGKD.shape[2]))

@@ -11,10 +11,11 @@ from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.layout import Cascade, Layout
 from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors, merge
 
-# Cascade attention over sequences that share a prefix, without copying it. Every token attends to the unshared tokens
-# of its sequence and to the shared prefix, if there is one. The two parts are merged by their log-sum-exp (lse). Given
-# the merged output and lse, the backward of each part returns its exact contribution to the gradients. Shapes: T tokens
-# of the packed row, of which R follow a shared prefix, H query heads, G key/value heads, D head size.
+# Cascade attention over sequences that share a prefix, without copying the prefix. One part is the attention of a token
+# to the unshared tokens of its sequence, and the other part is its attention to the shared prefix, if there is one. The
+# two parts are merged by their log-sum-exp (lse). Given the merged output and lse, the backward of each part returns
+# its exact contribution to the gradients. Shapes: T tokens of the packed row, of which R follow a shared prefix, H
+# query heads, G key/value heads, D head size.
 
 
 def cascade_attention(
@@ -72,7 +73,7 @@ class _CascadeAttention(torch.autograd.Function):
 
 
 class Rows(NamedTuple):
-    """In-place operations on some rows of a tensor; no row occurs twice."""
+    """In-place operations on selected rows of a tensor. No row may be selected twice."""
 
     merge_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     add_rows_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -93,7 +94,8 @@ def merge_(
     more_RHD: torch.Tensor,
     more_lse_HR: torch.Tensor,
 ) -> None:
-    """Merges the attention `more` of the rows `rows_R` over further keys into `out` and `lse`, in place."""
+    """Merges the attention of the rows `rows_R` over further keys (`more_RHD`, `more_lse_HR`) into `out_THD` and
+    `lse_HT`, in place."""
     merged, lse = merge(out_THD.index_select(0, rows_R), lse_HT.index_select(1, rows_R), more_RHD, more_lse_HR)
     out_THD.index_copy_(0, rows_R, merged.to(out_THD.dtype))
     lse_HT.index_copy_(1, rows_R, lse)
@@ -103,10 +105,10 @@ def add_rows_(total_THD: torch.Tensor, rows_R: torch.Tensor, more_RHD: torch.Ten
     total_THD.index_add_(0, rows_R, more_RHD)
 
 
-# Torch's varlen flash attention. Shapes: T tokens, H query heads, G key/value heads, D head size. The reference
-# implementation is in `varlen.py`.
+# Torch's varlen flash attention. Shapes: T tokens, H query heads, G key/value heads, D head size. The plain-torch
+# reference is in `varlen.py`.
 
-# The largest head size of torch's kernel.
+# The largest head size that torch's flash attention kernel supports.
 LARGEST_HEAD = 256
 
 
@@ -148,10 +150,10 @@ def flash_with_sinks(
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """Computes attention without sinks and rescales it by the probability mass that the sinks take.
+    """Computes attention without sinks, and rescales the output because the sinks take a part of the probability mass.
 
-    The kernel's backward needs only the output and the lse. If these include the sinks, so do its gradients (see
-    `sink_gradient`).
+    The kernel's backward needs only the output and the lse. If output and lse include the sinks, its gradients are
+    exact. The gradient of the sinks is computed by `sink_gradient`.
     """
 
     @staticmethod
@@ -205,7 +207,7 @@ def flash_line_backward(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the backward pass for a forward pass that another kernel computed."""
+    """Computes the backward pass of flash attention for a forward pass that another kernel computed."""
     state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
     return torch.ops.aten._flash_attention_backward(
         upstream_THD,
@@ -236,7 +238,8 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Computes partial attention (`partial_attention.py`). The kernel also aligns causal sequences at their end."""
+    """Computes partial attention (see `partial_attention.py`). Like the reference, the kernel aligns causal sequences
+    at their end."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )
@@ -254,7 +257,7 @@ def flash_part_backward(
     scale: float,
     window: int | None = None,
 ) -> Gradients:
-    # The RNG state that the forward pass returns is unused without dropout.
+    # Without dropout, the kernel does not use the RNG state of the forward pass, so zeros are passed.
     state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
     return torch.ops.aten._flash_attention_backward(
         upstream_THD.to(query_THD.dtype).contiguous(),
@@ -275,13 +278,13 @@ FLASH_PARTS = PartialKernel(flash_part, flash_part_backward)
 
 
 def _cu_seqlens(where: Sections) -> tuple[Any, ...]:
-    # With a maximum query length of 1 the kernel would return the lse in a different order.
+    # With a maximum query length of 1, the kernel would return the lse in a different order, so at least 2 is passed.
     longest = max(2, where.longest_query), where.longest_key
     return where.query_bounds, where.key_bounds, *longest, 0.0, where.causal
 
 
 def _sequences(layout: Layout) -> tuple[Any, ...]:
-    """Returns kernel arguments: cumulative and maximum lengths of queries and keys, no dropout, causal."""
+    """Returns kernel arguments: cumulative and maximum lengths of queries and keys, dropout 0, causal True."""
     return layout.bounds, layout.bounds, layout.longest, layout.longest, 0.0, True
 
 

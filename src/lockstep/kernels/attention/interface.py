@@ -14,7 +14,8 @@ from lockstep.kernels.attention.varlen import varlen_attention
 
 
 class DividedLayout(ABC):
-    """Base class of context-parallel layouts (see `parallel/`), in which this rank has some tokens of a packed row."""
+    """Base class of context-parallel layouts (see `parallel/`), where each rank has a part of the tokens of a packed
+    row."""
 
     @abstractmethod
     def attend(
@@ -32,10 +33,10 @@ class DividedLayout(ABC):
         """Computes `varlen_attention` over the complete packed row, but takes and returns only this rank's tokens."""
 
 
-# The name under which transformers finds our attention (`attn_implementation`).
+# The value of `attn_implementation` that selects lockstep's attention in transformers.
 ATTENTION = "lockstep"
-# Keywords that models pass to attention and that can be ignored: positions are already in queries and keys, and the
-# window is read from the mask (`masks.py`).
+# Keyword arguments that models pass to attention and that can be ignored. Positions are already applied to queries and
+# keys, and the window is read from the mask (`masks.py`).
 SAYS_NOTHING = frozenset(
     {
         "position_ids",
@@ -65,16 +66,20 @@ def transformers_attention(
     layout: Layout | DividedLayout | PrefillPass | DecodePass | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention with the signature that transformers requires: (N, heads, T, D) to (N, T, heads, D).
+    """Computes attention with the signature that transformers requires. Inputs are (N, heads, T, D), and the output is
+    (N, T, heads, D).
 
-    `layout` is passed through the model's forward as a keyword. It says where the tokens are: in a packed row, on
-    several ranks, or in the engine's KV cache. Unsupported attention raises an error.
+    The caller passes `layout` as a keyword through the model's forward. `layout` says where the tokens are: in a packed
+    row, on several ranks, or in the engine's KV cache. Unsupported attention raises an error.
     """
     _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
-        raise RuntimeError("lockstep's attention was called without a layout; transformers' `generate` cannot use it")
+        raise RuntimeError(
+            "lockstep's attention was called without a layout; transformers' `generate` does not pass one and is not "
+            "supported"
+        )
     rows, heads, width, size = query.shape
-    # N rows of equal width form one packed row; right-padded batches also use this path.
+    # N rows of equal width are flattened to one packed row. Right-padded batches also use this path.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
@@ -94,7 +99,8 @@ def transformers_attention(
 def _refuse_more(
     module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool | None, extra: dict[str, Any]
 ) -> None:
-    """Raises `BeyondCausal` for unknown arguments, which may change what this model's attention computes."""
+    """Raises `BeyondCausal` for masks and unknown arguments, because they may change what this model's attention
+    computes."""
     name = type(module).__name__
     if mask is not None:
         raise BeyondCausal(f"{name} builds its own mask")
@@ -108,7 +114,8 @@ def _refuse_more(
 
 
 def register_attention() -> None:
-    """Registers `attn_implementation="lockstep"` with transformers, without a mask function, so no masks are built."""
+    """Registers `attn_implementation="lockstep"` with transformers. No mask function is registered, so transformers
+    builds no masks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, transformers_attention)

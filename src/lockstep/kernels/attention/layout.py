@@ -13,13 +13,14 @@ import torch
 from lockstep.device.base import sent
 from lockstep.kernels.attention.partial_attention import Sections, sections
 
-# Minimum length of a sequence as a fraction of the longest in its bucket; it keeps padding and bucket count small.
+# Minimum length of a sequence, as a fraction of the longest sequence in its bucket. This value keeps both padding and
+# the number of buckets small.
 BUCKET_SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to `width`, that start at `start` in the regrouped buffer."""
+    """`count` sequences of similar length, padded to `width`, in the regrouped buffer from slot `start` on."""
 
     start: int
     count: int
@@ -28,22 +29,23 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences packed into one row, and the slot of each token when sequences are regrouped by length.
+    """Describes sequences packed into one row, and the slot of each token when sequences are regrouped by length.
 
     `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, and `tokens_of_slots` is the
     inverse. Padding slots point at token 0, and their output is never read. Both maps are None if all sequences have
-    the same length; regrouping is then a view. They are built on first use, because varlen kernels do not need them.
-
-    A prefix that sequences share is stored once in the packed row: see `Sharing`.
+    the same length, because regrouping is then a view. Both maps are built on first use, because varlen kernels do not
+    need them. A prefix that several sequences share is stored once in the packed row (see `Sharing`).
     """
 
     kernel: str
     longest: int
     bounds: torch.Tensor
     ends: tuple[int, ...]
-    """End of each sequence, as host integers, for kernels that need them; reading them from the device would sync."""
+    """End of each sequence in the packed row, as host integers. Reading the ends from the device would synchronise with
+    it."""
     packed_index_E: torch.Tensor | None = None
-    """Packed index of each token of the expanded sequences, on the host; None without shared prefixes."""
+    """Index in the packed row of each token of the expanded sequences (with a copy of the prefix each), on the host;
+    None if no prefix is shared."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -59,7 +61,7 @@ class Layout:
 
     @property
     def slots_E(self) -> torch.Tensor | None:
-        """Slot of each token of the expanded sequences; None without shared prefixes."""
+        """Slot of each token of the expanded sequences. None if no prefix is shared."""
         return self._regrouped.slots_E
 
     @cached_property
@@ -71,7 +73,8 @@ class Layout:
 
     @cached_property
     def cascade(self) -> Cascade | None:
-        """The two parts of cascade attention; None without shared prefixes, or if a token is shared twice."""
+        """The two parts of cascade attention. None if no prefix is shared, or if a token belongs to two shared
+        prefixes."""
         return (
             None
             if self.packed_index_E is None
@@ -102,24 +105,27 @@ class _Regrouped:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Index maps of a packed row with shared prefixes. E counts the tokens of the expanded sequences.
+    """Index maps of a packed row with shared prefixes. E is the number of tokens of the expanded sequences, in which
+    every sequence has its own copy of the prefix.
 
-    Only attention needs the expanded sequences. Every other operator works per token and runs once per shared token.
+    Only attention needs the expanded sequences. Every other operator works per token, so it computes a shared token
+    once.
     """
 
     packed_index_E: torch.Tensor
-    """Packed index of each token of the expanded sequences."""
+    """Index in the packed row of each token of the expanded sequences."""
     first_T: torch.Tensor
-    """The first expanded token that belongs to each packed index."""
+    """For each token of the packed row, the index of its first copy in the expanded sequences."""
 
 
 @dataclass(frozen=True)
 class Cascade:
     """Describes attention over a packed row with shared prefixes as two parts, without copying a prefix.
 
-    `own`: each sequence attends causally to its unshared tokens (the first sequence also to the prefix).
-    `shared`: the R tokens at `rows_R`, which follow another sequence's prefix, attend to the keys of that prefix. These
-    keys are at `keys_S`, one prefix after another. No key occurs twice.
+    In the part `own`, each sequence attends causally to its unshared tokens. The unshared tokens of the first sequence
+    include the prefix. In the part `shared`, the R tokens at `rows_R`, which follow a prefix stored in another
+    sequence, attend to the keys of that prefix. The keys of all prefixes are at `keys_S`, one prefix after another. No
+    key occurs twice.
     """
 
     own: Sections
@@ -138,11 +144,11 @@ def _cascade(packed_index_E: np.ndarray, ends: Sequence[int], device: torch.devi
     last: tuple[int, int] | None = None
     for start, end in pairwise((0, *ends)):
         places = packed_index_E[start:end]
-        # An index below the write position belongs to a shared prefix.
+        # A packed index below the number of tokens written so far belongs to a shared prefix.
         share = int(np.searchsorted(places, written))
         length = end - start - share
         if share:
-            # Neighbouring sequences with the same prefix form one sequence of queries.
+            # The tokens of neighbouring sequences with the same prefix are joined to one sequence of queries.
             if last == (places[0], share):
                 queries[-1] += length
             else:
@@ -167,9 +173,9 @@ def _cascade(packed_index_E: np.ndarray, ends: Sequence[int], device: torch.devi
 def make_layout(
     lengths: Sequence[int], device: torch.device, kernel: str, packed_index_E: torch.Tensor | None = None
 ) -> Layout:
-    """Creates the layout of sequences of `lengths` for the attention `kernel` (the `attention` of a device).
+    """Creates the layout of sequences with the given `lengths`. `kernel` is the attention kernel (`Device.attention`).
 
-    `packed_index_E` has the packed index of each token of the expanded sequences, if prefixes are shared.
+    If prefixes are shared, `packed_index_E` has the packed-row index of each token of the expanded sequences.
     """
     ends = list(accumulate(lengths))
     bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), device)
@@ -184,8 +190,8 @@ def _first_of(packed_index_E: torch.Tensor) -> torch.Tensor:
 
 
 def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:
-    """Creates the layout of a right-padded batch as a packed row of equal lengths. Causal attention of a token never
-    sees the padding on its right."""
+    """Creates the layout of a right-padded batch as a packed row of sequences of equal length. With causal attention, a
+    token never sees the padding on its right."""
     return make_layout([width] * rows, device, kernel)
 
 
@@ -202,7 +208,8 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
     for group in groups:
         buckets.append(Bucket(start, len(group), lengths[group[0]]))
         start += len(group) * lengths[group[0]]
-    # The buffer is zero-filled, because a replay compares the inputs of operators.
+    # The index maps are zero-filled, so that padding slots are deterministic: a replay compares the inputs of
+    # operators.
     slots_of_tokens = torch.zeros(ends[-1], dtype=torch.long)
     tokens_of_slots = torch.zeros(start, dtype=torch.long)
     for bucket, group in zip(buckets, groups, strict=True):
@@ -217,19 +224,21 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
 
 @dataclass(frozen=True)
 class Chunk:
-    """A span of a sequence, tokens `start` to `stop`, that one forward pass computes, with its cache slots."""
+    """The tokens `start` to `stop` of a sequence that one forward pass computes, with the KV cache slots of the
+    sequence."""
 
     first: int
     """Index of the chunk's first token in the packed row of the forward pass."""
     start: int
     stop: int
     slots: torch.Tensor
-    """Slots of all the sequence's tokens up to `stop`."""
+    """KV cache slots of all tokens of the sequence up to `stop`."""
 
 
 @dataclass(frozen=True)
 class DecodePass:
-    """A forward pass over one new token of each of B sequences; `lengths_B` includes that token."""
+    """A decode forward pass over one new token of each of B sequences. `lengths_B` are the sequence lengths, including
+    the new token."""
 
     cache: KVCache
     kernel: str
@@ -240,13 +249,15 @@ class DecodePass:
     _lengths: list[int] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
-        """The lengths as host integers; the first layer that needs them copies them from the device."""
+        """Returns the sequence lengths as host integers. The first layer that needs the lengths copies them from the
+        device."""
         if not self._lengths:
             self._lengths.extend(self.lengths_B.tolist())
         return self._lengths
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the mask for the reference implementation; the first layer with this window builds it."""
+        """Returns the attention mask for the reference implementation. The first layer with this window builds the
+        mask."""
         if window not in self._masks:
             width = self.table_BM.shape[1] * self.cache.block
             self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
@@ -254,7 +265,8 @@ class DecodePass:
 
 
 class KVCache:
-    """Keys and values of every layer, indexed by slot. `spare` is a block that no sequence uses."""
+    """The KV cache: keys and values of every layer, indexed by slot. `spare` is the index of a block that no sequence
+    uses."""
 
     def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
         self.blocks, self.block, self.spare = blocks, block, blocks
@@ -266,8 +278,8 @@ class KVCache:
         return self.slots[0, index], self.slots[1, index]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks, given as (from, to) pairs, in every layer."""
-        # The indices are copied without a sync, because the device may be one round behind.
+        """Copies KV cache blocks in every layer. `pairs` lists (source, target) block indices."""
+        # The indices are copied without synchronising, because the device may be one decoding round behind the host.
         source, target = (sent(torch.tensor(side), self.slots.device) for side in zip(*pairs, strict=True))
         blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
         blocks[:, :, target] = blocks[:, :, source]
@@ -276,7 +288,7 @@ class KVCache:
 def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Returns an additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity elsewhere.
 
-    It is a float mask, because attention would convert a boolean mask in every layer.
+    The mask is a float tensor, because attention would convert a boolean mask in every layer.
     """
     positions = torch.arange(width, device=lengths_B.device)
     seen = positions[None, :] < lengths_B[:, None]

@@ -1,8 +1,8 @@
 """Reads the attention window of each layer from the model's masks: causal, or causal within a window.
 
-In transformers a window may be passed to attention as a keyword, as a mask, or as both. lockstep builds no masks.
-Instead, a probe pass at load sets the window on each attention module. Only causal and sliding-window masks are
-accepted.
+In transformers, a model may pass a window to attention as a keyword, as a mask, or as both. Lockstep builds no masks.
+Instead, a probe forward pass after loading sets the window on each attention module. Only causal and sliding-window
+masks are accepted.
 """
 
 from __future__ import annotations
@@ -16,45 +16,47 @@ import torch
 from torch import nn
 
 PROBE = "lockstep_probe"
-# Attributes set on an attention module: its window (None: all earlier tokens), and the shape of its keys and values
-# (heads, key size, value size).
+# Names of attributes that are set on an attention module. WINDOW is its window, or None if it sees all earlier tokens.
+# SHAPE is the shape of its keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
-# Further attributes: the number of query heads, and the soft cap of the scores or None.
+# Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
-# A token position far from the start, at which every limited window can be detected.
+# A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 
 
 class BeyondCausal(NotImplementedError):
-    """Raised if attention is neither causal nor causal within a window."""
+    """Raised if a model's attention is neither causal nor causal within a sliding window."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The tokens that a mask lets a token see: all tokens up to itself, or the last `window` of them."""
+    """The tokens that a causal mask lets a token see: all tokens up to itself, or only the last `window` of these
+    tokens."""
 
     window: int | None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A placeholder for a mask tensor. It is evaluated only when a layer uses it, because models also build masks that
-    no layer uses."""
+    """A placeholder for a mask tensor. The mask is evaluated only when a layer uses it, because models also build masks
+    that no layer uses."""
 
     function: Callable[..., torch.Tensor]
 
 
 @dataclass
 class MaskProbe:
-    """The result of a probe pass: the modules that called attention."""
+    """The result of a probe forward pass: the modules that called attention."""
 
     called: list[nn.Module] = field(default_factory=list)
 
 
 def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
-    """Returns the window of a transformers mask function, `(batch, head, query, key) -> seen`, on index tensors.
+    """Returns the window of a transformers mask function `(batch, head, query, key) -> seen`, which takes index
+    tensors.
 
-    lockstep has one window for all `heads` of a layer, so heads that see different tokens are rejected.
+    Lockstep has one window for all `heads` of a layer, so a mask with different tokens per head is an error.
     """
 
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -71,7 +73,8 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     window = _window(sees)
     queries = _queries(window)
     steps = torch.arange(-3, 4)
-    # Positions far from both ends are tested too: a mask may show the first and last tokens and hide those between.
+    # Key positions in the middle are tested too, because a mask may show the first and last tokens and hide the tokens
+    # between.
     between = queries[:, None] * torch.arange(1, 16) // 16
     edges = [steps.clone(), queries[:, None] + steps, between]
     if window is not None:
@@ -92,13 +95,14 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Returns the number of tokens that the token at FAR sees, itself included; None if it sees all."""
+    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if it sees all
+    tokens."""
     query = torch.tensor([FAR])
     if bool(sees(query, torch.tensor([0]))):
         return None
     hidden, seen = 0, FAR
     if not bool(sees(query, query)):
-        raise BeyondCausal("its mask hides a token from itself")
+        raise BeyondCausal("its mask does not let a token see itself")
     while seen - hidden > 1:
         middle = (hidden + seen) // 2
         if bool(sees(query, torch.tensor([middle]))):
@@ -122,13 +126,13 @@ def _queries(window: int | None) -> torch.Tensor:
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
-        # Block attention that looks like a window at FAR differs from it a few tokens later.
+        # Block attention that looks like a window at position FAR differs from a window a few tokens later.
         around += [FAR + share * window // 7 for share in range(1, 8)]
     return torch.tensor(sorted({max(0, position) for position in around}))
 
 
 def register_probe() -> None:
-    """Registers the probe with transformers as an attention and as a mask function."""
+    """Registers the probe with transformers, both as an attention function and as a mask function."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -151,17 +155,19 @@ def _probe_attention(
     probe: MaskProbe | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Records the module's window and shapes; returns the values, as if each token saw only itself."""
+    """Records the window and the shapes of an attention module. Returns the values, as if each token saw only
+    itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
     window = seen.window if seen is not None else sliding_window
     if seen is not None and sliding_window and window is not None and sliding_window != window:
         raise BeyondCausal(
-            f"{type(module).__name__}: its mask has a window of {window} and its attention one of {sliding_window}"
+            f"{type(module).__name__}: its mask has a window of {window}, but its attention has a window of "
+            f"{sliding_window}"
         )
     if module in probe.called and getattr(module, WINDOW) != window:
-        raise BeyondCausal(f"{type(module).__name__} attends through several windows in one pass")
+        raise BeyondCausal(f"{type(module).__name__} uses attention with several windows in one forward pass")
     setattr(module, WINDOW, window)
     setattr(module, HEADS, query.shape[1])
     setattr(module, SOFTCAP, softcap)
@@ -183,7 +189,7 @@ def _attending(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def _of_its_own() -> Iterator[None]:
-    """Raises `BeyondCausal` instead of the error of a model that does arithmetic with its mask."""
+    """Converts the error of a model that does arithmetic with its mask to `BeyondCausal`."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -194,7 +200,8 @@ def _of_its_own() -> Iterator[None]:
 
 @torch.no_grad()
 def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
-    """Sets the window on every attention module of a decoder; returns the modules that use transformers' interface."""
+    """Sets the window on every attention module of a decoder. Returns the modules that use transformers' attention
+    interface."""
     register_probe()
     probe = MaskProbe()
     device = model.get_input_embeddings().weight.device

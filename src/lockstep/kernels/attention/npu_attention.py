@@ -1,4 +1,4 @@
-"""Attention through torch_npu's fused operators: packed, paged, and partial for context parallelism."""
+"""Attention with torch_npu's fused operators: packed, paged, and partial (for context parallelism)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.kernels.attention.partial_attention import Gradients, PartialKerne
 from lockstep.kernels.fused_modules import KernelTrial
 from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
-# Limits of the operators are in `npu_limits.py`, plain-torch references in `varlen.py`, `paged.py` and `partial.py`.
-# Contract-tested on an emulated CANN, not yet run on Ascend hardware.
+# The limits of the operators are in `npu_limits.py`. The plain-torch references are in `varlen.py`, `paged.py` and
+# `partial.py`. This code was tested on an emulated CANN. The code has not yet run on Ascend hardware.
 
-# The operator takes this fixed-size causal mask for sequences of any length; True means masked out.
+# The fused operator takes a causal mask of this fixed size for sequences of any length. True means masked out.
 CORNER = 2048
 NO_MASK, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
 UNBOUNDED = 2**31 - 1
@@ -25,7 +25,7 @@ UNBOUNDED = 2**31 - 1
 
 @cache
 def corner(device: torch.device) -> torch.Tensor:
-    """Returns the corner of the causal mask on a device; one copy serves all lengths."""
+    """Returns the fixed-size causal mask on a device. One copy is used for all sequence lengths."""
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
 
 
@@ -48,7 +48,8 @@ def fusion_attention(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes causal attention inside each packed sequence. The operator takes `layout.ends` as host integers."""
+    """Computes causal attention inside each packed sequence. The NPU operator takes the sequence ends (`layout.ends`)
+    as host integers."""
     import torch_npu
 
     ends = list(layout.ends)
@@ -81,7 +82,8 @@ def infer_decode(
     block: int,
     scale: float,
 ) -> torch.Tensor:
-    """Computes paged decode attention, one query per sequence. The cache has the layout (block, token, head * size)."""
+    """Computes paged decode attention with one query per sequence. The operator reads the KV cache as (block, token,
+    head * size)."""
     import torch_npu
 
     batch, heads, size = query_BHD.shape
@@ -101,13 +103,13 @@ def infer_decode(
     return out.view(batch, heads, size)
 
 
-# Partial attention. The operator returns the row maximum and the sum of exponentials, so
-# lse = max + log(sum). Its backward takes both: with max = lse, sum = 1 and the merged output it returns this part's
-# contribution to the gradients. By default both are ordered by head within each sequence; `softmax_layout` selects the
-# order of the queries. `partial.py` checks this kernel against the reference before it is used.
+# Partial attention. The forward operator returns the row maximum and the sum of exponentials, so lse = max + log(sum).
+# The backward operator takes maximum and sum. With max = lse, sum = 1 and the merged output, it returns this part's
+# contribution to the gradients. By default, maximum and sum are ordered by head within each sequence. `softmax_layout`
+# selects the order of the queries instead. `partial.py` checks this kernel against the reference before it is used.
 
 PACKED_LAYOUT = "TND"
-# The operator repeats each value of a query and head this often.
+# The operator stores this many copies of the maximum and the sum of each query and head.
 COPIES = 8
 
 
@@ -178,12 +180,12 @@ def fusion_part_backward(
 
 
 class _Seen(NamedTuple):
-    """The operator arguments that select which keys each query sees; the same in forward and backward."""
+    """The operator arguments that select which keys each query sees, in forward and backward."""
 
     query_ends: list[int]
     key_ends: list[int]
     mask: torch.Tensor | None = None
-    """None if a query sees all keys of its sequence."""
+    """The causal mask, or None if a query sees all keys of its sequence."""
     before: int = UNBOUNDED
     after: int = UNBOUNDED
     mode: int = NO_MASK
@@ -199,7 +201,8 @@ def _seen(where: Sections, window: int | None, device: torch.device) -> _Seen:
 
 
 FUSION_PARTS = PartialKernel(fusion_part, fusion_part_backward)
-# The lse is fp32 for every dtype. With half dtypes the attention weights and the gradients of each part are rounded.
+# The lse is fp32 for every dtype. With bf16 and fp16, the attention weights and the gradients of each part are rounded,
+# so the tolerances are larger.
 TRIAL = KernelTrial(
     {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=wait
 )

@@ -1,7 +1,8 @@
 """Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
 Shapes: T tokens of a forward pass, B sequences that decode one token each, M block-table entries per sequence, H query
-heads, G key/value heads, D head size. A slot holds one token: block * block size + position in the block.
+heads, G key/value heads, D head size. A slot holds the key and value of one token. The index of a slot is block * block
+size + position in the block.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """A forward pass over spans of several sequences in one packed row. It has a layout if each span starts its
-    sequence, else chunks."""
+    """A prefill forward pass over tokens of several sequences in one packed row. `where` is a `Layout` if every
+    sequence starts in this pass, otherwise it is one `Chunk` per sequence."""
 
     cache: KVCache
     slots_T: torch.Tensor
@@ -43,8 +44,8 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     stored: bool = False,
 ) -> torch.Tensor:
-    """Stores new keys and values in the cache, unless they are already `stored`, and computes causal attention within
-    each token's sequence."""
+    """Stores new keys and values in the KV cache, unless `stored` says that this was done. Computes causal attention
+    within each token's sequence."""
     keys, values = step.cache.layer(layer)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:
@@ -79,9 +80,9 @@ def decode_attention(
     sinks_H: torch.Tensor | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Computes decode attention over the cache with the device's kernel, one query per sequence.
+    """Computes decode attention over the KV cache with the device's kernel. There is one query per sequence.
 
-    The Triton kernel also writes the `new` keys and values to the cache.
+    If `new` is given, the Triton kernel also writes these new keys and values to the cache.
     """
     plain = softcap is None and sinks_H is None
     block = step.cache.block
@@ -101,7 +102,8 @@ def decode_attention(
 
 
 def _invariant_fits(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
-    """Returns whether the batch-invariant kernel supports these inputs; it has the same limits as for packed rows."""
+    """Returns whether the batch-invariant kernel supports these inputs. The limits of the kernel are the same as for
+    packed rows."""
     fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
     return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 
@@ -144,7 +146,7 @@ def _masked_decode(
     if softcap is not None or sinks_H is not None:
         query = query_BHD[:, :, None]
         return masked_attention(query, k, v, mask[:, 0], sinks_H, scale=scale, softcap=softcap)[:, :, 0]
-    # Query heads that share a key/value head are stacked as rows of one query, so keys are not repeated in memory.
+    # The query heads of one key/value head are stacked as rows of one matrix, so keys are not repeated in memory.
     query = query_BHD.reshape(batch, groups, heads // groups, size)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, -1)
@@ -160,7 +162,7 @@ def _chunk_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes attention of a chunk to itself and to the cached tokens before it."""
+    """Computes the attention of a chunk's tokens to the chunk itself and to the cached tokens before it."""
     query = query_THD[chunk.first : chunk.first + chunk.stop - chunk.start].transpose(0, 1)[None]
     k, v = (cached.index_select(0, chunk.slots).transpose(0, 1)[None] for cached in (keys, values))
     if softcap is not None or sinks_H is not None:

@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton: one query token per sequence against its KV-cache blocks, with split-KV.
+"""Paged decode attention in Triton: one query token per sequence attends to its KV cache blocks, with split-KV.
 
 The plain-torch reference is `gathered_decode` in `paged.py`. Shapes: B sequences, H query heads, G key/value heads,
 D head size, S splits of a sequence.
@@ -24,11 +24,11 @@ class Launch(NamedTuple):
     stages: int
 
 
-# Launch parameters for head sizes up to 64, and for larger ones. Larger tiles would leave no shared memory for other
-# programs.
+# Launch parameters for head sizes up to 64 (NARROW) and for larger head sizes (WIDE). Larger tiles would leave no
+# shared memory for other programs.
 NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
-# BUSY is the number of programs that fill one multiprocessor. With fewer programs a sequence is split. A split has at
-# least PIECE tokens, because merging smaller ones costs more time than it saves.
+# BUSY is the number of programs that fill one multiprocessor. With fewer programs, each sequence is split. A split has
+# at least PIECE tokens, because merging smaller splits costs more time than it saves.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
 
 
@@ -68,12 +68,13 @@ def _decode(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Computes decode attention for one sequence and key/value head per program. The rows of a tile are the SHARED
-    query heads of that key/value head.
+    """Computes decode attention. Each Triton program handles one sequence and one key/value head. The rows of a tile
+    are the SHARED query heads of that key/value head.
 
-    With SPLITS > 1 a program reads one split of the sequence, and `_merge` combines the splits.
+    With SPLITS > 1, a program reads one split of the sequence, and `_merge` combines the splits.
     """
-    # Neighbouring programs read neighbouring memory: the heads of a token, and the samples of one prompt.
+    # Neighbouring programs read neighbouring memory, because they handle the heads of a token and the samples of one
+    # prompt.
     group = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -100,11 +101,11 @@ def _decode(  # type: ignore[no-untyped-def]
         stop = tl.minimum(start + share, cached)
     if split == 0:
         if SINKS:
-            # A sink is a key with this logit and a value of 0.
+            # An attention sink acts as a key with this logit and a value of 0.
             m_i = tl.load(sinks + heads, mask=rows < SHARED, other=0.0).to(tl.float32)
             l_i += 1.0
         if NEW:
-            # The new token: its key and value are written to the cache and used from registers.
+            # Key and value of the new token are written to the cache, and used here from registers.
             place = sequence * new_key_stride + group * new_key_head_stride + columns
             k = tl.load(new_keys + place, mask=sized, other=0.0)
             place = sequence * new_value_stride + group * new_value_head_stride + columns
@@ -160,7 +161,7 @@ def _decode(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     acc, m_parts, l_parts, out, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combines the splits of one head of one sequence. An empty split has m_i = -inf."""
+    """Combines the splits of one head of one sequence. An empty split has the maximum m_i = -inf."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, PADDED)
@@ -188,7 +189,7 @@ def paged_decode(
     splits: int | None = None,
 ) -> torch.Tensor:
     """Computes paged decode attention. `new` has the keys and values (B, G, D) of each sequence's last token if they
-    are not cached yet; the kernel writes them to the cache."""
+    are not cached yet. The kernel then writes them to the cache."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     shared = heads // groups
@@ -245,8 +246,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Returns the number of splits per sequence. It depends only on batch and table size, because the grid of a
-    captured CUDA graph is fixed."""
+    """Returns the number of splits per sequence. The number depends only on the sizes of batch and block table, because
+    the grid of a captured CUDA graph is fixed."""
     target = BUSY * _processors(device) // programs
     return max(1, min(MOST_SPLITS, _power_below(target), _power_below(longest // PIECE)))
 

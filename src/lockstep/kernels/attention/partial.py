@@ -1,4 +1,4 @@
-"""Partial attention for context parallelism: selects the kernel for a part of the keys; plain-torch reference."""
+"""Partial attention for context parallelism: selects a kernel, tests it, and contains the plain-torch reference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lockstep.kernels.attention.partial_attention import Gradients, PartialKerne
 from lockstep.kernels.fused_modules import Answers, KernelTrial, drawn
 from lockstep.kernels.npu_limits import part_problem
 
-# Before its first use a kernel is compared with the reference on three sequences, with one causal part and one full
-# part, merged, and the gradients of each part. This trial detects a different output order, causal alignment at the
-# start of a sequence, and gradients that ignore the merged output.
+# Before its first use, a kernel is compared with the reference on three sequences. The trial merges one causal part and
+# one full part, and computes the gradients of each part. The trial detects a different output order, causal alignment
+# at the start of a sequence, and gradients that ignore the merged output.
 QUERIES, SEEN_CAUSALLY, SEEN_FULL = (3, 1, 70), (5, 1, 90), (4, 9, 33)
 WINDOW = 7
 
@@ -31,8 +31,8 @@ def same_parts(
     shape: tuple[int, int, int],
     windowed: bool,
 ) -> bool:
-    """Returns whether the kernel matches `reference` on the device and dtype of `like`. `shape` has the number of query
-    heads and of key heads, and the head size."""
+    """Returns whether the kernel matches `reference` on the device and dtype of `like`. `shape` is (number of query
+    heads, number of key/value heads, head size)."""
     heads, groups, size = shape
     causal, full = (
         sections(QUERIES, keys, is_causal, like.device)
@@ -88,13 +88,14 @@ def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sect
 def _warn_once(problem: str) -> None:
     """Warns once per problem."""
     warnings.warn(
-        f"attention over parallel.context_parallel is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
+        f"attention over parallel.context_parallel uses plain torch: npu_fusion_attention has no {problem}",
+        stacklevel=4,
     )
 
 
 @cache
 def _fusion_passes(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], windowed: bool) -> bool:
-    """Returns whether the kernel passes the trial; the result is cached per device, dtype and shape."""
+    """Returns whether the NPU kernel passes the trial. The result is cached per device, dtype and shape."""
     like = torch.empty(0, dtype=dtype, device=device)
     return same_parts("npu_fusion_attention", FUSION_PARTS, PLAIN, TRIAL, like, shape, windowed)
 
@@ -110,8 +111,8 @@ def plain_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Computes partial attention in fp32 or wider, by sequence and block of queries, so that no (heads, T, S) tensor is
-    allocated."""
+    """Computes partial attention in fp32 or a wider dtype. Works on one sequence and one block of queries at a time, so
+    that no (heads, T, S) tensor is allocated."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     out_THE = query_THD.new_empty(len(query_THD), heads, value_SGE.shape[-1], dtype=wide)
     lse_HT = query_THD.new_empty(heads, len(query_THD), dtype=wide)
@@ -155,12 +156,12 @@ PLAIN = PartialKernel(plain_part, plain_part_backward)
 def _blocks(
     query_THD: torch.Tensor, key_SGD: torch.Tensor, where: Sections, window: int | None
 ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor | None]]:
-    """Yields blocks of queries, with the keys (G, S, D) that a block sees and the mask of keys hidden from each
-    query."""
+    """Yields each block of queries with the keys (G, S, D) that the block sees, and with the mask of keys that are
+    hidden from each query."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     for queries, keys in where.spans:
         count = keys.stop - keys.start
-        # Index of the key at the position of the first query (causal only).
+        # Index of the key at the position of the first query, used only for causal parts.
         first = count - (queries.stop - queries.start)
         step = max(1, SCORE_BYTES // (4 * heads * max(1, count)))
         for start in range(queries.start, queries.stop, step):
@@ -177,7 +178,7 @@ def _blocks(
 
 
 def _scores(query_THD: torch.Tensor, key_GSD: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Returns the scores as (G, H / G * T, S); query heads that share a key head are stacked as rows."""
+    """Returns the scores as (G, H / G * T, S). The query heads of one key head are stacked as rows."""
     groups = len(key_GSD)
     scores = _to_groups(query_THD.to(key_GSD.dtype), groups) @ key_GSD.transpose(1, 2) * scale
     if hidden is None:

@@ -1,8 +1,8 @@
-"""Partial attention: attention of queries to a part of their keys, with results that can be merged.
+"""Partial attention: attention of queries to a subset of their keys, with results that can be merged.
 
-A part returns its output and its log-sum-exp (`lse`). `merge` combines parts over different keys by their lse. The
-backward pass of a part takes the merged output and lse, so that the gradients of the parts add up. A causal sequence is
-aligned at its end: the last query sees every key.
+The attention over one subset of keys (a part) returns its output and its log-sum-exp (`lse`). `merge` combines parts
+over different keys by their lse. The backward pass of a part takes the merged output and lse, so that the gradients of
+the parts add up. Queries and keys of a causal sequence are aligned at their end, so the last query sees every key.
 
 Shapes: T queries, S keys, H query heads, G key/value heads, D key size, E value size.
 """
@@ -22,7 +22,7 @@ from lockstep.device.base import sent
 
 @dataclass(frozen=True)
 class Sections:
-    """Lengths and cumulative bounds of packed queries and packed keys."""
+    """Lengths and cumulative bounds of the sequences of packed queries and packed keys."""
 
     queries: tuple[int, ...]
     """Number of queries of each sequence."""
@@ -57,15 +57,16 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PartialKernel(NamedTuple):
-    """A kernel for partial attention: `forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
-    `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the merged `out` and `lse`."""
+    """A kernel for partial attention, with the functions `forward(q, k, v, sections, scale, window) -> out_THE, lse_HT`
+    and `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`. `backward` takes the merged `out`
+    and `lse`."""
 
     forward: Callable[..., Tensors]
     backward: Callable[..., Gradients]
 
 
 def merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, more_THE: torch.Tensor, more_lse_HT: torch.Tensor) -> Tensors:
-    """Merges the attention over two sets of keys, in the precision of the first output and of the lse."""
+    """Merges the attention over two sets of keys. The merged output has the dtype of the first output."""
     merged_lse_HT = torch.logaddexp(lse_HT, more_lse_HT)
     weights = ((lse - merged_lse_HT).exp().t()[:, :, None] for lse in (lse_HT, more_lse_HT))
     return out_THE * next(weights) + more_THE.to(out_THE.dtype) * next(weights), merged_lse_HT

@@ -1,4 +1,4 @@
-"""Causal attention inside each packed sequence: one function, one kernel per device, and the plain-torch reference."""
+"""Causal attention inside each packed sequence, with one kernel per device and a plain-torch reference."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def varlen_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes causal attention of every token inside its sequence (over the last `window` tokens).
+    """Computes causal attention of every token inside its sequence, over the last `window` tokens if `window` is set.
 
-    `softcap` c replaces a score s by c * tanh(s / c). `sinks_H` are logits that take part of the probability mass.
+    `softcap` c replaces a score s by c * tanh(s / c). `sinks_H` are attention sinks: one logit per head that takes a
+    part of the probability mass.
     """
     run = _fused(query_THD, value_TGD, layout, dropout, softcap, sinks_H)
     if run is None:
@@ -55,11 +56,11 @@ def _buckets(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Reference implementation: right-pads sequences of similar length to a grid, on which plain causal attention is
-    exact."""
+    """Reference implementation: right-pads sequences of similar length to a grid. Plain causal attention is exact on a
+    right-padded grid."""
     query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
-    # The backward of `split` concatenates the gradients of the buckets. That of slicing would zero-fill and add a full
-    # row for each bucket.
+    # The backward of `split` concatenates the gradients of the buckets. The backward of slicing would zero-fill and add
+    # a full row for each bucket.
     sizes = [bucket.count * bucket.width for bucket in layout.buckets]
     outputs = []
     for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
@@ -89,17 +90,19 @@ def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 
 
 class Fused(NamedTuple):
-    """A varlen kernel and the inputs that it supports. The reference implementation handles other inputs."""
+    """A varlen kernel, and a function that says which inputs it supports. The reference implementation handles other
+    inputs."""
 
     run: Callable[..., torch.Tensor]
     fits: Callable[[torch.Tensor, Layout, float], bool]
     with_sinks: Callable[..., torch.Tensor] | None = None
-    """The kernel with sinks as an additional argument. No such kernel supports a soft cap."""
+    """The kernel that takes attention sinks as an additional argument. No kernel with sinks supports a soft cap."""
     shared: Callable[..., torch.Tensor] | None = None
-    """The kernel for shared prefixes (a `Cascade`). If None, every sequence is expanded before the kernel runs."""
+    """The kernel for shared prefixes (a `Cascade`). If None, every sequence gets a copy of its prefix before `run` is
+    called."""
 
 
-# The kernels by name, which is the value of a device's `attention`.
+# The varlen kernels by name. `Device.attention` holds the name of the kernel.
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
     "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),
@@ -118,14 +121,14 @@ def _fused(
 ) -> Callable[..., torch.Tensor] | None:
     """Returns the device's kernel if it supports these inputs, else None."""
     fused = KERNELS[layout.kernel]
-    # In latent attention (MLA) keys and values differ in size; the kernels support one size.
+    # In latent attention (MLA), keys and values have different sizes, but the kernels support only equal sizes.
     if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
         return None
     if softcap is not None or not fused.fits(query_THD, layout, dropout):
         return None
     if sinks_H is None:
         return fused.run
-    # If all sequences have one token, flash attention returns the lse in a different order.
+    # If all sequences have one token, flash attention returns the lse in a different order, so sinks are not supported.
     return fused.with_sinks if layout.longest > 1 else None
 
 
@@ -134,7 +137,8 @@ def _shared(layout: Layout) -> Callable[..., torch.Tensor] | None:
     fused = KERNELS[layout.kernel]
     if fused is None or fused.shared is None or layout.cascade is None:
         return None
-    # This also excludes sequences of one token (see above), because merging uses the lse.
+    # A longest query of 1 is excluded, because flash attention then returns the lse, which merging needs, in a
+    # different order.
     return fused.shared if layout.cascade.shared.longest_query > 1 else None
 
 
@@ -144,10 +148,10 @@ def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Gathers rows by index; the backward is a gather too.
+    """Gathers rows by index, each row once. The backward pass is a gather too.
 
-    Every token has exactly one slot, and the output of padding slots is never read. So the gradient is the inverse
-    gather (zeros where the inverse points at padding) and needs no scatter-add.
+    Every token has exactly one slot, and the output of padding slots is never read. Therefore the gradient is the
+    inverse gather, with zeros for padding slots, and it needs no scatter-add.
     """
 
     @staticmethod
@@ -161,15 +165,16 @@ class _Take(torch.autograd.Function):
         index, inverse = ctx.saved_tensors
         if len(inverse) <= len(index):
             return grad.index_select(0, inverse), None, None
-        # In the direction from slots to tokens, padding slots get no gradient.
+        # When slots are gathered to tokens, padding slots get no gradient.
         back = grad.new_zeros(len(inverse), *grad.shape[1:])
         return back.index_copy_(0, index, grad), None, None
 
 
 class _Spread(torch.autograd.Function):
-    """Gathers rows by index, where rows may repeat (shared prefixes); the backward sums their gradients.
+    """Gathers rows by index, where rows of shared prefixes may repeat. The backward pass sums the gradients of a
+    repeated row.
 
-    `slots_E` are the slots that are not padding, `packed_index_E` the source row of each.
+    `slots_E` are the slots that are not padding, and `packed_index_E` is the source row of each of these slots.
     """
 
     @staticmethod
@@ -190,7 +195,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _expand(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
-    """Expands shared prefixes, so that every sequence gets a copy."""
+    """Expands shared prefixes, so that every sequence gets its own copy."""
     return rows_T if sharing is None else _Spread.apply(rows_T, sharing.packed_index_E, None, sharing.packed_index_E)
 
 
