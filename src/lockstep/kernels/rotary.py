@@ -59,7 +59,9 @@ class OwnPositions:
             # transformers may pass one row of position ids for all rows of the batch.
             position_ids = position_ids.expand(self.lengths_NT.shape)
         if position_ids.shape != self.lengths_NT.shape:
-            raise NotImplementedError("length-dependent positions in several dimensions are not supported")
+            raise NotImplementedError(
+                "a rotary embedding that depends on the sequence length supports only one position dimension"
+            )
         parts: tuple[torch.Tensor, ...] | None = None
         for length in self.lengths_NT.unique().tolist():
             chosen = self.lengths_NT == length
@@ -114,7 +116,7 @@ def sequences(
 ) -> Iterator[None]:
     """Sets the sequence lengths of a micro-batch on the rotary embeddings (see `types.MicroBatch`).
 
-    With `own_T`, the forward pass computes only these tokens of the packed row.
+    With `own_T` (context parallelism), the forward pass computes only the tokens of the packed row at these indices.
     """
     moved = [rope for rope in moving if rope.fixed is not None and max(lengths) > rope.fixed]
     for rope in moved:
@@ -131,7 +133,8 @@ def _lengths(
     lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, packed_index_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
-    # All sequences within the fixed length have the same embeddings. So have all longer ones, unless they are dynamic.
+    # All sequences within the fixed length have the same rotary embeddings. All longer sequences have the same ones
+    # too, except with dynamic NTK.
     longest = max(lengths)
     lengths_S = torch.tensor(
         [rope.fixed if length <= rope.fixed else length if rope.dynamic else longest for length in lengths]
@@ -146,6 +149,6 @@ def _lengths(
     lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, packed_E, lengths_E)
     if not torch.equal(lengths_T[packed_E], lengths_E):
         raise NotImplementedError(
-            "sequences of different lengths cannot share a prefix with length-dependent positions"
+            "sequences of different lengths cannot share a prefix, because the rotary embedding depends on the length"
         )
     return lengths_T[None].to(device)
