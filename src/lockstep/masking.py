@@ -233,7 +233,7 @@ def expanded(text: str) -> str:
     """Replaces references in the text by their secrets, and masks these secrets in all later output. Raises
     `Unresolved`."""
     if f"{MASK}@" in text or f"={MASK}" in text or text == MASK:
-        raise Unresolved(f"its secret was replaced by {MASK}: write a reference such as ${{env:NAME}} instead")
+        raise Unresolved(f"its secret was masked ({MASK}): write a reference such as ${{env:NAME}} instead")
     return _REFERENCE.sub(lambda found: _read(found[1], found[2]), text)
 
 

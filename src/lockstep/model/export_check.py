@@ -78,7 +78,7 @@ def verify_export(
     """Raises `Refusal` if the model in the folder gives other outputs than the trained model (`probe`). `kind` is
     `policy` or `value`. `base` is the base model of an adapter."""
     if not probe:
-        return _unverified("an earlier version of lockstep saved the checkpoint, so it has no outputs to compare with")
+        return _unverified("the checkpoint has no outputs to compare with: an earlier version saved it")
     wanted = torch.tensor(probe["values"])
     if not torch.isfinite(wanted).all():
         return _unverified("the outputs of the trained model are not finite")

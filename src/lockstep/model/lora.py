@@ -131,7 +131,7 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f"{exclude!r} is not a valid regular expression: {first_line(error)}",
-                "fix the expression, or list module names",
+                "fix it, or list module names",
                 code="invalid-regex",
             )
             return

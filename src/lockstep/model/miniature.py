@@ -121,14 +121,14 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # In these models the head size is the size of its rotary part.
+        # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
         data["head_dim"] = data["qk_rope_head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)
 
 
 def _widen(data: dict[str, Any], divisor: int) -> None:
-    """Increases heads, experts and feed-forward width until the divisor divides them."""
+    """Multiplies the numbers of heads and experts and the MLP width, so that `divisor` divides them."""
     counts = [data[name] for name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS) if isinstance(data.get(name), int)]
     times = math.lcm(*(divisor // math.gcd(divisor, count) for count in counts))
     for name, value in data.items():
@@ -141,7 +141,8 @@ def _widen(data: dict[str, Any], divisor: int) -> None:
 
 
 def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
-    """Returns one layer of each kind, at least two, and the last one (experts often begin late)."""
+    """Returns the indices of the layers to keep: one of each layer type, at least two, and the last layer, because
+    experts often begin in late layers."""
     kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
@@ -166,7 +167,7 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in WIDTHS:
         return WIDTH
     if name in ("vocab_size", *POSITION_COUNTS):
-        # The test tokens and lengths must fit.
+        # These values are set exactly, because the test token ids and sequence lengths must fit.
         return SIZES[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
@@ -191,7 +192,8 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
         elif name == "mrope_section":
             rope[name] = _shrink_list(name, value, [], 0)
         elif name == "rope_type" and value == "dynamic":
-            # Dynamic positions change beyond the model's context, which the test must exceed.
+            # Dynamic NTK changes only sequences beyond the model's context length, so the test sequences must exceed
+            # it.
             data["max_position_embeddings"] = ORIGINAL_LENGTH
 
 
@@ -204,8 +206,8 @@ def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Sets random weights such that every parameter affects the output: norm-preserving matrices, and norms, biases and
-    sinks away from their neutral values."""
+    """Sets random weights with which every parameter affects the output. Matrices roughly preserve the norm of their
+    input. Norm weights, biases and attention sinks differ from their neutral values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)
