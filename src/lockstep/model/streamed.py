@@ -260,7 +260,7 @@ class Streamed:
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their
         values."""
-        # Sharding creates new parameter objects.
+        # The places are looked up by name before sharding, because sharding creates new parameter objects.
         places = {name: self.places[p] for name, p in root.named_parameters() if p in self.places}
         shard(root, layers, sharding)
         materialise(root, sharding)
@@ -273,7 +273,8 @@ class Streamed:
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
-    """Returns the model of `build` without weights; None if the folder cannot be streamed."""
+    """Builds the model with `build`, without weights, and finds its parameters in the files. Returns None if they
+    cannot be read one by one."""
     files = weight_files(path)
     if files is None:
         return None
@@ -296,7 +297,8 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
 
 
 def weight_files(path: str) -> list[Path] | None:
-    """Returns the safetensors files of a model folder; None if it has none or is not a local folder."""
+    """Returns the safetensors files of a model folder. Returns None if files are missing or `path` is not a local
+    folder."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if index.is_file():
         try:
@@ -311,8 +313,8 @@ def weight_files(path: str) -> list[Path] | None:
 def places_of(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[nn.Parameter, InFiles] | None:
-    """Returns the location of each parameter in the files; None if one is missing. Tied parameters have several names,
-    of which the files may have any. Unused tensors are added to `unused`."""
+    """Returns where each parameter is in the files, or None if a parameter is missing. A tied parameter has several
+    names; the files may use any of them. Unused tensors of the files are added to `unused`."""
     if loaded_whole(model, model.dtype) is not None:
         return None
     try:
@@ -325,7 +327,7 @@ def places_of(
             continue
         place = found.setdefault(parameter, by_name[name])
         if place is not by_name[name] and not _alike(stored, place, by_name[name]):
-            return None  # transformers does not tie them in this case
+            return None  # with different values transformers does not tie the weights
     return found if all(parameter in found for parameter in model.parameters()) else None
 
 
@@ -334,7 +336,8 @@ def _alike(stored: StoredTensors, one: InFiles, other: InFiles) -> bool:
 
 
 def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
-    """Load the buffers that are in the files (such as a router's bias), unsharded; returns whether all were found."""
+    """Loads the complete buffers that are in the files, such as the bias of a router. Returns whether all of them were
+    found."""
     names = stored_buffers(model)
     if not names:
         return True
@@ -351,13 +354,13 @@ def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
 
 
 def stored_buffers(model: PreTrainedModel) -> list[str]:
-    """Returns the buffers that `save_pretrained` writes."""
+    """Returns the names of the buffers that `save_pretrained` writes."""
     saved = model.state_dict().keys()
     return [name for name, _ in model.named_buffers() if name in saved]
 
 
 def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """Returns why the model cannot be streamed, by its class and configuration; None if it can."""
+    """Returns why this model class and config must be loaded completely, or None if tensors can be read one by one."""
     if getattr(model.config, "quantization_config", None):
         return "it is quantised"
     kept = kept_in_fp32(model, dtype)
@@ -373,8 +376,8 @@ def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Builds modules inside the block with parameters on the meta device. Buffers are computed, so they keep
-    storage."""
+    """Modules that are built inside the `with` block have their parameters on the meta device. Buffers are computed as
+    usual, so they have storage."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -392,7 +395,8 @@ def _without_weights() -> Iterator[None]:
 
 @contextmanager
 def adapters_on_host() -> Iterator[None]:
-    """Keep new adapters on the host. PEFT moves an adapter to the device of its layer; on meta, its values are lost."""
+    """Keeps new adapters on the host inside the `with` block. PEFT moves an adapter to the device of its layer; if that
+    is the meta device, its values would be lost."""
     original = nn.Module.to
 
     def to(module: nn.Module, *where: Any, **more: Any) -> nn.Module:
