@@ -288,9 +288,7 @@ def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
             "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
         )
     measured = f"{len(differ)} of {len(names)} tensors differ when the step runs twice"
-    means = (
-        "for information: some kernels here are not deterministic; run.deterministic=true selects deterministic ones"
-    )
+    means = "for information: some kernels are not deterministic; run.deterministic=true selects deterministic ones"
     return CheckItem("repeatability", None, measured, means)
 
 

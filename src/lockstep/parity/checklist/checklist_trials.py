@@ -233,8 +233,10 @@ def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
     if stale <= allowed:
         means = "the engine still generates with the weights from before the update: check the weight sync"
     else:
-        means = "the engine generates neither with the new weights nor with the old ones: a part of the weights (a layer, "
+        means = (
+            "the engine generates neither with the new weights nor with the old ones: a part of the weights (a layer, "
             "an adapter, tied embeddings) is not sent, or arrives changed"
+        )
     return CheckItem(name, False, measured, means)
 
 
