@@ -1,4 +1,4 @@
-"""Detects secrets in values, masks them in text, and resolves references to them.
+"""Detects secrets (passwords, API keys) in values, masks them in text, and resolves references to secrets.
 
 A recipe refers to a secret by name: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file. Files
 and output contain only this reference. The secret itself is read when it is used, and masked in all output.
@@ -87,7 +87,8 @@ def _place(reference: str, named: dict[str, str]) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """Returns a command line with secrets masked, including `--api-key KEY`."""
+    """Returns the words of a command line with secrets masked, including the value of options such as `--api-key
+    KEY`."""
     masked_line: list[str] = []
     for word in words:
         flag, before = _FLAG.match(word), _FLAG.match(masked_line[-1]) if masked_line else None
@@ -173,7 +174,7 @@ def _is_secret_key(key: str, name: str, value: str) -> bool:
 
 
 _REMEDY = (
-    "put it into an environment variable or a file and refer to it: ${{env:{name}}} or ${{file:PATH}} "
+    "put the secret into an environment variable or a file and refer to it: ${{env:{name}}} or ${{file:PATH}} "
     "(in single quotes on a command line)"
 )
 

@@ -1,4 +1,4 @@
-"""Replaces transformers modules (norm, MLP, rotary) by fused kernels, each tested against the module before use."""
+"""Replaces transformers modules (norm, MLP, rotary) by fused kernels, after testing each kernel against its module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def drawn(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
-# Modules of transformers that a fused operator may replace, recognised by their structure.
+# Functions that recognise, by their structure, the transformers modules that a fused operator may replace.
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -104,7 +104,7 @@ def _without_bias(module: nn.Module, name: str) -> bool:
 
 
 def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Calls the forward of the module's class, even if the module's forward was replaced."""
+    """Calls the forward that the module's class defines, even if a kernel has replaced the forward of this module."""
     answer: torch.Tensor = type(module).forward(module, x)
     return answer
 
@@ -143,8 +143,8 @@ class RotaryKernel(NamedTuple):
 
 
 class Rotary:
-    """Replaces `apply_rotary_pos_emb` in a transformers modelling file. Calls the kernel for supported inputs that
-    passed the trial, else the original function."""
+    """Replaces `apply_rotary_pos_emb` in a transformers modelling file. Calls the kernel if it supports the inputs and
+    passed the trial. Otherwise calls the original function."""
 
     def __init__(self, original: Callable[..., Any], kernel: RotaryKernel):
         self.original, self.kernel = original, kernel

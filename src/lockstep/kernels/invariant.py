@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 HALVES = (torch.bfloat16, torch.float16)
-# The library object that keeps the invariant matmuls registered.
+# The `torch.library.Library` object that keeps the batch-invariant matmuls registered.
 _installed: list[torch.library.Library] = []
 
 

@@ -209,7 +209,7 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Each program computes the attention of some consecutive tokens of a sequence for one key/value head. The SHARED
     query heads of a token are padded to PLACES rows of the query tile. Keys are read tile by tile, in ascending order.
-    A fully masked tile does not change the result of a row."""
+    A tile of keys that is fully masked for a query row does not change the result of that row."""
     sequence = tl.program_id(1)
     group = tl.program_id(2)
     count = tl.load(counts + sequence)
@@ -256,7 +256,7 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
         qk = tl.where(seen, qk, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(qk, axis=1))
-        # A row that has seen no key yet has a maximum of -inf, which must not be subtracted.
+        # A query row that has not attended to any key yet has a maximum of -inf, which must not be subtracted.
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp(qk - m_safe[:, None])
         alpha = tl.exp(m_i - m_safe)

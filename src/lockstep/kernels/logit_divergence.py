@@ -79,8 +79,8 @@ def compared_scores(
 ) -> Scores:
     """Returns log-probs of the targets and divergences from the teacher in fp32, computed in chunks of positions.
 
-    A divergence is multiplied by the squared temperature, so that its gradient keeps its scale (Hinton et al. 2015,
-    arXiv 1503.02531). The backward pass recomputes each chunk's logits.
+    The divergence is multiplied by the squared temperature, so that the size of its gradient does not depend on the
+    temperature (Hinton et al. 2015, arXiv 1503.02531). The backward pass recomputes each chunk's logits.
     """
     positions = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
     parts = [slice(start, start + positions) for start in range(0, max(1, len(targets_K)), positions)]

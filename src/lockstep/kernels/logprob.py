@@ -138,11 +138,11 @@ def token_scores_with_grads(
     entropy: bool = False,
     chunk_bytes: int = FUSED_CHUNK_BYTES,
 ) -> Scores:
-    """Computes `token_scores` for a loss whose per-token gradients are known before the loss is complete.
+    """Like `token_scores`, for a loss whose gradient per token (`token_grads`) is known before the loss is computed.
 
-    Gradients are computed in the forward pass, so logits are neither kept nor recomputed. The backward pass multiplies
-    these gradients by a common factor. If the gradients that the backward pass receives do not match `token_grads`, all
-    gradients are NaN.
+    Gradients are computed in the forward pass, so logits are neither kept nor recomputed. The backward pass only
+    multiplies the computed gradients by a factor that is common to all tokens. If the gradients that the backward pass
+    receives do not match `token_grads`, all gradients are NaN.
     """
     positions = _positions(len(targets_K), chunk_bytes // (hidden_KH.element_size() * head.weight_VH.shape[0]))
     logprobs, entropies = _LogprobsWithGrads.apply(
@@ -160,8 +160,8 @@ def token_scores_with_grads(
 
 
 def _positions(count: int, most: int) -> int:
-    """Returns the positions per chunk. All chunks have about the same size. The backward pass does not recompute the
-    last chunk, so a small last chunk would save little."""
+    """Returns the number of positions per chunk, at most `most`. All chunks have about the same size. The backward pass
+    does not recompute the last chunk, so a small last chunk would save little."""
     chunks = max(1, -(-count // max(1, most)))
     return max(1, -(-count // chunks))
 
@@ -198,7 +198,8 @@ def row_logprobs(
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
         return normalisers, logprobs, None
-    # The entropy is computed from log-probs, because large logits would cancel. The clamp avoids NaN from 0 * -inf.
+    # The entropy is computed from log-probs, because differences of large logits would lose precision. The clamp of
+    # log-probs avoids NaN from 0 * -inf.
     every = (logits - normalisers[:, None]).clamp_(min=LEFT_OUT)
     return normalisers, logprobs, -(every.exp() * every).sum(-1)
 

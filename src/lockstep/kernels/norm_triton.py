@@ -1,8 +1,8 @@
-"""RMSNorm in Triton, with one kernel for forward and one for backward. For the backward pass only the input and one
-scale per row are kept.
+"""RMSNorm in Triton, with one kernel for the forward pass and one for the backward pass.
 
-The plain-torch reference is `plain_rms_norm`. Like the transformers modules, this kernel rounds x / rms(x) to the dtype
-of x before it multiplies by the weight. Suffixes of tensor names: R rows, W width.
+For the backward pass only the input and one scale per row are kept. The plain-torch reference is `plain_rms_norm`. Like
+the transformers modules, this kernel rounds x / rms(x) to the dtype of x before it multiplies by the weight. Suffixes
+of tensor names: R rows, W width.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _forward(x, weight, y, scales, rows, epsilon, WIDTH: tl.constexpr, ROWS: tl.
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / WIDTH + epsilon)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    # Round at the same point as the transformers module.
+    # The normalised value is rounded here, because the transformers module rounds at the same point.
     normed = (values * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + places, (normed * weights[None, :]).to(y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)

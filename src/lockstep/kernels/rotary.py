@@ -65,8 +65,8 @@ class OwnPositions:
         parts: tuple[torch.Tensor, ...] | None = None
         for length in self.lengths_NT.unique().tolist():
             chosen = self.lengths_NT == length
-            # transformers derives the sequence length from the last position, so the last position of the sequence is
-            # appended and its result dropped.
+            # transformers derives the sequence length from the largest position id. So the last position of the
+            # sequence is appended to the input, and its result is dropped.
             last = position_ids.new_tensor([length - 1])
             positions = torch.cat([position_ids[chosen].clamp(max=length - 1), last])
             outputs = self._fresh(x, positions[None], *more, **named)

@@ -79,7 +79,8 @@ WRAP = ("cpu", "cuda")
 
 
 def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
-    """Returns two 32-bit keys of a sequence, as signed integers that fit an int32 tensor."""
+    """Returns the two 32-bit keys from which the sampling noise of a sequence is derived, as signed integers that fit
+    an int32 tensor."""
     parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
     # A sequence has two independent hashes. If two sequences have the same first hash (one pair in 2^32), their second
     # hashes differ.
@@ -126,7 +127,7 @@ def wraps(device: torch.device) -> bool:
 
 
 def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Returns 32 random bits (B, V) for each entry of the vocabulary, as int32."""
+    """Returns 32 random bits for each sequence and each entry of the vocabulary, as an int32 tensor (B, V)."""
     step = positions_B.to(torch.int32)
     first = _mix(keys_B2[:, 0] + step * _signed(STRIDE))
     second = _mix(keys_B2[:, 1] ^ step * _signed(FIRST))

@@ -71,7 +71,7 @@ def _parts(  # type: ignore[no-untyped-def]
         noisy = logits + _gumbel(columns, first, second)
     else:
         noisy = logits
-    # As in torch's argmax, NaN is the largest value, and the first of equal values wins.
+    # As in torch's argmax, NaN counts as the largest value, and of equal values the first index is returned.
     noisy = tl.where(inside, tl.where(noisy != noisy, float("inf"), noisy), -float("inf"))
     best = tl.max(noisy, axis=0)
     winner = tl.min(tl.where(noisy == best, columns, _NONE), axis=0)

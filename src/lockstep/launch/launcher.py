@@ -159,7 +159,8 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets torchrun's variables (RANK, MASTER_PORT and others) if `srun` started this process as one of several tasks.
-    Existing values are kept. The batch script itself is not a task, so nothing is set for it."""
+    Existing values are kept. In the SLURM batch script itself nothing is set, because the script is not an srun
+    task."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
         return

@@ -59,7 +59,7 @@ class SupervisedProcess:
         # the user's file and the log; the arguments are passed in a file.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
         shown = " ".join(filter(None, [serve, file, output]))
-        arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
+        arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed in the `finally` block below
         arguments_file.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
         arguments_file.seek(0)
         try:
@@ -137,7 +137,7 @@ def _signal(number: int) -> str:
 
 
 class ReplyTimeout(Exception):
-    """Raised if a worker did not reply within its time limit and was killed."""
+    """Raised if a worker did not reply within its time limit. The worker was killed."""
 
 
 class WorkerEnded(Exception):
@@ -231,7 +231,7 @@ class PoolWorker(LineWorker, ABC, Generic[CallT, ReplyT]):
 
 
 class ProcessPool(Generic[CallT, ReplyT]):
-    """A queue of calls, with one worker process and one supervising thread per slot.
+    """A queue of calls and a fixed number of slots. Each slot has one worker process and one thread that supervises it.
 
     Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
     in each worker, which imports torch. Its daemon processes cannot have child processes either.
@@ -285,7 +285,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             self._closing.set()
             for _ in self._threads:
                 self._jobs.put(None)
-        # `_start` kills a process that is still being started.
+        # A process that is still being started is not in this list; `_start` kills it.
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.release()

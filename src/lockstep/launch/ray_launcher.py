@@ -1,4 +1,4 @@
-"""`parallel.launcher: ray`: runs the ranks on a Ray cluster, with elastic restarts."""
+"""Runs the ranks on a Ray cluster, with elastic restarts (`parallel.launcher: ray`)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ PASSED_ON = (
     *(f"{kind.collective.upper()}_" for kind in DEVICES.values()),
 )
 _KILLED = 128 + signal.SIGKILL
-# Interval at which an actor replies, with or without output.
+# Interval at which the actor of a rank replies to the driver, with or without new output.
 _BEAT_SECONDS = 1.0
 # After the first failure of a rank, the driver waits this long for the reports of the other ranks.
 _GRACE_SECONDS = 5.0
@@ -131,7 +131,7 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
     try:
         with log_wait(f"{where} to answer"):
             try:
-                # More ranks than processors are slow but allowed, as with the other launchers.
+                # More ranks than CPU cores are slow but allowed, as with the other launchers.
                 ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
             except ValueError:
                 ray.init(**quiet)  # num_cpus is not allowed when connecting to an existing cluster
@@ -218,7 +218,7 @@ class Cluster:
         return self.recipe.device
 
     def run(self, arguments: Sequence[str], turn: int) -> int:
-        """Runs all ranks once; returns the exit status. `turn` counts restarts."""
+        """Runs all ranks once and returns the exit status of the run. `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
         with self._placed(turn) as (group, devices):

@@ -44,7 +44,8 @@ class RankPlace(NamedTuple):
 
 
 class RankProcess:
-    """The Ray actor of one rank. Its methods run concurrently: one waits for output while another sends a signal."""
+    """The Ray actor of one rank. The methods of the actor run concurrently: one call waits for output while another
+    sends a signal."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,7 +69,7 @@ class RankProcess:
 
     def start(self, arguments: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
         """Starts `lockstep` with these arguments in `folder`, or in the Ray job's working directory if `folder` is
-        None. Returns a problem instead of raising, because Ray would wrap the exception."""
+        None. Returns a problem instead of raising it, because Ray would wrap an exception in its own."""
         if folder is not None and not Path(folder).is_dir():
             return Problem(
                 f"folder {folder}",

@@ -63,7 +63,7 @@ def worker_socket(descriptor: int) -> socket.socket:
 
 def exit_if_forked(worker: int) -> None:
     """Exits if this process is not the worker, but a fork made by the user function that returned from the function.
-    `worker` is the PID of the worker."""
+    `worker` is the PID of the worker process."""
     if os.getpid() != worker:
         os._exit(0)
 
@@ -71,8 +71,8 @@ def exit_if_forked(worker: int) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limits the address space of this process to its current size plus `memory_bytes`.
 
-    Libraries reserve far more addresses than they use memory, so an absolute limit would prevent imports. On systems
-    without /proc no limit is set.
+    Libraries reserve far more address space than they use memory, so an absolute limit would make imports fail. On
+    systems without /proc no limit is set.
     """
     statm = Path("/proc/self/statm")
     if not statm.exists():
@@ -194,7 +194,8 @@ class OutputTail:
 
 
 # The supervisor forks the worker, adopts orphans, keeps the last lines of output, and kills all descendants when the
-# worker or the run ends. It exits with the worker's status, so that the run can report the cause.
+# worker or the run ends. The supervisor exits with the worker's status, so that the run can report why the worker
+# ended.
 
 # The worker's output is written to the file when the worker prints nothing for `_IDLE` seconds. While it prints, the
 # file is written every `_SOMETIMES` seconds.
@@ -294,7 +295,7 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
         if tail is not None and tail.waiting:
             if printed not in ready or time.monotonic() - tail.written_at > _SOMETIMES:
                 tail.write()
-            # The output was not written, because the run folder does not exist yet.
+            # Output that is still waiting could not be written, because the run folder does not exist yet.
             pause = _SOMETIMES if tail.waiting and printed not in ready else _IDLE
 
 

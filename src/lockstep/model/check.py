@@ -183,7 +183,7 @@ def _reference_gradients(
 
 
 def weights_of(count: int, device: torch.device) -> torch.Tensor:
-    """Returns loss weights that differ for every token."""
+    """Returns one loss weight per token. The weights differ between tokens."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 
@@ -211,7 +211,7 @@ def check_architecture(
 
 
 # A failed check can be caused by the model or by the attention kernel of the device. To find the cause, the check is
-# repeated with plain torch instead of the kernel, and on the CPU.
+# repeated on the device with plain torch instead of the kernel, and on the CPU.
 
 PLAIN = "sdpa"
 HOST = torch.device("cpu")
@@ -343,7 +343,7 @@ def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Probl
 
 @torch.no_grad()
 def enter(module: nn.Module, device: torch.device) -> None:
-    """Runs the root module of a sharded model once. FSDP requires this before a submodule runs."""
+    """Runs the root module of a sharded model once. FSDP requires that the root runs before a submodule runs."""
     module(packed_row([tokens(2, 8)], device))
 
 
@@ -386,7 +386,7 @@ def reference_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
-    """Returns test token ids that do not repeat with a short period."""
+    """Returns token ids for tests. The sequence is not periodic with a short period."""
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 

@@ -54,7 +54,8 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
     rows, training = _rows(model.config.get_text_config()), module.training
     module.eval()
     try:
-        # Rows of a value model are one token longer: the score of a row is the value at its last token.
+        # Each row gets one more token for a value model. The model returns values at positions that predict a token, so
+        # the value at the last token of the row needs a next token.
         longer = rows if isinstance(module, Policy) else [[*ids, ids[0]] for ids in rows]
         line = packed_row(longer, device)
         found = plain_logprobs(module, line) if isinstance(module, Policy) else module(line)
@@ -67,7 +68,7 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
 
 
 def _rows(config: Any) -> list[list[int]]:
-    # Rows of a value model are one token longer.
+    # One position is kept free, because `probe_of` adds a token to the rows of a value model.
     longest = (getattr(config, "max_position_embeddings", None) or 2 * max(LENGTHS)) - 1
     return [tokens(min(length, longest), config.vocab_size, first) for first, length in enumerate(LENGTHS, 3)]
 
@@ -84,7 +85,7 @@ def verify_export(
         return _unverified("the outputs of the trained model are not finite")
     needed = math.ceil(_bytes_of(Path(base or folder)) * MEMORY_MARGIN)
     if needed > LARGE:
-        gc.collect()  # a reference cycle may keep the written model alive
+        gc.collect()  # a reference cycle may keep the exported model in memory
     free = host_memory().free
     if needed > free:
         return _unverified(

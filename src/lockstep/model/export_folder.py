@@ -127,7 +127,7 @@ def export_model(
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
     """Writes the model to a temporary folder, compares it with outputs of the trained model (`probe`), and renames it
-    to `out`. `adapter` exports the adapter of a LoRA run instead of the merged model."""
+    to `out`. With `adapter`, exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
         raise Refusal.at(
             "--adapter",
@@ -353,7 +353,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
     model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # PEFT warns about tied weights; the outputs are compared instead
+            warnings.simplefilter("ignore")  # PEFT warns about tied weights, but the outputs are compared below
             adapted = PeftModel.from_pretrained(model, str(adapter))
             _refuse_other_keys(adapted, adapter, where)
             unmerged, probe = _logits(adapted), probe_of_transformers(adapted)

@@ -74,7 +74,7 @@ def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: 
 
 
 def _digest(file: Path) -> str:
-    """Returns the checksum of a file. For a config, `transformers_version` is ignored."""
+    """Returns the checksum of a file. In config files the key `transformers_version` is ignored."""
     if file.name not in ("config.json", "generation_config.json"):
         return checksum(file)
     try:

@@ -62,7 +62,8 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
 
 
 def _opened(file: Path) -> Any:
-    """Returns a GGUFReader for the file. Raises a refusal if the file is incomplete."""
+    """Returns a GGUFReader for the file. Raises `Refusal` if the file is damaged, or is only one part of a split
+    model."""
     from gguf import GGUFReader
 
     try:

@@ -1,6 +1,6 @@
 """Loads transformers models from a local Hugging Face folder, splits them over ranks, and fuses their operators.
 
-`load.py` resolves model names to folders and calls this module; `export_folder.py` gets resolved folders.
+This module takes local folders. `load.py` resolves model names to folders before it calls this module.
 """
 
 from __future__ import annotations

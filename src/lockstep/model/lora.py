@@ -189,7 +189,8 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
 
 
 def start_from(model: Any, folder: str, name: str | None = None) -> None:
-    """Loads the weights of a stored adapter into the new adapter of the model. The weight names must match exactly."""
+    """Loads the weights of a stored adapter into the new adapter of the model. The weight names of the stored and the
+    new adapter must match exactly."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     where = f"model.lora.adapter {name or folder}"

@@ -74,7 +74,7 @@ class Scoring:
     """Whether the loss is a multiple of the sum of the log-probs, as in SFT. See `uniform_token_grads` in
     `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
-    """The divergence between the teacher's distribution and the policy's, if there is a teacher."""
+    """Which divergence from the teacher's distribution is computed, if there is a teacher."""
     squares: bool = False
     """Whether a forward pass outside of training also returns the sums of squared probabilities."""
 
@@ -215,7 +215,8 @@ class Teacher(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts the module into evaluation mode (no dropout) inside the block."""
+    """Puts the module into evaluation mode (no dropout) inside the `with` block, and back into training mode after
+    it."""
     module.eval()
     try:
         yield

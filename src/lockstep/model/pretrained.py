@@ -277,7 +277,7 @@ def _damage_of_pickle(file: Path) -> str:
 
 
 def why_not_unpickled(error: Exception) -> str:
-    """Returns the error of torch's restricted unpickler, without its advice to disable the restriction."""
+    """Returns the error text of torch's restricted unpickler, without torch's advice to disable the restriction."""
     _, found, why = str(error).partition("WeightsUnpickler error: ")
     return why.splitlines()[0].partition(" was not an allowed global")[0] if found else first_line(error)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# File tensors are converted to model tensors with transformers' weight mapping, for example to stacks of experts. The
-# conversion operations of transformers are applied to one model tensor at a time. For a stack of experts they are
-# applied only to the experts of this rank.
+# Tensors of the files are converted to model tensors with transformers' weight mapping. For example, the tensors of
+# single experts are stacked. The conversion operations of transformers are applied to one model tensor at a time. For a
+# stack of experts they are applied only to the experts of this rank.
 
 META = torch.device("meta")
 # Conversion operations of transformers that only move values, so that they work in any dtype.
@@ -247,7 +247,7 @@ class Streamed:
     stored: StoredTensors
     places: dict[nn.Parameter, InFiles]
     where: str
-    """Name of the model in error messages."""
+    """How error messages name the model, such as `model.path NAME`."""
     unused: tuple[str, ...] = ()
     """Names of tensors in the files that the model does not use."""
 
@@ -267,7 +267,7 @@ class Streamed:
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
         filled = {parameters[name] for name in places}
-        # Parameter names without the prefixes of wrappers.
+        # The error messages use parameter names without the name parts that wrappers add.
         named = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
         refuse_not_finite({name: held_part(p.detach())[0] for name, p in named.items()}, self.where)
 

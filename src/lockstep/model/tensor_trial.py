@@ -69,7 +69,7 @@ def try_division(config: Any, kernel: str, device: torch.device, group: TensorGr
 
 
 def _run(policy: Policy, line: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns log-probs, and the full gradient of each parameter."""
+    """Runs forward and backward. Returns the log-probs, and the full (unsharded) gradient of each parameter."""
     with torch.enable_grad():
         logprobs: torch.Tensor = policy(line).logprobs_K
         (logprobs * weights_of(len(logprobs), logprobs.device)).sum().backward()

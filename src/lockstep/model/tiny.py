@@ -13,7 +13,7 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 HEAD_SIZE = 32
 CONTEXT = 2048
 
-# ChatML. The generation markers enclose the content and end token of an assistant turn.
+# ChatML. The `generation` tags mark the content and end token of an assistant turn as assistant tokens.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\n' -}}"
@@ -157,5 +157,6 @@ def _initialise(model: Any, seed: int, layers: int) -> None:
             else:
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                # Scale the residual branches down, so that the residual stream keeps the size of the embedding.
+                # The output projections of residual branches are scaled down, so that the residual stream keeps the
+                # size of the embedding.
                 weight.mul_((2 * layers) ** -0.5)

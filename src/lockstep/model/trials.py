@@ -101,19 +101,19 @@ ADVANTAGE_FUNCTION = Trial(
     "advantage_function",
     "before weights load, if algorithm.advantage is a function",
     "preflight.user_trials.try_advantage",
-    "it returns finite advantages for a generated step",
+    "the function returns finite advantages for an artificial step",
 )
 LOSS_FUNCTION = Trial(
     "loss_function",
     "before weights load, if algorithm.loss is a function",
     "preflight.user_trials.try_loss",
-    "it has a finite gradient for a generated step",
+    "the loss function has a finite gradient for an artificial step",
 )
 ROLLOUT_FUNCTION = Trial(
     "rollout_function",
     "before weights load, with rollout.function",
     "preflight.user_trials.try_rollout",
-    "it returns a valid response to the first prompt",
+    "the function returns a valid response to the first prompt",
 )
 REWARDS = Trial(
     "rewards",
@@ -236,7 +236,7 @@ def hardware(torch_device: torch.device) -> list[str]:
 def is_verified(key: str) -> bool:
     if key in _verified_here():
         return True
-    # Without a readable home directory, the trial runs at every start.
+    # If the home directory is not readable, there is no cache, and the trial runs at every start.
     with contextlib.suppress(OSError, RuntimeError):
         return (_folder() / key).is_file()
     return False

@@ -68,7 +68,7 @@ def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], 
         if parameter.shape != shapes[name]:
             raise Refusal.at(
                 where,
-                f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model",
+                f"{name} has shape {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model",
                 code="wrong-shape",
             )
     return parameters
@@ -101,8 +101,8 @@ NONE = Digits(None, {})
 
 
 def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, dtype: torch.dtype) -> Digits:
-    """Returns the `Digits` of `root`, which trains `model` or parts of it. Call this function before sharding, because
-    sharding replaces parameters."""
+    """Returns where to read the full-precision values of the parameters that `root` trains. `root` contains `model` or
+    parts of it. Call this function before sharding, because sharding replaces parameters."""
     if source is not None:
         stored, places = source.stored, source.places
     else:

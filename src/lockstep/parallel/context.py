@@ -78,7 +78,9 @@ class ContextGroup:
         ]
         works = dist.batch_isend_irecv(pair)
 
-        def arrived(_: torch.Tensor = sending) -> torch.Tensor:  # the default keeps `sending` alive until it is sent
+        def arrived(
+            _: torch.Tensor = sending,
+        ) -> torch.Tensor:  # the default keeps `sending` alive until it is sent
             for work in works:
                 work.wait()
             return arriving

@@ -107,7 +107,8 @@ class Division:
         return _Together.apply(own_K, self)
 
     def gather_outputs(self, output: Any) -> Any:
-        """All-gathers a module's output for this rank's targets: a tensor, or a named tuple of tensors."""
+        """All-gathers the outputs of a module, which each rank has computed for its own targets. The output is a
+        tensor, or a named tuple of tensors."""
         if isinstance(output, torch.Tensor):
             return self.together(output)
         parts = {name: part for name, part in output._asdict().items() if part is not None}

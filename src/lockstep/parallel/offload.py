@@ -1,4 +1,4 @@
-"""CPU offload of frozen models between their forward passes, and of activations between forward and backward."""
+"""Offloads frozen models to the CPU between forward passes, and activations between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def resident(module: nn.Module) -> Iterator[None]:
             home.leave()
 
 
-# Offload of activations between forward and backward pass, without a change of values. Tensors that autograd saves for
-# a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is done.
-# The tensors of a layer are prefetched during the backward of the layer above, so the device has the activations of
-# about two layers at a time. Complete storages are copied. So tensors that share a storage share it again after the
+# Offload of activations between forward and backward pass. It does not change any value. Tensors that autograd saves
+# for a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is
+# done. The tensors of a layer are prefetched during the backward of the layer above, so the device has the activations
+# of about two layers at a time. Complete storages are copied. So tensors that share a storage share it again after the
 # copy back, with their strides. Parameters, small tensors, ids and masks are not offloaded. The last layer is not
 # offloaded either, because its backward comes first.
 

@@ -1,4 +1,4 @@
-"""Rendezvous: connects the ranks to their store, and logs long waits for other processes."""
+"""Connects the ranks to the rendezvous store, and logs long waits for other processes."""
 
 from __future__ import annotations
 

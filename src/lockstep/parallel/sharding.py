@@ -46,7 +46,7 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | Non
 
     # Gradients are reduced in fp32 for every weight dtype.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # Host memory is pinned, so that copies do not block the device.
+    # The host memory of offloaded weights is pinned, so that copies do not block the device.
     place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
     for part in layers:
         fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
@@ -78,7 +78,7 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 def unit_gathered(module: nn.Module) -> Iterator[None]:
     """Gathers the parameters of this FSDP module inside the `with` block: a complete layer, or the root's parameters
     outside the layers. Submodules of the root can then be called; layers gather their parameters themselves. The root's
-    forward must have run once before."""
+    forward must have run once before this function is called."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -272,7 +272,7 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
 def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Torch caches meshes by ranks and names. If a process trains again, the cached mesh has destroyed groups, so the
-    # names must be new.
+    # Torch caches meshes by ranks and names. If a process trains a second time, the cached mesh has destroyed process
+    # groups. So each mesh gets new names.
     dim_names = tuple(f"{name}-{world.turn}" for name in names)
     return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=dim_names)

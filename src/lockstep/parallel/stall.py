@@ -27,7 +27,7 @@ from lockstep.errors import STALLED
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
 # A process is busy if it uses at least _BUSY_SHARE of a processor, or reads at least _BUSY_BYTES from disk, between two
-# checks. Idle watcher threads use less.
+# checks. The idle threads of the watchdog use less than that.
 _BUSY_SHARE, _BUSY_BYTES = 0.02, 2**16
 
 
@@ -185,7 +185,7 @@ def _began(number: int) -> str:
 # `parallel.stall_seconds`: ends a run in which no rank makes progress. The first rank that detects the stall writes a
 # verdict to the rendezvous store. Every live rank reads the verdict, writes its stacks to the run folder and waits for
 # the others. The first live rank on each host collects the stacks of silent ranks and kills those that do not respond.
-# Then all ranks exit together; if a rank exited early, the others would fail with a misleading error.
+# Then all ranks exit together. If one rank exited early, the others would fail with a misleading error.
 
 _VERDICT = "stalled"
 _STALL_PAUSE = 0.02

@@ -256,7 +256,8 @@ def with_tensor(world: World, tensor: int) -> World:
 
 
 def is_sliced(tensor: object) -> TypeGuard[DTensor]:
-    """Returns whether a tensor is a DTensor. DTensor is imported here, because the import takes a second."""
+    """Returns whether a tensor is a DTensor. DTensor is imported inside the function, because its import takes a
+    second."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

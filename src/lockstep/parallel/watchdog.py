@@ -47,7 +47,7 @@ from lockstep.parallel.stall import (
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
-# Timeout of requests that the store can answer immediately.
+# Timeout of requests to the rendezvous store that it can answer immediately.
 STORE_TIMEOUT = timedelta(minutes=5)
 # Minimum interval between heartbeats. The positions of shorter steps may not be sent.
 _TELL_PAUSE = 0.02
@@ -187,7 +187,7 @@ class Watch:
                         self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
-                return  # the store is unreachable; `_log_waits` reports it if a rank still waits
+                return  # the store is unreachable; `_log_waits` reports that, if a rank still waits
             if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))

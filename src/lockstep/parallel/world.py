@@ -43,7 +43,7 @@ class Counter:
         return int(_store().add(self.key, count)) - count
 
     def remove(self) -> None:
-        """Deletes the counter from the store."""
+        """Deletes the counter from the rendezvous store."""
         _store().delete_key(self.key)
 
 
@@ -54,7 +54,7 @@ def _store() -> dist.Store:
 @dataclass(frozen=True)
 class World:
     """This rank and its process groups. The rows of an update are split over `dp_size` data-parallel replicas. The
-    ranks of a context- or tensor-parallel group form one replica and return the same results."""
+    ranks of a context- or tensor-parallel group form one data-parallel replica and return the same results."""
 
     rank: int = 0
     size: int = 1

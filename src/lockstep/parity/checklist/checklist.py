@@ -140,7 +140,7 @@ def judged(loop: Checklist, a: TapeSide, b: TapeSide) -> list[CheckItem]:
     recorded, (replayed, again) = a.tape.read_step(1), loop.replayed
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
     if loop.generated and a.drawn_by != b.drawn_by:
-        why = f"{a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} is different"
+        why = f"{a.drawn_by} sampled the recorded responses, and {b.drawn_by} has different sampling noise"
         responses = [CheckItem("first tokens", None, "", why), rewards(recorded, replayed)]
     elif loop.generated:
         responses = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, replayed)]
@@ -232,7 +232,7 @@ def rewards(recorded: StepRecord, replayed: StepRecord) -> CheckItem:
 
 
 def first_update(recorded: StepRecord, replayed: StepRecord, tolerance: Tolerance) -> CheckItem:
-    """Compares the loss and gradient norm of each learner's first update."""
+    """Compares the loss and gradient norm of the first update of each trained model (policy, critic)."""
     checks = [check for pair in _firsts(recorded, replayed) for check in _update_checks(recorded, *pair, tolerance)]
     measured = "; ".join(
         f"{check.what} {check.where} (differs by {check.error:.2g}, allowed {check.allowed:.2g})" for check in checks

@@ -28,7 +28,7 @@ from lockstep.train.step import Learner
 from lockstep.train.training import Training
 from lockstep.types import Example, Failure, MicroBatch, Prompt, Question, Rollout, Score, Sums
 
-# The maximum number of sequences, prompts and samples in a trial.
+# The maximum number of sequences, of prompts, and of samples per prompt in a trial.
 SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
 # Number of updates in the trial with learning rate 0.
 STANDSTILL = 3
@@ -125,7 +125,7 @@ class EngineAndTrainer:
         return root_mean_square(self.rollout_logprobs_K, self.trainer_K)
 
     def later(self) -> EngineAndTrainer:
-        """Returns a copy without the first token of each response."""
+        """Returns a copy without the log-probs of the first token of each response."""
         first_K = torch.zeros(len(self.rollout_logprobs_K), dtype=torch.bool)
         first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
         rest = replace(self.experience, rollout_logprobs_K=self.rollout_logprobs_K[~first_K])

@@ -28,7 +28,7 @@ LONGEST_SHIFTED = 2**22
 
 @dataclass(frozen=True)
 class Pair:
-    """Two curves on their common steps. Values may be NaN or infinite."""
+    """The values of two curves, A and B, on their common steps. Values may be NaN or infinite."""
 
     steps: np.ndarray
     a: np.ndarray
@@ -146,7 +146,7 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
     """Averages `fine` over each logging interval of `coarse` in which `fine` has every step. Returns None if there is
     no such interval.
 
-    If the values of `fine` are means themselves, each one is weighted by its number of steps.
+    If the values of `fine` are means themselves, each value is weighted by the number of its steps.
     """
     starts, ends = intervals(coarse)
     cell_starts, cell_ends = intervals(fine.series) if fine.mean else (fine.series.steps - 1, fine.series.steps)
