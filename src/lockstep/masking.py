@@ -1,7 +1,7 @@
 """Detects secrets (passwords, API keys) in values, masks them in text, and resolves references to secrets.
 
-A recipe refers to a secret by name: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file. Files
-and output contain only this reference. The secret itself is read when it is used, and masked in all output.
+A recipe refers to a secret by name, where `${env:NAME}` is an environment variable and `${file:PATH}` is the text of a
+file. Files and output contain only this reference. The secret itself is read when it is used, and masked in all output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOKEN = re.compile(
     r"\b(?:sk-(?:(?:proj|ant|or|svcacct|admin)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
     r"AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
 )
-# Values that users write if a tool requires an API key that is not needed. They are not treated as secrets.
+# Values that users write if a tool requires an API key that is not needed. These values are not treated as secrets.
 _PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
 _PAIR = re.compile(r"([\w.-]+)\s*:\s*([^,{}\[\]]+)")
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)

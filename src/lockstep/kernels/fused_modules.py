@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Number of token rows in a trial input. It is larger than one tile of a device's vector unit.
+# Number of token rows in the input of a kernel trial, more than one tile of a device's vector unit has.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
@@ -118,7 +118,7 @@ SCALE, MARK = "attention_scaling", "for_fused_rotary"
 
 
 class Heads(NamedTuple):
-    """Dtype, head counts and head size of a call of `apply_rotary_pos_emb`. They are the key of the trial results."""
+    """Dtype, head counts and head size of a call of `apply_rotary_pos_emb`, used as the key of trial results."""
 
     dtype: torch.dtype
     queries: int
@@ -144,7 +144,7 @@ class RotaryKernel(NamedTuple):
 
 class Rotary:
     """Replaces `apply_rotary_pos_emb` in a transformers modelling file. Calls the kernel if it supports the inputs and
-    passed the trial. Otherwise calls the original function."""
+    passed the trial. For other inputs calls the original function."""
 
     def __init__(self, original: Callable[..., Any], kernel: RotaryKernel):
         self.original, self.kernel = original, kernel
@@ -193,7 +193,7 @@ def plug_rotary(model: nn.Module, kernel: RotaryKernel, trial: KernelTrial) -> l
 
 
 class _Marking:
-    """Forward hook of a rotary embedding. It marks the cos and sin outputs that the rotary kernel supports."""
+    """Forward hook of a rotary embedding that marks the cos and sin outputs that the rotary kernel supports."""
 
     def __init__(self, kernel: RotaryKernel):
         self.kernel = kernel
@@ -282,9 +282,9 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
 
 
 class KernelForward:
-    """Calls a fused kernel as the forward of one module. It keeps only a weak reference to the module. A bound method
-    would form a reference cycle, which would keep the weights on the device until garbage collection. A copy of the
-    module gets a copy of this object."""
+    """Calls a fused kernel as the forward of one module. This object keeps only a weak reference to the module. A bound
+    method would form a reference cycle, which would keep the weights on the device until garbage collection. A copy of
+    the module gets a copy of this object."""
 
     def __init__(self, forward: Forward, module: nn.Module):
         self._forward, self._module = forward, weakref.ref(module)

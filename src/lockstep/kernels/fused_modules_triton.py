@@ -45,8 +45,8 @@ def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
-    """Returns whether the module is a plain `nn.Linear` without bias and hooks. Its weight can then be used without a
-    call of the module."""
+    """Returns whether the module is a plain `nn.Linear` without bias and hooks, so that a kernel may use its weight
+    directly."""
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     hooks = (

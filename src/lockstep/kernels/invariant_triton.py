@@ -2,8 +2,8 @@
 
 In the usual libraries the reduction order depends on the number of rows. So a token in a decode batch of 256 rows can
 get a different result than in a packed row of 16,384 tokens. The reduction order of these kernels depends only on the
-weight's shape or, in attention, on the position of the keys. Suffixes of tensor names: M rows, N outputs, K inputs, T
-tokens, H query heads, G key/value heads, D head size.
+weight's shape or, in attention, on the position of the keys. The suffixes of tensor names mean M rows, N outputs, K
+inputs, T tokens, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class KeyPlaces(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Packed queries. Sequence i has `counts[i]` query tokens, which start at index `firsts[i]`. Its last query token
-    has position `lengths[i]` - 1."""
+    """Packed queries. Sequence i has `counts[i]` query tokens, which start at index `firsts[i]`. The last query token
+    of sequence i has position `lengths[i]` - 1."""
 
     rows_THD: torch.Tensor
     firsts: torch.Tensor

@@ -12,7 +12,7 @@ from lockstep.algorithms.divergence import fold_rest
 from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 from lockstep.kernels.sampling import Truncation, truncate_
 
-# Suffixes of tensor names: K positions, R positions of one chunk, H hidden size, V vocabulary, k top tokens.
+# The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size, V vocabulary, k top tokens.
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ class Whole:
 @dataclass(frozen=True)
 class Likeliest:
     """A teacher whose top-k tokens of each position were saved to disk. `logprobs_Kk1` has their log-probs at the
-    temperature of the comparison. Its last entry is the total log-prob of all other tokens."""
+    temperature of the comparison. The last entry of `logprobs_Kk1` is the total log-prob of all other tokens."""
 
     ids_Kk: torch.Tensor
     logprobs_Kk1: torch.Tensor

@@ -1,6 +1,6 @@
 """Computes log-probs of target tokens from hidden states (fused linear + log-softmax), in chunks to save memory.
 
-Suffixes of tensor names: K positions, R positions of one chunk, H hidden size, V vocabulary.
+The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size and V vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Maximum size of one chunk of logits: CHUNK_BYTES for the plain-torch reference, FUSED_CHUNK_BYTES for the fused
-# kernels. With a vocabulary of 151,936 a chunk of the reference has 440 positions and needs about 1 GiB at the peak,
-# because of its fp32 copies. A chunk of the fused kernels has 3,500 positions in bf16 and is computed in place. The
-# fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden size of 896. The chunk size is
-# the same with and without gradients, so that a token gets the same log-prob in every forward pass.
+# The maximum size of one chunk of logits is CHUNK_BYTES for the plain-torch reference and FUSED_CHUNK_BYTES for the
+# fused kernels. With a vocabulary of 151,936 a chunk of the reference has 440 positions and needs about 1 GiB at the
+# peak, because of its fp32 copies. A chunk of the fused kernels has 3,500 positions in bf16 and is computed in place.
+# The fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden size of 896. The chunk size
+# is the same with and without gradients, so that a token gets the same log-prob in every forward pass.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
 # Largest accepted difference between `token_grads` and the actual loss gradients, relative to the largest gradient.
@@ -216,9 +216,9 @@ def row_gradients_(
 ) -> torch.Tensor:
     """Returns the gradient of upstream . logprobs + entropy_upstream . entropies with respect to the logits.
 
-    The gradient of a log-prob is onehot - p, and that of an entropy is -p (log p + entropy). Both are divided by the
-    temperature and, with a soft cap, multiplied by 1 - tanh^2. The result has the dtype of `logits_RV`, which may be
-    overwritten.
+    The gradient of a log-prob is onehot - p, and that of an entropy is -p (log p + entropy). Both gradients are divided
+    by the temperature and, with a soft cap, multiplied by 1 - tanh^2. The result has the dtype of `logits_RV`, which
+    may be overwritten.
     """
     gradient = _capped(logits_RV, softcap)
     # Truncated tokens get a zero gradient, like logits whose absolute value reaches the soft cap.
@@ -292,7 +292,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.temperature, ctx.softcap, ctx.positions, ctx.truncation = temperature, softcap, positions, truncation
         ctx.set_materialize_grads(False)
-        # The backward pass starts with the last chunk, whose logits are still in memory. It recomputes the other
+        # The backward pass starts with the last chunk, whose logits are still in memory, and recomputes the other
         # chunks.
         ctx.last_logits = logits
         return logprobs, entropies

@@ -1,8 +1,8 @@
 """RMSNorm in Triton, with one kernel for the forward pass and one for the backward pass.
 
 For the backward pass only the input and one scale per row are kept. The plain-torch reference is `plain_rms_norm`. Like
-the transformers modules, this kernel rounds x / rms(x) to the dtype of x before it multiplies by the weight. Suffixes
-of tensor names: R rows, W width.
+the transformers modules, this kernel rounds x / rms(x) to the dtype of x before it multiplies by the weight. The
+suffixes of tensor names mean R rows and W width.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lockstep.kernels.triton_math import runs_on
 # supports.
 TILE = 4096
 WIDEST = 16384
-# Maximum number of programs of the backward pass. Each one computes a partial sum of the weight gradient. The number
-# does not depend on the device, so that the sums are the same on every device.
+# Maximum number of programs of the backward pass. Each program computes a partial sum of the weight gradient. The
+# number does not depend on the device, so that the sums are the same on every device.
 PARTS = 528
 
 

@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE) of queries and keys in one Triton kernel.
 
 The plain-torch reference is `plain_rotate`. Like transformers, the kernel rounds x * cos and rotate_half(x) * sin to
-their dtype before it adds them. Suffixes of tensor names: N rows, H query heads, G key heads, T positions, D head size.
-cos and sin have shape (N or 1, T, D).
+their dtype before it adds them. The suffixes of tensor names mean N rows, H query heads, G key heads, T positions and D
+head size. cos and sin have shape (N or 1, T, D).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
-# Logit of a truncated token, used instead of minus infinity. Its exponential is 0 too. But 0 * LEFT_OUT is 0, while 0 *
-# -inf is NaN.
+# Logit of a truncated token, used instead of minus infinity. The exponential of both is 0. But 0 * LEFT_OUT is 0, while
+# 0 * -inf is NaN.
 LEFT_OUT = -1e30
 
 
@@ -23,9 +23,9 @@ def left_out_below(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens may be sampled. A token must be among the `top_k` likeliest tokens. It must be in the smallest set
-    of likeliest tokens whose probability reaches `top_p`. Its probability must be at least `min_p` times that of the
-    likeliest token.
+    """Says which tokens may be sampled. A token must be among the `top_k` likeliest tokens. A token must be in the
+    smallest set of likeliest tokens whose probability reaches `top_p`. The probability of a token must be at least
+    `min_p` times that of the likeliest token.
 
     The likeliest token is always kept. Tokens that tie with the last one of top-k are kept too. The rollout engine and
     the trainer use this same code.
@@ -109,7 +109,7 @@ def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: in
 
 @cache
 def wraps(device: torch.device) -> bool:
-    """Returns whether int32 overflow wraps around on the device, as the hash requires. This is tested once per
+    """Returns whether int32 overflow wraps around on the device, as the hash requires. The device is tested once per
     process."""
     if device.type in WRAP:
         return True

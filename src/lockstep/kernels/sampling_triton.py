@@ -1,8 +1,8 @@
 """Samples the next token in Triton and computes its log-prob, in one pass over the logits.
 
 The plain-torch reference is `choose` of the rollout engine. The Gumbel noise equals that of `sampling.py` bit for bit,
-so both implementations sample the same tokens. Suffixes of tensor names: B rows, V vocabulary. A row of logits is split
-into parts of a fixed size, so tokens and log-probs do not depend on the other rows of the batch.
+so both implementations sample the same tokens. The suffixes of tensor names mean B rows and V vocabulary size. A row of
+logits is split into parts of a fixed size, so tokens and log-probs do not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _parts(  # type: ignore[no-untyped-def]
     APART: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Each program reads one part of a row of logits. It computes the entry with the largest logit plus noise, the
-    largest logit (m_i) and the sum of exponentials (l_i)."""
+    """Each program reads one part of a row of logits. The program computes the entry with the largest logit plus noise,
+    the largest logit (m_i) and the sum of exponentials (l_i)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# The Triton interpreter (TRITON_INTERPRET=1) has no libdevice. There `log` is numpy's, and `log1p` is computed from
-# `log`.
+# The Triton interpreter (TRITON_INTERPRET=1) has no libdevice. In the interpreter `log` is numpy's, and `log1p` is
+# computed from `log`.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

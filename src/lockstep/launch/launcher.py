@@ -185,7 +185,8 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Parses SLURM's task counts per node: `4(x2),3` means 4, 4 and 3. Returns an empty list for any other format."""
+    """Parses SLURM's task counts per node, where `4(x2),3` means 4, 4 and 3. Returns an empty list for any other
+    format."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def fitting_devices(settings: Parallel, available: int) -> int:
-    """Returns the largest number of devices with which the parallel layout works. It is at most the number of available
-    devices and that of the recipe. Returns 0 if there are too few devices."""
+    """Returns the largest number of devices with which the parallel layout works. The result is at most the number of
+    available devices and the number of devices in the recipe. Returns 0 if there are too few devices."""
     most = min(settings.devices or 1, available)
     return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
 
@@ -193,8 +193,8 @@ class Cluster:
         self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
-        """Returns the working directory of the ranks. It is the current directory, which all nodes must share. For a
-        submitted Ray job it is None: the ranks then use the job's copy of its working directory."""
+        """Returns the working directory of the ranks. This is the current directory, which all nodes must share. For a
+        submitted Ray job returns None, because the ranks then use the job's copy of its working directory."""
         context = self.ray.get_runtime_context()
         if not context.runtime_env.working_dir():
             return os.getcwd()
@@ -209,7 +209,7 @@ class Cluster:
         return None
 
     def _device(self) -> str:
-        """Returns the device type of the ranks. The driver's machine may not have such a device."""
+        """Returns the device type of the ranks. The driver's machine may not have a device of this type."""
         if self.recipe.device == "auto":
             resources = self.ray.cluster_resources()
             return next(name for name, kind in DEVICES.items() if resources.get(kind.ray_resource or "CPU", 0) >= 1)
@@ -233,8 +233,8 @@ class Cluster:
 
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """Yields a placement group and its number of devices. It has as many devices as the recipe requests. With
-        `parallel.elastic` it may have fewer after a failure."""
+        """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
+        With `parallel.elastic` the group may have fewer after a failure."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
@@ -270,8 +270,8 @@ class Cluster:
             if time.monotonic() >= log_at:
                 log_at = time.monotonic() + TELL_AGAIN_SECONDS
                 say(f"waiting for {requested} {self.resource} of the Ray cluster, which has {available}")
-            # The cluster is asked again, because it detects a lost node only after a while, and a new node may replace
-            # that one.
+            # The cluster is asked again, because Ray detects a lost node only after a while, and a new node may replace
+            # a lost one.
             time.sleep(_BEAT_SECONDS)
 
     @contextmanager

@@ -35,7 +35,7 @@ class RankOutput:
 
 
 class RankPlace(NamedTuple):
-    """The node of an actor: Ray's node id and the address of the node. `devices` has the indices of the actor's
+    """The node on which an actor runs, with its id in Ray and its address. `devices` has the indices of the actor's
     accelerators."""
 
     node: str

@@ -1,4 +1,4 @@
-"""The supervisor process of a worker that runs user code. It ensures that the worker ends when the run ends."""
+"""The supervisor process of a worker that runs user code. The supervisor ends the worker when the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models give one score per text. They are trained on ranked responses."""
+"""Reward models give one score per text, and are trained on ranked responses."""
 
 from __future__ import annotations
 

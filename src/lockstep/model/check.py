@@ -160,7 +160,8 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
         for name, parameter in model.named_parameters()
         if name in nonzero and parameter.grad is not None
     }
-    # A wrong gradient propagates to earlier layers. Its error is largest at its source, so that parameter is reported.
+    # A wrong gradient propagates to earlier layers. The parameter with the largest error is reported, because the error
+    # is largest at its source.
     worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     if not errors[worst] <= GRADIENT_ERROR:
         raise Unfit(f"the gradient of {worst} is off by {errors[worst]:.2g} of its norm when {kind}")

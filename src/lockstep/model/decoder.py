@@ -42,8 +42,8 @@ class Decoder:
 
     @property
     def alike_up_to(self) -> int | None:
-        """Sequence length up to which position embeddings do not depend on the sequence length. None if they never
-        do."""
+        """Sequence length up to which position embeddings do not depend on the sequence length. None if position
+        embeddings never depend on the sequence length."""
         return min((rope.fixed for rope in self.moving if rope.fixed is not None), default=None)
 
     @cached_property

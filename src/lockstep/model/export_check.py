@@ -1,8 +1,8 @@
 """Verifies an exported model: plain transformers must reproduce the outputs of the trained model on a few rows.
 
 A checkpoint stores outputs of the trained model for a few short rows (`probe_of`). Every export is loaded with only
-transformers (and PEFT) and must give these outputs. Otherwise the export is refused before it is moved to its final
-path.
+transformers (and PEFT) and must give these outputs. An export with other outputs is refused before it is moved to its
+final path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
 
-# Lengths of the test rows in tokens. They are within the context length of any model.
+# Lengths of the test rows in tokens, within the context length of any model.
 LENGTHS = (5, 9, 13)
 # Allowed mean difference between the outputs of the export and the trained model, which two devices round differently.
 # Single tokens may differ more in bf16 and fp16: logits are rounded, and a token may be routed to another expert. For

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """Computes a scalar per token. For a critic it is the value estimate. A reward model's score is the scalar at the
-    last token."""
+    """Computes a scalar per token. A critic's scalars are its value estimates. A reward model's score is the scalar at
+    the last token."""
 
     def __init__(self, decoder: PreTrainedModel, head: nn.Linear, kernel: str):
         super().__init__()

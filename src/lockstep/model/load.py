@@ -52,7 +52,7 @@ def load_policy(
     *,
     frozen: bool = False,
 ) -> Policy:
-    """Loads the model of the recipe to `device`, or shards it over the ranks. Compares its log-probs with those of
+    """Loads the model of the recipe to `device`, or shards it over the ranks. Checks that its log-probs equal those of
     transformers."""
     kernel = kernel_of(settings, kernel)
     folders = folders_of(settings)
@@ -116,8 +116,8 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
-    """Raises `Refusal` if the tokenizer has token ids beyond the embedding. They would crash later, or read a wrong row
-    on some devices."""
+    """Raises `Refusal` if the tokenizer has token ids beyond the embedding. Such token ids would crash later, or read a
+    wrong row on some devices."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= embedding_rows:
         raise Refusal.at(

@@ -1,6 +1,6 @@
 """Loads transformers models from a local Hugging Face folder, splits them over ranks, and fuses their operators.
 
-This module takes local folders. `load.py` resolves model names to folders before it calls this module.
+`load.py` resolves model names to local folders before it calls this module.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = Non
 
 
 def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
-    """Builds the model without weights. They are read from the files when the model is sharded. Returns None if the
-    model does not support that."""
+    """Builds the model without weights. The weights are read from the files when the model is sharded. Returns None if
+    the model does not support that."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = config_of(folder, name)

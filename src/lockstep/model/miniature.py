@@ -66,7 +66,7 @@ SIZES: dict[str, int] = {
 # head size follows from the width.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
-# Attention limits. They are reduced, so that the test sequences are longer.
+# Attention limits of the small model, reduced so that the test sequences are longer.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
     **dict.fromkeys(
@@ -83,8 +83,8 @@ BY_FREQUENCY = ("short_factor", "long_factor")
 
 
 def miniature_config(config: Any, divisor: int = 1) -> Any:
-    """Returns the config of a small model with the architecture of `config`. Its attention limits are at most `LIMIT`.
-    Its numbers of heads and experts and its MLP width are divisible by `divisor`."""
+    """Returns the config of a small model with the architecture of `config`. The attention limits of the small model
+    are at most `LIMIT`. The numbers of heads and experts and the MLP width are divisible by `divisor`."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
@@ -167,7 +167,8 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in WIDTHS:
         return WIDTH
     if name in ("vocab_size", *POSITION_COUNTS):
-        # These values are set exactly, because the test token ids and sequence lengths must fit.
+        # The vocabulary size and maximum positions are set exactly, because the test token ids and sequence lengths
+        # must fit.
         return SIZES[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)

@@ -37,7 +37,7 @@ DIVISORS: dict[str, str] = {
     "inkling": "logits_mup_width_multiplier",
     "minicpm3": "logits_scaling",
 }
-# Config keys of the logit soft cap. They have this meaning in all models.
+# Config keys of the logit soft cap, which have this meaning in all models.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -65,7 +65,7 @@ def _scale(config: Any) -> float:
 
 @dataclass(frozen=True)
 class Scoring:
-    """The distribution for which log-probs are computed. It is the distribution from which responses are sampled."""
+    """The distribution for which log-probs are computed, which is the distribution from which responses are sampled."""
 
     temperature: float = 1.0
     truncation: Truncation | None = None
@@ -104,7 +104,7 @@ class Policy(nn.Module):
     @property
     def alike_up_to(self) -> int | None:
         """Sequence length up to which position embeddings, and so the results for a prefix, do not depend on the
-        sequence length. None if they never do."""
+        sequence length. None if position embeddings never depend on the sequence length."""
         return self.decoder.alike_up_to
 
     @property
@@ -168,7 +168,7 @@ class Policy(nn.Module):
 
     def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
         """Returns the function that computes token gradients in the forward pass, or None. With context parallelism
-        only a loss with uniform gradients has such a function."""
+        returns a function only for a loss with uniform gradients."""
         if self.scoring.alike:
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None

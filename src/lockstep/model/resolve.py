@@ -32,7 +32,7 @@ from lockstep.run.files import aside_of, checksum, written_aside
 from lockstep.run.output import write
 from lockstep.version import __version__
 
-# The form of a hub id: `owner/name`, or a name without owner.
+# A hub id has the form `owner/name`, or is a name without owner.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Files to download from the hub: settings, tokenizer and safetensors weights. Pickle files and code are not downloaded.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]

@@ -43,8 +43,8 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Shapes:
-    """Passed to conversion operations instead of the model. It only knows the parameters' shapes by name, without the
-    prefixes of wrappers."""
+    """Passed to conversion operations instead of the model. This object only knows the parameters' shapes by name,
+    without the prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -314,7 +314,7 @@ def places_of(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[nn.Parameter, InFiles] | None:
     """Returns where each parameter is in the files, or None if a parameter is missing. A tied parameter has several
-    names; the files may use any of them. Unused tensors of the files are added to `unused`."""
+    names; the files may use any of these names. Unused tensors of the files are added to `unused`."""
     if loaded_whole(model, model.dtype) is not None:
         return None
     try:
@@ -327,7 +327,7 @@ def places_of(
             continue
         place = found.setdefault(parameter, by_name[name])
         if place is not by_name[name] and not _alike(stored, place, by_name[name]):
-            return None  # with different values transformers does not tie the weights
+            return None  # transformers does not tie weights that differ in the files
     return found if all(parameter in found for parameter in model.parameters()) else None
 
 
@@ -336,8 +336,8 @@ def _alike(stored: StoredTensors, one: InFiles, other: InFiles) -> bool:
 
 
 def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
-    """Loads the complete buffers that are in the files, such as the bias of a router. Returns whether all of them were
-    found."""
+    """Loads the complete buffers that are in the files, such as the bias of a router. Returns whether all buffers of
+    the model were found."""
     names = stored_buffers(model)
     if not names:
         return True

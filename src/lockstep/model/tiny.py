@@ -138,7 +138,7 @@ def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, la
     config.save_pretrained(folder)
     special = {name: token for name, token in tokens.items() if name != "vocab_size"}
     GenerationConfig(do_sample=False, **special).save_pretrained(folder)
-    # `named_parameters` lists a tied weight once. A tied model must be stored like that.
+    # `named_parameters` lists a tied weight once, and a tied model must be stored with one copy of it.
     save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -1,7 +1,7 @@
-"""Trials are checks before training starts. They run a small model, a user function, or the rewards on a few rows.
+"""Trials: checks before training that run a small model, a user function, or the rewards on a few rows.
 
-`TRIALS` lists all trials. `run_trial` runs one, shows its progress and prints its results. It raises `Refusal` if the
-trial fails. It skips a trial that passed before on this machine with the same code and packages.
+`TRIALS` lists all trials. `run_trial` runs one, shows its progress and prints its results. `run_trial` raises `Refusal`
+if the trial fails. A trial that passed before on this machine with the same code and packages is skipped.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def run_trial(
     agree: Callable[[bool], bool] = bool,
     console: Console | None = None,
 ) -> None:
-    """Runs a trial by calling `attempt`. It returns a problem if the trial fails, which raises `Refusal`, or a report
-    to print.
+    """Runs a trial by calling `attempt`. If the trial fails, `attempt` returns a problem, which is raised as `Refusal`.
+    Otherwise it may return a report to print.
 
     `config` and `key` identify a cached result. `agree` returns whether all ranks have the cached result.
     """
@@ -218,8 +218,8 @@ CODE = ("device", "kernels", "model", "parallel", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:
-    """Returns a hash of the model config, the versions of packages and lockstep's code. It does not depend on weights
-    and paths."""
+    """Returns a hash of the model config, the versions of packages and lockstep's code. The hash does not depend on
+    weights and paths."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     versions = [torch.__version__, version("transformers"), *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)

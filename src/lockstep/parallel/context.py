@@ -27,8 +27,8 @@ def cut(length: int, parts: int) -> list[int]:
 
 def zigzag(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
     """Returns the token indices of each rank in zigzag order. Every sequence is cut into 2 * ranks chunks, and rank r
-    gets chunk r from the start and chunk r from the end. This balances the work, because later chunks attend to more
-    keys."""
+    gets chunk r from the start and chunk r from the end. Zigzag order balances the work, because later chunks attend to
+    more keys."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for first, length in zip(_starts(lengths), lengths, strict=True):
         chunks = [torch.arange(first + start, first + stop) for start, stop in pairwise(cut(length, 2 * ranks))]
@@ -46,7 +46,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(lengths)][:-1]
 
 
-# torch 2.13 renamed these two functions and warns about the old names.
+# torch 2.13 renamed the two collective functions below and warns about the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

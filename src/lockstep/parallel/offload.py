@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Offload of frozen models: the weights stay on the host between forward passes. They are copied to the device for each
-# forward pass, and the copies are freed after it. The results are bitwise equal to those without offload.
+# Offload of frozen models: the weights stay on the host between forward passes. The weights are copied to the device
+# for each forward pass, and the copies are freed after it. The results are bitwise equal to those without offload.
 
 # Size of a block of pinned memory and alignment of the tensors in a block, both in bytes.
 BLOCK, ALIGNED = 2**30, 512
@@ -90,7 +90,7 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """Keeps the weights of a frozen, unsharded model on the host. They are on the device only inside a `with
+    """Keeps the weights of a frozen, unsharded model on the host. The weights are on the device only inside a `with
     resident(module)` block."""
     setattr(module, HOME, Home(module, device))
 
@@ -114,7 +114,7 @@ def resident(module: nn.Module) -> Iterator[None]:
             home.leave()
 
 
-# Offload of activations between forward and backward pass. It does not change any value. Tensors that autograd saves
+# Offload of activations between forward and backward pass, which does not change any value. Tensors that autograd saves
 # for a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is
 # done. The tensors of a layer are prefetched during the backward of the layer above, so the device has the activations
 # of about two layers at a time. Complete storages are copied. So tensors that share a storage share it again after the
@@ -126,7 +126,8 @@ LEAST = 2**16
 
 
 class ActivationOffload:
-    """Offloads the activations of a model to the host. `layers` are its decoder layers; `device` is where they run."""
+    """Offloads the activations of a model to the host. `layers` are the decoder layers of the model, which run on
+    `device`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = len(layers), device
@@ -136,7 +137,7 @@ class ActivationOffload:
 
     @cached_property
     def side_stream(self) -> _SideStream:
-        """The device stream for copies. It is created on first use, on the current device."""
+        """The device stream for copies, which is created on first use, on the current device."""
         return _SideStream(self.device)
 
     @contextmanager
@@ -154,7 +155,7 @@ class ActivationOffload:
             one.end()
 
     def _layer_done(self, *_: Any) -> None:
-        # With gradient checkpointing a layer also runs in the backward pass. That run is ignored here.
+        # With gradient checkpointing a layer also runs in the backward pass, where this hook does nothing.
         if self._under_way is not None:
             self._under_way.layer_done()
 
@@ -238,7 +239,8 @@ class _KeepingPass:
     def __init__(self, side_stream: _SideStream, layers: int):
         self._side_stream, self._last = side_stream, layers - 1
         self._layers = [_Layer()]
-        # The address of a storage is its key. The weak reference prevents a new storage from getting the same address.
+        # The key contains the address of a storage. The weak reference prevents a new storage from getting the same
+        # address.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Storage]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Stays | torch.Tensor:

@@ -12,7 +12,8 @@ keys and values are passed around again. Their gradients follow one hop behind, 
 keys. Keys and values are sent as one tensor.
 
 The method is that of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order
-of Megatron and ring-flash-attention. Unlike in these two, chunks may differ in size, so there is no padding.
+of Megatron and ring-flash-attention. Unlike in Megatron and ring-flash-attention, chunks may differ in size, so there
+is no padding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lockstep.parallel.context import ContextGroup, cut
 @dataclass(frozen=True)
 class Hop:
     """One step of the ring: which queries of this rank attend to which keys of one rank (`queries` and `keys` are
-    indices). None means all queries or all keys."""
+    indices). If `queries` or `keys` is None, all queries or all keys are used."""
 
     where: Sections
     queries: torch.Tensor | None

@@ -116,8 +116,8 @@ def gathered(root: nn.Module) -> Iterator[None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Frees the full parameters that a forward pass left at the root, so that only shards remain. Otherwise writes to
-    the shards would have no effect."""
+    """Frees the full parameters that a forward pass left at the root, so that only shards remain. While full parameters
+    exist, writes to the shards have no effect."""
     for module in _sharded(root):
         module.reshard()
 
@@ -198,7 +198,7 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class Grid(NamedTuple):
-    """The sizes of the mesh: `replicate` copies of a model, each in `shard` shards, each shard split over `tensor`
+    """The sizes of the mesh, with `replicate` copies of a model, each in `shard` shards, each shard split over `tensor`
     ranks."""
 
     replicate: int
@@ -240,8 +240,8 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
 
 
 def refuse_offload(settings: Parallel, ranks: int) -> None:
-    """Raises `Refusal` if offload of weights is requested with a single rank. This offload is part of FSDP and needs
-    several ranks."""
+    """Raises `Refusal` if offload of weights is requested with a single rank. The offload of weights is part of FSDP
+    and needs several ranks."""
     for key, value in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
         if value in ("params", "all") and ranks == 1:
             raise Refusal.at(

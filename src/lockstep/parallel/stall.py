@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from lockstep.errors import STALLED
 
-# Functions that write stack dumps of this process, or of an unresponsive process on the same host. They also check
-# whether a process of this host that cannot send heartbeats is busy.
+# Functions that write stack dumps of this process, or of an unresponsive process on the same host. Other functions
+# check whether a process of this host that cannot send heartbeats is busy.
 
 # On this signal, faulthandler writes the stacks in its C signal handler. So it works even if a thread holds the GIL or
 # waits inside a library.
@@ -298,7 +298,8 @@ def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -
     """Appends the stacks of a rank (by default of this process) to the file `rank_N.txt`. If there is no run folder,
     prints this process's stacks to stderr.
 
-    The run folder is not created here. Otherwise the next start of a run that requires a new folder would be refused.
+    The run folder is not created here, because the next start of a run that requires a new folder would then be
+    refused.
     """
     folder = stall.folder / "stacks"
     try:

@@ -67,8 +67,8 @@ class TensorGroup:
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Marks a tensor as input of column-parallel modules. Its gradient is all-reduced in the backward pass. If
-        several modules have the same input, it is all-reduced only once."""
+        """Marks a tensor as input of column-parallel modules. The gradient of such an input is all-reduced in the
+        backward pass, only once if several modules have the same input."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         if self._entered:
@@ -156,8 +156,8 @@ def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
 
 
 def _show(module: nn.Module, **parts: torch.Tensor | None) -> None:
-    """Replaces the module's parameters by `parts` during a forward pass. This works because instance attributes take
-    precedence over parameters."""
+    """Replaces the module's parameters by `parts` during a forward pass. The local tensors are set as instance
+    attributes, which take precedence over parameters."""
     vars(module).update(parts)
 
 
@@ -206,8 +206,8 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
     """Maps the experts that the router chose for each token to indices of this rank's experts. Experts of other ranks
-    get the index after the last local expert, which transformers' modules skip. They also get weight 0, for modules
-    that do not skip this index."""
+    get the index after the last local expert, which transformers' modules skip. Experts of other ranks also get weight
+    0, for modules that do not skip this index."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
     _show(module, **parts)

@@ -146,8 +146,8 @@ class Watch:
             self._move(self._stages[-1])
 
     def progress(self, next_part: str | None = None) -> None:
-        """Reports progress within a long stage. `next_part` is added to the name of the position. None keeps that name;
-        an empty string resets it to the stage."""
+        """Reports progress within a long stage. `next_part` is added to the name of the position. With None the
+        position keeps its name; with an empty string it gets the name of the stage."""
         where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
         if next_part is None:
             where = self._moment.where
@@ -187,7 +187,7 @@ class Watch:
                         self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
-                return  # the store is unreachable; `_log_waits` reports that, if a rank still waits
+                return  # the store is unreachable; `_log_waits` reports it if a rank still waits
             if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
@@ -353,8 +353,8 @@ def wait_log_seconds() -> float:
 
 @contextmanager
 def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch]:
-    """Runs a watchdog inside the `with` block. It has its own connection to the store, because a blocking request
-    blocks all others on the same connection."""
+    """Runs a watchdog inside the `with` block. The watchdog has its own connection to the store, because a blocking
+    request blocks all others on the same connection."""
     after = wait_log_seconds()
     with ExitStack() as stack:
         store = _store(size)

@@ -53,8 +53,9 @@ def _store() -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """This rank and its process groups. The rows of an update are split over `dp_size` data-parallel replicas. The
-    ranks of a context- or tensor-parallel group form one data-parallel replica and return the same results."""
+    """Describes this rank and its process groups. The rows of an update are split over `dp_size` data-parallel
+    replicas. The ranks of a context- or tensor-parallel group form one data-parallel replica and return the same
+    results."""
 
     rank: int = 0
     size: int = 1
@@ -253,8 +254,8 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
     return replace(world, context=group, dp_group=dp_groups[index])
 
 
-# A problem that one rank finds must be raised on all ranks. Otherwise the other ranks would hang in their next
-# collective operation.
+# A problem that one rank finds must be raised on all ranks. If only one rank raised it, the other ranks would hang in
+# their next collective operation.
 
 
 @contextmanager

@@ -101,8 +101,8 @@ class Matched:
 
     @property
     def explanation(self) -> str:
-        """Describes which side was averaged and how many steps were left out. Empty if both sides logged the same
-        steps."""
+        """Describes which side was averaged and how many steps were left out. The description is empty if both sides
+        logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
             for count, side in ((self.only_a, "A"), (self.only_b, "B"))
@@ -113,8 +113,8 @@ class Matched:
 
 def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
     """Aligns the first runs of both sides, and treats further runs of a side in the same way. A side is averaged only
-    if the other side logs means over several steps. Its log format says so, or `_detected_means` detects it. All steps
-    of these means must be present."""
+    if the other side logs means over several steps, and if all steps of these means are present. Whether values are
+    means is known from the log format or detected by `_detected_means`."""
     a, b = a_runs[0], b_runs[0]
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
@@ -264,8 +264,8 @@ def shift_steps(log: Log, by: int) -> Log:
 
 
 def select_steps(log: Log, first: int, last: int) -> Log:
-    """Returns a copy of the log with only the steps from `first` to `last`. Its planned number of steps is reduced to
-    `last`."""
+    """Returns a copy of the log with only the steps from `first` to `last`. The planned number of steps in the copy is
+    at most `last`."""
     metrics = {name: _selected(series, first, last) for name, series in log.metrics.items()}
     planned = None if log.planned is None else min(log.planned, last)
     return replace(
