@@ -154,8 +154,8 @@ def store(
 
 
 class KeyPlaces(NamedTuple):
-    """Where the keys and values are. Packed: the keys of a sequence start at its index in `firsts`. Paged: they are in
-    the cache blocks that `table` lists."""
+    """Where the keys and values of a sequence are. Packed keys start at the sequence's index in `firsts`. Paged keys
+    are in the cache blocks that `table` lists."""
 
     keys: torch.Tensor
     values: torch.Tensor

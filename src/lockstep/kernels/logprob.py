@@ -60,9 +60,9 @@ class Scores(NamedTuple):
 
 
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
-"""A function that takes the log-probs and entropies of a slice of the positions. It returns the gradients of the loss
-with respect to these values, up to one factor common to all positions. It exists only for a loss whose tokens are
-independent of each other."""
+"""A function that takes the log-probs and entropies of a slice of the positions. The function returns the gradients of
+the loss with respect to these values, up to one factor common to all positions. Only a loss whose tokens are
+independent of each other has such a function."""
 
 
 def uniform_token_grads(

@@ -111,8 +111,8 @@ class _Swiglu(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """The gated MLP. No other function uses the outputs of its gate and up projections, so the backward pass overwrites
-    them."""
+    """The gated MLP. No other function uses the outputs of the MLP's gate and up projections, so the backward pass
+    overwrites these outputs."""
 
     @staticmethod
     def forward(

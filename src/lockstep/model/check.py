@@ -231,8 +231,8 @@ def wrong_kernel(
         return Problem(
             f"device {device}",
             f"its attention kernel {kernel} is wrong: {why}. With model.attention={PLAIN} the same check passes here",
-            f"set model.attention={PLAIN}, which is plain torch and slower; another version of torch or of "
-            "the driver may fix the kernel, `lockstep doctor` lists matching versions, and a replay of a tape "
+            f"set model.attention={PLAIN}, which is plain torch and slower. Another version of torch or of "
+            "the driver may fix the kernel; `lockstep doctor` lists matching versions. A replay of a recorded run "
             "(docs/replay.md) writes a script that reproduces the fault",
             code="wrong-kernel",
         )

@@ -70,7 +70,7 @@ def _opened(file: Path) -> Any:
         reader = GGUFReader(file)
     except Exception as error:  # the parser raises various errors for a truncated file
         why = f"is truncated or damaged: {type(error).__name__}: {first_line(error)}"
-        raise Refusal.at(file, why, "copy or download it again", code="damaged-file") from error
+        raise Refusal.at(file, why, "copy or download the file again", code="damaged-file") from error
     field = reader.get_field("split.count")
     if field is not None and int(field.contents()) > 1:
         why = f"has only one of the {int(field.contents())} parts of a model"

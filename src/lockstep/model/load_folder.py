@@ -56,7 +56,7 @@ def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = Non
 
 def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
     """Builds the model without weights. The weights are read from the files when the model is sharded. Returns None if
-    the model does not support that."""
+    the weights of this model cannot be read one by one."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = config_of(folder, name)

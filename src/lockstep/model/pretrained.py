@@ -44,7 +44,7 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
             raise Refusal.at(where, why, NO_CODE, code="untrusted-code") from error
         damage = _damaged_file(Path(path))
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
-        remedy = "copy or download it again" if damage else ""
+        remedy = "copy or download the damaged file again" if damage else ""
         raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy, code="unreadable") from error
 
 
@@ -175,7 +175,7 @@ def refuse_damaged_settings(path: str, where: str) -> None:
     for name in SETTINGS:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
-            raise Refusal.at(where, f"{file} {damage}", "copy or download it again", code="damaged-file")
+            raise Refusal.at(where, f"{file} {damage}", "copy or download the file again", code="damaged-file")
     file = Path(path) / SETTINGS[0]
     if file.is_file() and (kernel := _hub_kernel(json.loads(file.read_text(encoding="utf-8")))):
         why = f"{file} requests the hub kernel {kernel!r:.80}, and lockstep runs no code from the hub"
@@ -201,7 +201,7 @@ def refuse_no_weights(path: str, where: str) -> None:
             return
         if index.is_file():
             if damage := _damage_of_json(index):
-                raise Refusal.at(where, f"{index} {damage}", "copy or download it again", code="damaged-file")
+                raise Refusal.at(where, f"{index} {damage}", "copy or download the file again", code="damaged-file")
             named = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
             missing = [one for one in named if not (folder / one).is_file()]
             if missing:

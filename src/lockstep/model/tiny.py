@@ -77,7 +77,7 @@ def _refuse_overwriting(written: Path, folder: Path) -> None:
         Problem(
             str(folder / new.name),
             "exists and has other content",
-            "remove it or give another folder",
+            "remove this file, or give another folder",
             code="already-exists",
         )
         for new in sorted(written.iterdir())

@@ -22,8 +22,8 @@ from lockstep.errors import STALLED
 # Functions that write stack dumps of this process, or of an unresponsive process on the same host. Other functions
 # check whether a process of this host that cannot send heartbeats is busy.
 
-# On this signal, faulthandler writes the stacks in its C signal handler. So it works even if a thread holds the GIL or
-# waits inside a library.
+# On this signal, faulthandler writes the stacks in its C signal handler. So the dump works even if a thread holds the
+# GIL or waits inside a library.
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
 # A process is busy if it uses at least _BUSY_SHARE of a processor, or reads at least _BUSY_BYTES from disk, between two

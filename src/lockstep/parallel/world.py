@@ -261,7 +261,7 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
     """Collects the problems that the `with` block raises on any rank. All ranks then raise all of these problems
-    together. `what` names what they are about."""
+    together. `what` says what the problems are about, such as weights."""
     problems: list[Problem] = []
     try:
         yield

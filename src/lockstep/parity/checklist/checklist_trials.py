@@ -325,7 +325,7 @@ def padding(bench: Bench) -> CheckItem:
     bench.restore()
     allowed, learner = bench.tolerance.logprob, bench.models.trained
     packed_K = bench.answers(learner, bench.packed())
-    # A value head of zeros outputs 0 for every token. So it is trained until its outputs change, before it can be
+    # A value head of zeros outputs 0 for every token. So a value head is trained until its outputs change, before it is
     # tested.
     if bool((packed_K == packed_K[0]).all()) and _visible_rate(bench, least=1.0) is None:
         bench.restore()
