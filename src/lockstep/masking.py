@@ -1,7 +1,7 @@
-"""Detects secrets in values, masks them in text, and resolves references to them.
+"""Detects secrets (passwords, API keys) in values, masks them in text, and resolves references to secrets.
 
-A recipe refers to a secret by name: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file. Only
-the reference is stored and shown. The value is read on use and masked in all output.
+A recipe refers to a secret by name, where `${env:NAME}` is an environment variable and `${file:PATH}` is the text of a
+file. Files and output contain only this reference. The secret itself is read when it is used, and masked in all output.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-# Recipe keys in which references are resolved. `*` matches one name.
+# Recipe keys in which references to secrets (`${env:NAME}`) are replaced by the secret. `*` matches one name.
 EXPANDED = ("reward.remote", "rollout.url", "rollout.server.env.*", "reward.arguments.*")
 
 _REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
-# Matches user:password@. Digits up to the path are a port, not a password: http://host:8000/@name. Lengths are bounded,
-# because an unbounded expression could take hours on a malicious text.
+# Matches user:password@. Digits before the path are a port, not a password, as in http://host:8000/@name. The lengths
+# in the regular expression are bounded, because an unbounded one could take hours on a malicious text.
 _PASSWORD = re.compile(
     r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,256}:)(?!\d{0,9}(?:[/?#]|$))([^\s'\"]{1,2048})(?=@)"
 )
-# A user name without a password is treated as a token if it is long.
+# In a URL, a long user name (16 characters or more) without a password is treated as a token.
 _USER = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://)([^\s/:@'\"]{16,2048})(?=@)")
 _PARAMETER = re.compile(r"([?&;]([\w.~-]+)=)([^&;#\s'\"]+)")
 _PARAMETER_WORD = re.compile(
@@ -33,45 +33,45 @@ _NAME = re.compile(
     r"(?i)(?:secret|passw(?:or)?d|passphrase|credentials?|authorization|(?:api|access|private|auth|secret)[_-]?key|"
     r"(?:api|access|auth|bearer|refresh|hf|hub|session|github|gitlab|wandb)[_-]?token|use_wandb|wandb[._-]key)$"
 )
-# Tokens with a standard prefix.
+# Matches API tokens by their standard prefix, such as `sk-` or `hf_`.
 _TOKEN = re.compile(
     r"\b(?:sk-(?:(?:proj|ant|or|svcacct|admin)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
     r"AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
 )
-# Placeholders that users write if a key is required but not needed.
+# Values that users write if a tool requires an API key that is not needed. These values are not treated as secrets.
 _PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
 _PAIR = re.compile(r"([\w.-]+)\s*:\s*([^,{}\[\]]+)")
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
-# Shorter values are not masked: they would match ordinary text.
+# Secrets shorter than this are not masked, because they would match ordinary text.
 _SHORTEST = 4
 _concealed: set[str] = set()
-# Private-use characters that replace references while a text is masked.
+# Unicode private-use characters, which temporarily replace the references in a text while the text is masked.
 _PLACE = re.compile("[\ue000-\uf8ff]")
 
 
 class Unresolved(ValueError):
-    """A reference that cannot be resolved; the message contains the remedy."""
+    """Raised if a reference to a secret cannot be resolved. The message says what to do."""
 
 
 def conceal(value: str) -> None:
-    """Masks this value in all later output."""
+    """Registers a secret, so that it is masked in all later output."""
     if len(value) >= _SHORTEST:
         _concealed.add(value)
 
 
 def without_concealed(text: str) -> str:
-    """Masks in the text all secrets that this process has read."""
+    """Masks all secrets in the text that were passed to `conceal`."""
     for value in sorted(_concealed, key=len, reverse=True):
         text = text.replace(value, MASK)
     return text
 
 
 def masked(text: str) -> str:
-    """Masks in the text passwords and keys in URLs, tokens, and values passed to `conceal`."""
+    """Masks passwords and keys in URLs, tokens, and secrets passed to `conceal`."""
     text = _TOKEN.sub(MASK, without_concealed(text))
     if "://" not in text:
         return text
-    # References contain colons and slashes, so they are replaced first.
+    # References to secrets contain colons and slashes, so they are temporarily replaced by single characters.
     named: dict[str, str] = {}
     text = _REFERENCE.sub(lambda found: _place(found[0], named), text)
     if "@" in text:
@@ -87,7 +87,8 @@ def _place(reference: str, named: dict[str, str]) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """Returns a command line with secrets masked, including `--api-key KEY`."""
+    """Returns the words of a command line with secrets masked, including the value of options such as `--api-key
+    KEY`."""
     masked_line: list[str] = []
     for word in words:
         flag, before = _FLAG.match(word), _FLAG.match(masked_line[-1]) if masked_line else None
@@ -104,12 +105,12 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def _mask_pair(found: re.Match[str]) -> str:
-    """Masks `HF_TOKEN: value` inside a YAML group on the command line."""
+    """Masks the value of `HF_TOKEN: value` inside a YAML mapping on the command line."""
     return f"{found[1]}: {_kept(found[2].strip())}" if _NAME.search(found[1]) else found[0]
 
 
 def masked_tree(value: Any, name: str = "") -> Any:
-    """Returns nested values with secrets masked."""
+    """Returns a copy of nested dicts and lists in which secrets are masked."""
     if isinstance(value, dict):
         return {key: masked_tree(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
@@ -121,7 +122,7 @@ def masked_tree(value: Any, name: str = "") -> Any:
 
 
 def comparable(value: Any, name: str = "") -> Any:
-    """Returns the value without secrets: values that differ only in a secret or its reference become equal."""
+    """Returns the value without secrets, so that two values that differ only in a secret or its reference are equal."""
     if not isinstance(value, str):
         return value
     if _NAME.search(name):
@@ -141,7 +142,8 @@ def _has_user(address: str) -> bool:
 
 
 def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yields (key, why, remedy) for each secret in a recipe, and for each reference in a key without support for it."""
+    """Yields (key, why, remedy) for each secret in a recipe, and for each reference in a key that does not support
+    references."""
     name = key.rpartition(".")[2]
     if isinstance(values, dict):
         for inner, value in values.items():
@@ -156,13 +158,13 @@ def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
         if references(values) and not is_expanded(base):
             yield (
                 key,
-                "has a reference to a secret, which this key does not support",
+                "contains a reference to a secret, but references are not supported here",
                 f"references work in {_places()}",
             )
         elif masked(values) != values or (_is_secret_key(base, name, values) and _kept(values) != values):
             yield (
                 key,
-                "contains a secret, which all files of the run would repeat",
+                "contains a secret, which would be written to files of the run",
                 _REMEDY.format(name=_variable(base)),
             )
 
@@ -172,7 +174,7 @@ def _is_secret_key(key: str, name: str, value: str) -> bool:
 
 
 _REMEDY = (
-    "put it into an environment variable or a file and refer to it: ${{env:{name}}} or ${{file:PATH}} "
+    "put the secret into an environment variable or a file and refer to it: ${{env:{name}}} or ${{file:PATH}} "
     "(in single quotes on a command line)"
 )
 
@@ -186,11 +188,11 @@ def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
         flag = _FLAG.match(word)
         if flag and _NAME.search(flag[1]) and (flag[2] or (following and not following.startswith("-"))):
             why = f"--{flag[1]} contains a secret, which is visible in the process list"
-            yield key, why, "remove it: lockstep gives its servers a key; for your server set LOCKSTEP_SERVER_KEY"
+            yield key, why, "remove it: lockstep gives its own servers a key; for yours set LOCKSTEP_SERVER_KEY"
 
 
 def is_expanded(key: str) -> bool:
-    """Returns whether this recipe key supports references."""
+    """Returns whether this recipe key supports references to secrets."""
     parts = key.split(".")
     return any(
         len(parts) == len(pattern.split("."))
@@ -204,20 +206,20 @@ def _places() -> str:
 
 
 def references(text: str) -> list[str]:
-    """Returns a description of each reference in the text."""
+    """Returns a description of each reference to a secret in the text, such as `the file PATH`."""
     kinds = {"env": "the environment variable", "file": "the file"}
     return [f"{kinds[kind]} {name}" for kind, name in _REFERENCE.findall(text)]
 
 
 def variables(values: Any) -> set[str]:
-    """Returns the environment variables that a recipe refers to; all processes of the run need them."""
+    """Returns the names of the environment variables that a recipe refers to. All processes of the run need them."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
     found = _REFERENCE.findall(values) if isinstance(values, str) else []
     return {name for kind, name in found if kind == "env"}.union(*map(variables, inner))
 
 
 def sources(values: Any, key: str = "") -> dict[str, str]:
-    """Returns where the secrets of a recipe come from, by key."""
+    """Returns for each recipe key with a reference which environment variable or file its secret comes from."""
     if isinstance(values, dict):
         pairs = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
     elif isinstance(values, list):
@@ -229,9 +231,10 @@ def sources(values: Any, key: str = "") -> dict[str, str]:
 
 
 def expanded(text: str) -> str:
-    """Replaces references in the text by their secrets, which are masked in later output. Raises `Unresolved`."""
+    """Replaces references in the text by their secrets, and masks these secrets in all later output. Raises
+    `Unresolved`."""
     if f"{MASK}@" in text or f"={MASK}" in text or text == MASK:
-        raise Unresolved(f"its secret was masked ({MASK}): refer to it as ${{env:NAME}}")
+        raise Unresolved(f"its secret was masked ({MASK}): write a reference such as ${{env:NAME}} instead")
     return _REFERENCE.sub(lambda found: _read(found[1], found[2]), text)
 
 
@@ -256,7 +259,7 @@ def _mask_last(found: re.Match[str]) -> str:
 
 
 def _kept(value: str) -> str:
-    """Returns a reference or a mask unchanged, and masks anything else."""
+    """Returns MASK, unless the value consists only of references and masks; then it is returned unchanged."""
     return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
 
 

@@ -197,7 +197,7 @@ def test_a_gguf_file_is_the_model_that_was_packed(place: Path, tmp_path: Path, t
     tokenizers = [AutoTokenizer.from_pretrained(one) for one in (found, tiny_folder)]
     assert len({tuple(one("12+3? so")["input_ids"]) for one in tokenizers}) == 1
     (tmp_path / "no.gguf").write_bytes(b"GGML and more")
-    with pytest.raises(Refusal, match="no GGUF one"):
+    with pytest.raises(Refusal, match="not a GGUF file"):
         model_folder(str(tmp_path / "no.gguf"))
 
 

@@ -99,10 +99,10 @@ def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: tor
     ("change", "why"),
     [
         ({"dtype": torch.float64}, "type torch.float64"),
-        ({"value": 6}, "values of 6 for keys of 8"),
+        ({"value": 6}, "value head size 6 differs from key head size 8"),
         ({"heads": 257, "groups": 1}, "257 heads, at most 256"),
-        ({"heads": 3}, "3 query heads for 2 key heads"),
-        ({"size": 769, "value": 769}, "heads of 769, at most 768"),
+        ({"heads": 3}, "3 query heads are no multiple of 2 key heads"),
+        ({"size": 769, "value": 769}, "head size 769, at most 768"),
         ({"queries": (1,) * 1025, "keys": (1,) * 1025}, "more than 1024 sequences"),
         ({"queries": (1,), "keys": (2**20 + 1,), "heads": 1, "groups": 1, "size": 1, "value": 1}, "1048576 tokens"),
     ],

@@ -72,7 +72,7 @@ def test_a_shared_beginning_of_one_length_is_right_and_of_several_is_refused(tmp
     torch.testing.assert_close(shared, apart, atol=1e-5, rtol=0)
     short = [pair[0], Example([*start, 7], [0] * 20 + [1], Origin("rows", 0))]
     batch = micro_batch(short, packed=True, pad_id=0, starts=[0, 10], shares=shared_beginnings(short))
-    with pytest.raises(NotImplementedError, match="cannot share a prefix with length-dependent"):
+    with pytest.raises(NotImplementedError, match="cannot share a prefix, because the rotary"):
         policy(batch)
 
 

@@ -1,6 +1,6 @@
-"""Fused operators in transformers modules, selected by the name of the device's attention kernel.
+"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects them.
 
-`model.attention: sdpa` selects plain torch everywhere, so it disables these too.
+With `model.attention: sdpa` every operator is plain torch, so no fused operator is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.kernels.fused_modules import Gather, plug_in
 from lockstep.kernels.invariant import products_by_row
 
-# Packages that provide kernels, if they are installed.
+# Optional packages that provide kernels.
 KERNEL_PACKAGES = ("triton", "torch_npu")
 
 
@@ -43,18 +43,19 @@ FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
 }
 
 
-# Attribute of a model that lists the replaced modules.
+# Name of the model attribute in which `fuse` lists the replaced modules.
 REPLACED = "lockstep_fused"
 
 
 def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
-    """Installs the device's kernels; `replaced` lists them. The root of a sharded model must be gathered already;
-    `gather` gathers the other modules layer by layer."""
+    """Installs the device's fused kernels in the model; `replaced` lists them. The caller of a sharded model gathers
+    the parameters of the root module first. `gather` gathers the parameters of the other modules layer by layer."""
     products_by_row(kernel == BY_ROW)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
 
 
 def replaced(model: nn.Module) -> list[str]:
-    """Returns what `fuse` replaced in a model, even if another module wraps the model now."""
-    # `vars` is used, because adapters forward attribute access to the module they wrap.
+    """Returns the names of what `fuse` replaced in a model, even if another module (e.g. a PEFT adapter) wraps it
+    now."""
+    # `vars` is used instead of `getattr`, because adapters forward attribute access to the module they wrap.
     return [entry for module in model.modules() for entry in vars(module).get(REPLACED, ())]

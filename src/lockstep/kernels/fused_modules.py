@@ -1,4 +1,4 @@
-"""Replaces transformers modules (norm, MLP, rotary) by fused kernels, each tested against the module before use."""
+"""Replaces transformers modules (norm, MLP, rotary) by fused kernels, after testing each kernel against its module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Number of rows of a trial, larger than one tile of a device's vector unit.
+# Number of token rows in the input of a kernel trial, more than one tile of a device's vector unit has.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
@@ -26,18 +26,19 @@ class KernelTrial:
     """Tolerances of the trial in which a fused kernel is compared with the module it replaces."""
 
     tolerance: Mapping[torch.dtype, float]
-    """Tolerance relative to the largest value."""
+    """Tolerance per dtype, relative to the largest absolute value of the module's output."""
     smallest: float
-    """Outputs whose largest value is below this use the tolerance of this value."""
+    """If the largest output value is below `smallest`, the tolerance is relative to `smallest` instead."""
     gradients: bool
-    """Whether the backward pass is compared too."""
+    """Whether the trial also compares the gradients of the kernel with those of the module."""
     wait: Callable[[], None]
     """Synchronises the device, so that a kernel's error is raised in the trial and not in a training step."""
     errors: tuple[type[Exception], ...] = (TypeError, RuntimeError, ValueError)
     """Exceptions that a kernel raises if it does not work on this device."""
 
     def alike(self, what: str, kernel: str, reference: Callable[[], Answers], fused: Callable[[], Answers]) -> bool:
-        """Returns whether both outputs match; if not, warns that `what` stays plain torch."""
+        """Returns whether `reference` and `fused` give matching outputs. If not, warns that the module `what` stays
+        plain torch."""
         try:
             with torch.set_grad_enabled(self.gradients):
                 expected, actual = reference(), fused()
@@ -63,7 +64,7 @@ def drawn(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
-# Modules of transformers that a fused operator may replace, recognised by their structure.
+# Functions that recognise, by their structure, the transformers modules that a fused operator may replace.
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -84,7 +85,8 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def is_silu_gated(module: nn.Module) -> bool:
-    """Returns whether the module is a SiLU-gated MLP without other submodules: a trial would not detect dropout."""
+    """Returns whether the module is a SiLU-gated MLP without other submodules such as dropout, which a trial would
+    miss."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
 
@@ -102,21 +104,21 @@ def _without_bias(module: nn.Module, name: str) -> bool:
 
 
 def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Calls the forward of the module's class, even if the module's forward was replaced."""
+    """Calls the forward that the module's class defines, even if a kernel has replaced the forward of this module."""
     answer: torch.Tensor = type(module).forward(module, x)
     return answer
 
 
-# The rotary kernel replaces a function of a modelling file that the attention of all its models calls. The kernel is
-# used only for models on which it was tested: their rotary embeddings mark the cos and sin that they return. For
-# unmarked cos and sin the original function is called.
+# The rotary kernel replaces `apply_rotary_pos_emb` of a transformers modelling file, which all models of that file
+# call. The kernel is used only for models on which it was tested. The rotary embeddings of a tested model mark the cos
+# and sin tensors that they return. With unmarked cos and sin the original function runs.
 
 FUNCTION = "apply_rotary_pos_emb"
 SCALE, MARK = "attention_scaling", "for_fused_rotary"
 
 
 class Heads(NamedTuple):
-    """Shapes and dtype of a rotary call, used as the key of trial results."""
+    """Dtype, head counts and head size of a call of `apply_rotary_pos_emb`, used as the key of trial results."""
 
     dtype: torch.dtype
     queries: int
@@ -129,19 +131,20 @@ class RotaryKernel(NamedTuple):
 
     name: str
     rotate: Callable[..., Any]
-    """Same signature as the modelling file's function: q, k, cos, sin, `unsqueeze_dim`."""
+    """The kernel, with the signature of `apply_rotary_pos_emb`: q, k, cos, sin, `unsqueeze_dim`."""
     fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], bool]
     """Returns whether the kernel supports these inputs (q, k, cos, sin, `unsqueeze_dim`)."""
     marks: Callable[[nn.Module], bool]
-    """Returns whether the kernel supports the output of a rotary embedding. Checked on each call, because the scale of
-    some embeddings depends on the length."""
+    """Returns whether the kernel supports the output of a rotary embedding. This is checked on each call, because the
+    scale of some rotary embeddings depends on the sequence length."""
     only_tried: bool
-    """Trial results. For heads of a different number, size or dtype the original function is called."""
+    """If true, the kernel runs only for the dtype, head counts and head size that passed a trial. For others the
+    original function runs."""
 
 
 class Rotary:
-    """Replaces the modelling file's function. Calls the kernel for supported inputs that passed the trial, else the
-    original function."""
+    """Replaces `apply_rotary_pos_emb` in a transformers modelling file. Calls the kernel if it supports the inputs and
+    passed the trial. For other inputs calls the original function."""
 
     def __init__(self, original: Callable[..., Any], kernel: RotaryKernel):
         self.original, self.kernel = original, kernel
@@ -164,7 +167,7 @@ class Rotary:
 
 
 def plug_rotary(model: nn.Module, kernel: RotaryKernel, trial: KernelTrial) -> list[str]:
-    """Installs the kernel; returns the names of the modelling files in which it is used for this model."""
+    """Installs the rotary kernel. Returns the names of the transformers modelling files in which this model uses it."""
     heads = heads_of(model)
     if heads is None:
         return []
@@ -190,7 +193,7 @@ def plug_rotary(model: nn.Module, kernel: RotaryKernel, trial: KernelTrial) -> l
 
 
 class _Marking:
-    """Forward hook of a rotary embedding that marks its output."""
+    """Forward hook of a rotary embedding that marks the cos and sin outputs that the rotary kernel supports."""
 
     def __init__(self, kernel: RotaryKernel):
         self.kernel = kernel
@@ -203,7 +206,8 @@ class _Marking:
 
 
 def scales_of(module: nn.Module) -> list[float]:
-    """Returns one scale for all layers or one per layer type; empty if the module is not a rotary embedding."""
+    """Returns the attention scales of a rotary embedding: one for all layers, or one per layer type. Returns an empty
+    list for other modules."""
     return [value for name, value in vars(module).items() if name.endswith(SCALE) and isinstance(value, float | int)]
 
 
@@ -237,16 +241,18 @@ def _same(
 
 
 # A module that looks like a norm or a gated MLP is compared with the kernel on random input in its dtype and width. The
-# kernel replaces the module's forward only if both match. So there is no list of models, and modules that compute
-# something else stay unchanged. For calls that a kernel does not support, the module's original forward is used.
+# kernel replaces the module's forward only if the outputs of kernel and module match. So no list of supported models is
+# needed, and a module that computes something else than the kernel stays unchanged. For calls that a kernel does not
+# support, the module's original forward is used.
 
 Forward = Callable[..., torch.Tensor]
-# A context manager that gathers the sharded parameters of a module.
+# A function that returns a context manager, in which the sharded parameters of a module are gathered.
 Gather = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class ModuleKernel(NamedTuple):
-    """A kernel for one kind of module: `looks` selects the modules to test, and `forward` replaces their forward."""
+    """A fused kernel for one kind of module. `looks` returns whether a module is to be tested. `forward` replaces its
+    forward."""
 
     name: str
     looks: Callable[[nn.Module], bool]
@@ -254,7 +260,7 @@ class ModuleKernel(NamedTuple):
 
 
 class DeviceKernels(NamedTuple):
-    """A device's kernels and the tolerances of their trial."""
+    """The fused kernels of a device type, and the tolerances with which they are tested."""
 
     modules: tuple[ModuleKernel, ...]
     rotary: RotaryKernel
@@ -262,8 +268,8 @@ class DeviceKernels(NamedTuple):
 
 
 def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullcontext) -> list[str]:
-    """Installs the kernels; returns what was replaced, for the log. During a trial `gather` gathers only the module and
-    its parents, so that a sharded model is never gathered completely."""
+    """Installs the fused kernels in the model. Returns a description of each replacement, for the log. During a trial
+    `gather` gathers only the module and its parents, so that a sharded model is never gathered completely."""
     replaced: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
@@ -276,15 +282,16 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
 
 
 class KernelForward:
-    """A kernel as the forward of one module. It has a weak reference to the module, because a bound method would form a
-    cycle and keep the weights on the device until garbage collection. A copy of the module gets a copy of it."""
+    """Calls a fused kernel as the forward of one module. This object keeps only a weak reference to the module. A bound
+    method would form a reference cycle, which would keep the weights on the device until garbage collection. A copy of
+    the module gets a copy of this object."""
 
     def __init__(self, forward: Forward, module: nn.Module):
         self._forward, self._module = forward, weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         module = self._module()
-        assert module is not None  # the caller has a reference to it
+        assert module is not None  # the caller has a reference to the module
         return self._forward(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[KernelForward], tuple[Forward, nn.Module | None]]:
@@ -292,7 +299,8 @@ class KernelForward:
 
 
 def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yields all modules, like `modules()`, with the parameters of a module and its parents gathered."""
+    """Yields all modules, like `modules()`. While a module is used, its parameters and those of its parents are
+    gathered."""
     if module in seen:
         return
     seen.add(module)
@@ -303,14 +311,14 @@ def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]
 
 
 def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:
-    """Returns whether the forward and, with `gradients`, the backward of the kernel match those of the module."""
+    """Returns whether the kernel's forward matches the module's. With `trial.gradients` the backward must match too."""
     parameter = next(module.parameters())
     gate = getattr(module, "gate_proj", None)
     width: int = parameter.shape[-1] if gate is None else gate.in_features
-    # The input is not centred at 0, so that a norm that subtracts the mean is detected.
+    # The trial input is not centred at 0, so that a norm that subtracts the mean (LayerNorm) gives different results.
     rows = drawn(1, TOKENS, width, like=parameter) + 0.5
     if gate is None:
-        # Half of the rows are so small that epsilon matters.
+        # Half of the input rows are so small that the epsilon of the norm changes the result.
         rows[:, ::2] *= (epsilon_of(module) or 0.0) ** 0.5
     upstream = drawn(1, TOKENS, width, like=parameter, seed=1)
 
@@ -319,7 +327,7 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
             return [call(rows)]
         x = rows.clone().requires_grad_()
         out = call(x)
-        # Gradients of small rows are large, so they are compared separately.
+        # Input rows with small values have large gradients, so their gradients are compared separately.
         (gradient,) = torch.autograd.grad(out, x, upstream)
         return out.detach(), gradient[:, ::2], gradient[:, 1::2]
 

@@ -1,7 +1,8 @@
 """Uses torch_npu's fused operators for transformers modules, within their documented limits.
 
-npu_rotary_mul takes cos and sin within [-1, 1] only. Some rotary embeddings scale theirs (YaRN by `attention_scaling`);
-these are not marked for the kernel. Checking the values would sync with the device in every layer.
+npu_rotary_mul takes cos and sin within [-1, 1] only. Some rotary embeddings (e.g. YaRN) multiply cos and sin by
+`attention_scaling`. If that scale is above 1, plain torch computes the rotation. The scale is checked instead of the
+values of cos and sin, because reading values would sync with the device in every layer.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _unscaled(embedding: nn.Module) -> bool:
 KERNELS = DeviceKernels(
     modules=(ModuleKernel("npu_rms_norm", is_rms_norm, rms_norm), ModuleKernel("npu_swiglu", is_gated, gated)),
     rotary=RotaryKernel("npu_rotary_mul", rotate, _rotary_fits, _unscaled, only_tried=True),
-    # The operators round at different points than the modules.
+    # The torch_npu operators round intermediate results at different points than the transformers modules.
     trial=KernelTrial(
         {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=wait
     ),

@@ -1,4 +1,4 @@
-"""Triton kernels for transformers modules: RMSNorm, the gated feed-forward, the rotary embedding."""
+"""Triton kernels that replace the RMSNorm, gated MLP and rotary embedding of transformers models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
-    """Returns whether the module is a plain linear layer without hooks, whose weight can be used without a call."""
+    """Returns whether the module is a plain `nn.Linear` without bias and hooks, so that a kernel may use its weight
+    directly."""
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     hooks = (
@@ -61,8 +62,8 @@ def _bare(module: nn.Module, x: torch.Tensor) -> bool:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries and keys, with the signature of a modelling file's function. `_rotary_fits` accepts only the
-    default `unsqueeze_dim`."""
+    """Applies the rotary embedding to queries and keys. The signature is that of `apply_rotary_pos_emb` in
+    transformers. `_rotary_fits` accepts only the default `unsqueeze_dim`, so it is ignored here."""
     return rotate(q, k, cos, sin)
 
 
@@ -73,8 +74,8 @@ def _rotary_fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch
 KERNELS = DeviceKernels(
     modules=(ModuleKernel("triton_norm", is_rms_norm, _norm), ModuleKernel("triton_swiglu", is_silu_gated, _gated)),
     rotary=RotaryKernel("triton_rotary", _rotate, _rotary_fits, marks=lambda embedding: True, only_tried=False),
-    # The kernels round at the same points as the modules, but sum in a different order. Launch errors are raised when
-    # the trial reads the results, so no synchronisation is needed.
+    # These Triton kernels round at the same points as the transformers modules, but sum in a different order. Launch
+    # errors of a kernel are raised when the trial reads its results, so the trial needs no explicit synchronisation.
     trial=KernelTrial(
         {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3},
         smallest=1e-20,

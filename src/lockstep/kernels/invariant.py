@@ -1,9 +1,9 @@
 """Batch-invariant operators, which compute bitwise the same result for a token in generation and in training.
 
 With the usual kernels three results depend on the other rows of the batch: matmuls with a weight, attention, and the
-sum over the vocabulary. Batch-invariant kernels for the first two are in `invariant_triton.py`. For the third,
-generation uses the trainer's kernel (`logprob.py`). All other operators work per row. Backward passes are the usual
-ones.
+sum over the vocabulary. `invariant_triton.py` has batch-invariant kernels for matmuls and attention. For the sum over
+the vocabulary, generation uses the trainer's kernel (`logprob.py`). All other operators compute each row separately.
+Backward passes use the usual kernels, which are not batch-invariant.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 HALVES = (torch.bfloat16, torch.float16)
-# The library object that keeps the invariant matmuls registered.
+# The `torch.library.Library` object that keeps the batch-invariant matmuls registered.
 _installed: list[torch.library.Library] = []
 
 
 def products_by_row(on: bool) -> bool:
-    """Switches matmuls with a weight on NVIDIA devices to the invariant kernel or back to torch's, for the whole
-    process. Returns False if there is no such kernel."""
+    """Switches matmuls with a weight on NVIDIA devices to the batch-invariant kernel, or back to torch's, for the whole
+    process. Returns False if the batch-invariant kernel is not available, because Triton is not installed."""
     if not on:
         for library in _installed:
             library._destroy()
@@ -68,8 +68,8 @@ def _addmm(
 
 
 def _forward(rows: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Returns whether a matmul is the forward of a linear layer. Its second operand is transposed, unlike in gradient
-    matmuls."""
+    """Returns whether a matmul is the forward of a linear layer in bf16 or fp16. In a linear forward the second operand
+    is transposed; in the matmuls of gradients it is not."""
     inputs, outputs = columns.shape
     transposed = columns.stride(0) == 1 and columns.stride(1) >= inputs and outputs > 1 and inputs > 1
     return transposed and rows.dtype in HALVES and columns.dtype == rows.dtype
@@ -158,7 +158,7 @@ def invariant_chunk(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes attention of a span of one sequence over the KV cache."""
+    """Computes the attention of a chunk of consecutive tokens of one sequence over the KV cache (chunked prefill)."""
     from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     count = chunk.stop - chunk.start

@@ -1,9 +1,9 @@
 """Batch-invariant matmul and attention in Triton: the result for a row does not depend on the other rows.
 
-In libraries the reduction order depends on the number of rows, so the result for a token in a decode batch of 256 can
-differ from that in a packed row of 16,384. The reduction order of these kernels depends only on the weight's shape or,
-in attention, on the position of the keys. M rows, N outputs, K inputs; T tokens, H query heads, G key/value heads,
-D head size.
+In the usual libraries the reduction order depends on the number of rows. So a token in a decode batch of 256 rows can
+get a different result than in a packed row of 16,384 tokens. The reduction order of these kernels depends only on the
+weight's shape or, in attention, on the position of the keys. The suffixes of tensor names mean M rows, N outputs, K
+inputs, T tokens, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows of a query tile: several tokens times the query heads that share a key head. Packed rows and single tokens use
-# the same size, because the matmul instruction depends on it.
+# QUERY_ROWS is the number of rows of a query tile: several tokens times the query heads that share a key head. Training
+# and decoding use the same tile size, because the matmul instruction depends on it.
 QUERY_ROWS, KEY_TILE = 64, 64
-# Weights with up to this many outputs use narrower tiles, so that a small batch fills the device.
+# Weights with up to NARROW outputs use narrower tiles, so that a small batch still occupies the whole device.
 NARROW = 2048
 INNER = 64
 
@@ -39,7 +39,8 @@ def _product(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Computes out = x @ weight.T + bias. Programs that share rows are launched together, to read these rows once."""
+    """Computes out = x @ weight.T + bias. Triton programs that use the same rows of x are launched together, so that
+    these rows are read once."""
     program = tl.program_id(0)
     across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(rows, ROWS)
     group = program // (8 * across)
@@ -49,7 +50,7 @@ def _product(  # type: ignore[no-untyped-def]
     row = at_row * ROWS + tl.arange(0, ROWS)
     column = at_output * OUTPUTS + tl.arange(0, OUTPUTS)
     inner = tl.arange(0, INPUTS)
-    # Out-of-range rows repeat an existing one; their results are not stored.
+    # Rows beyond the last one of x read an existing row instead; their results are not stored.
     x_places = x + (row % rows).to(tl.int64)[:, None] * x_stride + inner[None, :]
     weight_places = weight + (column % outputs).to(tl.int64)[None, :] * weight_stride + inner[:, None]
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -76,7 +77,8 @@ def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | 
     out = torch.empty(rows, outputs, dtype=x_MK.dtype, device=x_MK.device)
     if not out.numel():
         return out
-    # The number of rows selects only the rows per program; each row's sum stays the same.
+    # The number of rows of x changes only how many rows one program computes. The summation order within a row is the
+    # same.
     tall, warps = (64, 4) if rows <= 512 else (128, 8)
     wide = 64 if outputs <= NARROW else 128
     _product[(triton.cdiv(rows, tall) * triton.cdiv(outputs, wide),)](
@@ -134,8 +136,8 @@ def store(
     values: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """Writes keys and values to their slots; only padding rows share a slot. Torch's deterministic index_put would sort
-    the slots first."""
+    """Writes keys and values to their slots of the KV cache. Only padding rows have a slot in common, so the order of
+    the writes does not matter. Torch's deterministic index_put would sort the slots first."""
     tokens, heads, size = key_TGD.shape
     _store[(tokens,)](
         key_TGD,
@@ -152,7 +154,8 @@ def store(
 
 
 class KeyPlaces(NamedTuple):
-    """Location of the keys and values: packed, from `firsts` on, or paged, in the blocks of `table`."""
+    """Where the keys and values of a sequence are. Packed keys start at the sequence's index in `firsts`. Paged keys
+    are in the cache blocks that `table` lists."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -162,14 +165,15 @@ class KeyPlaces(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Packed queries: each sequence has `counts` tokens from index `firsts` on, the last at position `lengths` - 1."""
+    """Packed queries. Sequence i has `counts[i]` query tokens, which start at index `firsts[i]`. The last query token
+    of sequence i has position `lengths[i]` - 1."""
 
     rows_THD: torch.Tensor
     firsts: torch.Tensor
     counts: torch.Tensor
     lengths: torch.Tensor
     longest: int
-    """Number of tokens of the longest span."""
+    """The largest number of query tokens of a sequence."""
 
 
 @triton.jit
@@ -203,9 +207,9 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PAGED: tl.constexpr,
 ):
-    """Computes attention of a span of a sequence's tokens for one key/value head per program. The SHARED query heads of
-    a token take PLACES rows. Keys are read tile by tile, from the first one on. A fully masked tile does not change the
-    result of a row."""
+    """Each program computes the attention of some consecutive tokens of a sequence for one key/value head. The SHARED
+    query heads of a token are padded to PLACES rows of the query tile. Keys are read tile by tile, in ascending order.
+    A tile of keys that is fully masked for a query row does not change the result of that row."""
     sequence = tl.program_id(1)
     group = tl.program_id(2)
     count = tl.load(counts + sequence)
@@ -252,7 +256,7 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
         qk = tl.where(seen, qk, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(qk, axis=1))
-        # A row that has seen no key yet has a maximum of -inf, which must not be subtracted.
+        # A query row that has not attended to any key yet has a maximum of -inf, which must not be subtracted.
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp(qk - m_safe[:, None])
         alpha = tl.exp(m_i - m_safe)
@@ -270,7 +274,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def attend(queries: Queries, where: KeyPlaces, scale: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes causal attention of every token within its sequence; returns the output, and the lse as (H, T)."""
+    """Computes causal attention of every token within its sequence. Returns the output and the log-sum-exp of each row
+    as (H, T)."""
     query = queries.rows_THD
     tokens, heads, size = query.shape
     groups = where.keys.shape[1]

@@ -1,4 +1,4 @@
-"""Divergences of full next-token distributions and sums of squared probabilities, without all logits in memory."""
+"""Computes divergences of next-token distributions and sums of squared probabilities, in chunks to save memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.algorithms.divergence import fold_rest
 from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 from lockstep.kernels.sampling import Truncation, truncate_
 
-# Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary, k top tokens.
+# The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size, V vocabulary, k top tokens.
 
 
 @torch.no_grad()
@@ -25,10 +25,10 @@ def summed_squares(
     truncation: Truncation | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """Returns the sum of squared probabilities of softmax(logits / temperature), in fp32. It is 1 for a one-hot
+    """Returns the sum of squared probabilities of softmax(logits / temperature), in fp32. The sum is 1 for a one-hot
     distribution and 1 / V for a uniform one.
 
-    A truncation restricts the distribution. The result is not differentiable.
+    With a `truncation` (top-k, top-p), truncated tokens have probability 0. The result is not differentiable.
     """
     squares_K = torch.empty(len(targets_K), dtype=torch.float32, device=hidden_KH.device)
     each = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
@@ -43,7 +43,7 @@ def summed_squares(
 
 @dataclass(frozen=True)
 class Whole:
-    """An in-memory teacher: its hidden states and its head."""
+    """A teacher whose full distributions are computed from its hidden states and its output head."""
 
     hidden_KH: torch.Tensor
     head: Head
@@ -51,8 +51,8 @@ class Whole:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """A teacher on disk: its top-k tokens of each position, with their log-probs at the temperature of the comparison
-    and, as the last entry, the total log-prob of all other tokens."""
+    """A teacher whose top-k tokens of each position were saved to disk. `logprobs_Kk1` has their log-probs at the
+    temperature of the comparison. The last entry of `logprobs_Kk1` is the total log-prob of all other tokens."""
 
     ids_Kk: torch.Tensor
     logprobs_Kk1: torch.Tensor
@@ -60,7 +60,8 @@ class Likeliest:
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """The kind of divergence and its temperature; `mix` is the teacher's weight in `jsd`."""
+    """The kind of divergence between student and teacher, and the temperature of both. `mix` is the weight of the
+    teacher in the mixture of kind `jsd`."""
 
     kind: str
     mix: float = 0.5
@@ -78,8 +79,8 @@ def compared_scores(
 ) -> Scores:
     """Returns log-probs of the targets and divergences from the teacher in fp32, computed in chunks of positions.
 
-    A divergence is multiplied by the squared temperature, so that its gradient keeps its scale (Hinton et al. 2015,
-    arXiv 1503.02531). The backward pass recomputes each chunk's logits.
+    The divergence is multiplied by the squared temperature, so that the size of its gradient does not depend on the
+    temperature (Hinton et al. 2015, arXiv 1503.02531). The backward pass recomputes each chunk's logits.
     """
     positions = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
     parts = [slice(start, start + positions) for start in range(0, max(1, len(targets_K)), positions)]
@@ -101,7 +102,7 @@ def compared_scores(
 
 
 def likeliest(teacher: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
-    """Returns the teacher's top-`k` tokens of each position."""
+    """Returns the teacher's top-`k` tokens of each position with their log-probs."""
     positions = max(1, chunk_bytes // (4 * teacher.head.weight_VH.shape[0]))
     ids, logprobs = [], []
     for start in range(0, max(1, len(teacher.hidden_KH)), positions):

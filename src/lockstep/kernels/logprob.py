@@ -1,6 +1,6 @@
-"""Fused linear + log-softmax: log-probs of target tokens from hidden states, in chunks, without all logits in memory.
+"""Computes log-probs of target tokens from hidden states (fused linear + log-softmax), in chunks to save memory.
 
-Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
+The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size and V vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 
 from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Memory of one chunk of logits. With a vocabulary of 151,936 a chunk of the reference has 440 positions (fp32 copies,
-# about 1 GiB at the peak), and one of the fused kernels 3,500 positions (bf16, in place). The fp32 accumulator of the
-# weight gradient is additional: 0.5 GiB for a hidden size of 896. The size is the same with and without gradients, so
-# that a token gets the same log-prob in every forward pass.
+# The maximum size of one chunk of logits is CHUNK_BYTES for the plain-torch reference and FUSED_CHUNK_BYTES for the
+# fused kernels. With a vocabulary of 151,936 a chunk of the reference has 440 positions and needs about 1 GiB at the
+# peak, because of its fp32 copies. A chunk of the fused kernels has 3,500 positions in bf16 and is computed in place.
+# The fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden size of 896. The chunk size
+# is the same with and without gradients, so that a token gets the same log-prob in every forward pass.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
-# Tolerance of the difference between `token_grads` and the loss gradients, which is only rounding; relative to the
-# largest gradient.
+# Largest accepted difference between `token_grads` and the actual loss gradients, relative to the largest gradient.
+# Only rounding makes them differ.
 TOKEN_GRADS_TOLERANCE = 1e-4
 
 
@@ -42,15 +43,15 @@ class Head(NamedTuple):
         return torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scales and caps projected logits."""
+        """Applies the scale and the soft cap of the output head to projected logits."""
         if self.scale != 1.0:
             logits = logits.float() * self.scale
         return logits if self.softcap is None else (logits.float() / self.softcap).tanh() * self.softcap
 
 
 class Scores(NamedTuple):
-    """Per target token: log-prob, entropy of the distribution, divergence from a teacher, and sum of squared
-    probabilities. None for values that were not requested."""
+    """For each target token: its log-prob, the entropy of the distribution, the divergence from a teacher, and the sum
+    of squared probabilities. Values that were not requested are None."""
 
     logprobs_K: torch.Tensor
     entropies_K: torch.Tensor | None
@@ -59,8 +60,9 @@ class Scores(NamedTuple):
 
 
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
-"""A function from the log-probs and entropies of a slice of the positions to the gradients of the loss with respect to
-them, up to one factor common to all positions. It exists only for a loss whose tokens are independent of each other."""
+"""A function that takes the log-probs and entropies of a slice of the positions. The function returns the gradients of
+the loss with respect to these values, up to one factor common to all positions. Only a loss whose tokens are
+independent of each other has such a function."""
 
 
 def uniform_token_grads(
@@ -83,13 +85,13 @@ def token_scores(
 ) -> Scores:
     """Returns log softmax(logits / temperature)[target] in fp32, with entropies if requested; both are differentiable.
 
-    Forward and backward run in chunks of positions. A truncation restricts the distribution, but never excludes the
-    target token. With `token_grads`, and if the device has fused kernels, gradients are computed in the forward pass
-    (see `token_scores_with_grads`).
+    Forward and backward run in chunks of positions. With a `truncation` (top-k, top-p), truncated tokens have
+    probability 0. The target token is never truncated. If `token_grads` is given and the device has fused kernels, the
+    forward pass computes the gradients too (see `token_scores_with_grads`).
     """
     fused = _fused(hidden_KH) is not None
     needs_grad = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
-    # fp16 gradients must be multiplied by the loss scale before they are rounded.
+    # fp16 is excluded, because fp16 gradients must be multiplied by the loss scale before they are rounded.
     if token_grads is not None and fused and needs_grad and hidden_KH.dtype != torch.float16:
         return token_scores_with_grads(
             hidden_KH, head, targets_K, token_grads, temperature=temperature, truncation=truncation, entropy=entropy
@@ -136,10 +138,11 @@ def token_scores_with_grads(
     entropy: bool = False,
     chunk_bytes: int = FUSED_CHUNK_BYTES,
 ) -> Scores:
-    """Computes `token_scores` for a loss whose per-token gradients are known before the loss is complete.
+    """Like `token_scores`, for a loss whose gradient per token (`token_grads`) is known before the loss is computed.
 
-    Gradients are computed in the forward pass, so logits are neither kept nor recomputed. The backward pass multiplies
-    these gradients by a common factor. If the actual gradients do not match `token_grads`, all gradients are NaN.
+    Gradients are computed in the forward pass, so logits are neither kept nor recomputed. The backward pass only
+    multiplies the computed gradients by a factor that is common to all tokens. If the gradients that the backward pass
+    receives do not match `token_grads`, all gradients are NaN.
     """
     positions = _positions(len(targets_K), chunk_bytes // (hidden_KH.element_size() * head.weight_VH.shape[0]))
     logprobs, entropies = _LogprobsWithGrads.apply(
@@ -157,8 +160,8 @@ def token_scores_with_grads(
 
 
 def _positions(count: int, most: int) -> int:
-    """Returns the positions per chunk. Chunks have equal sizes, so that the last one, which is not recomputed, is not
-    smaller."""
+    """Returns the number of positions per chunk, at most `most`. All chunks have about the same size. The backward pass
+    does not recompute the last chunk, so a small last chunk would save little."""
     chunks = max(1, -(-count // max(1, most)))
     return max(1, -(-count // chunks))
 
@@ -195,7 +198,8 @@ def row_logprobs(
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
         return normalisers, logprobs, None
-    # The entropy is computed from log-probs, because large logits would cancel. The clamp avoids NaN from 0 * -inf.
+    # The entropy is computed from log-probs, because differences of large logits would lose precision. The clamp of
+    # log-probs avoids NaN from 0 * -inf.
     every = (logits - normalisers[:, None]).clamp_(min=LEFT_OUT)
     return normalisers, logprobs, -(every.exp() * every).sum(-1)
 
@@ -212,11 +216,12 @@ def row_gradients_(
 ) -> torch.Tensor:
     """Returns the gradient of upstream . logprobs + entropy_upstream . entropies with respect to the logits.
 
-    d logprob = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature, and multiplied by
-    1 - tanh^2 with a soft cap. The result has the dtype of the logits, which may be overwritten.
+    The gradient of a log-prob is onehot - p, and that of an entropy is -p (log p + entropy). Both gradients are divided
+    by the temperature and, with a soft cap, multiplied by 1 - tanh^2. The result has the dtype of `logits_RV`, which
+    may be overwritten.
     """
     gradient = _capped(logits_RV, softcap)
-    # Truncated tokens get a zero gradient, as logits at the cap do.
+    # Truncated tokens get a zero gradient, like logits whose absolute value reaches the soft cap.
     slope = None if softcap is None else 1 - (gradient / softcap).clamp_(min=-1).square_()
     if temperature != 1.0:
         gradient.div_(temperature)
@@ -236,7 +241,8 @@ def row_gradients_(
 
 
 def _capped(logits_RV: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Returns soft-capped logits in fp32. Truncated tokens keep LEFT_OUT, because a capped value would include them."""
+    """Returns soft-capped logits in fp32. The logits of truncated tokens stay LEFT_OUT, because a soft-capped value
+    would give these tokens a probability."""
     if softcap is None:
         return logits_RV.float()
     capped = (logits_RV.float() / softcap).tanh_().mul_(softcap)
@@ -286,7 +292,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.temperature, ctx.softcap, ctx.positions, ctx.truncation = temperature, softcap, positions, truncation
         ctx.set_materialize_grads(False)
-        # The backward starts with the chunk that is still in memory; only the others are recomputed.
+        # The backward pass starts with the last chunk, whose logits are still in memory, and recomputes the other
+        # chunks.
         ctx.last_logits = logits
         return logprobs, entropies
 
@@ -340,7 +347,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs) if entropy else None
-        # The first row is for log-probs, the second for entropies.
+        # Row 0 has the gradients with respect to the log-probs, row 1 those with respect to the entropies.
         predicted = torch.zeros(2, len(targets), dtype=torch.float32, device=hidden.device)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -378,7 +385,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
             sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # The product is written in the weight's dtype directly, without another fp32 tensor.
+            # The result is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,
@@ -386,7 +393,8 @@ class _LogprobsWithGrads(torch.autograd.Function):
 
 
 def _factor(predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """Returns the ratio of the loss gradients to `token_grads`; NaN if it is not the same for all. Does not sync."""
+    """Returns the ratio of the actual loss gradients to the predicted ones, or NaN if the ratio differs between tokens.
+    Does not sync with the device."""
     if not len(predicted):
         return predicted.new_zeros(())
     argmax = predicted.abs().argmax(0, keepdim=True)
@@ -404,7 +412,8 @@ def _add_gradients(
     sums: _WeightSums | None,
     grad_bias_V: torch.Tensor | None,
 ) -> None:
-    """Adds a chunk's gradients of hidden states, weight and bias. Accumulators that are None are not required."""
+    """Adds the gradients of one chunk for hidden states, weight and bias to their accumulators. An accumulator that is
+    None is skipped."""
     if grad_bias_V is not None:
         grad_bias_V += grad_logits_RV.sum(0, dtype=torch.float32)
     if grad_hidden_RH is not None:
@@ -418,7 +427,7 @@ class _WeightSums:
 
     def __init__(self, weight: torch.Tensor, single: bool):
         self.weight = weight
-        # With a single chunk the product is already the gradient.
+        # With a single chunk no accumulator is needed: the matmul result is already the weight gradient.
         self.sums = None if single else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, grad_logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> None:
@@ -463,7 +472,8 @@ def _logits(
 ) -> torch.Tensor:
     """Returns the projected logits of a chunk, in which truncated tokens get no probability and no gradient.
 
-    Truncation needs soft cap and temperature, because these change the probabilities.
+    The soft cap and temperature are used only to truncate (top-p), because they change the probabilities. The returned
+    logits do not include them.
     """
     return _truncated(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
 
@@ -475,7 +485,7 @@ def _truncated(
     softcap: float | None,
     truncation: Truncation | None,
 ) -> torch.Tensor:
-    """Applies a truncation in place."""
+    """Applies a truncation (top-k, top-p) to the logits in place."""
     if truncation is None or not truncation.active:
         return logits
     left_out = truncate_(_capped(logits, softcap) / temperature, truncation, targets) == LEFT_OUT

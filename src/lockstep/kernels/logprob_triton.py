@@ -13,15 +13,15 @@ from lockstep.kernels.sampling import LEFT_OUT, left_out_below
 from lockstep.kernels.triton_math import tanh
 
 BLOCK = 4096
-# Lanes per row, chosen so that all values of a lane stay in registers.
+# Block size of the forward kernel along the vocabulary, chosen so that all running values stay in registers.
 LANES = 2048
-# Replaces a logit of -inf when it is multiplied by its probability of 0, which would give NaN.
+# Replaces a logit of -inf. The product of -inf and its probability 0 would be NaN.
 LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _capped(logits, softcap, low, FILL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Applies the soft cap, except to truncated tokens, which keep FILL."""
+    """Applies the soft cap to logits. The logit of a truncated token becomes FILL instead."""
     return tl.where(logits <= low, FILL, softcap * tanh(logits / softcap))
 
 
@@ -56,8 +56,9 @@ def _stats(  # type: ignore[no-untyped-def]
         if CAPPED:
             values = _capped(values, softcap, low, FILL)
         values = tl.maximum(values * sharpness, LEAST)
-        # Logits are weighted relative to the running maximum, so that large values do not cancel in the entropy. The
-        # same exponential either rescales the old sum (new maximum) or weights the new term (old maximum).
+        # The weighted sum uses logits relative to the running maximum, so that large logits cause no cancellation in
+        # the entropy. One exponential serves two purposes: with a new maximum it rescales the old sum, else it weights
+        # the new term.
         diff = values - m_i
         alpha = tl.exp(-tl.abs(diff))
         is_new_max = in_row & (diff > 0)
@@ -98,7 +99,8 @@ def _gradients(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrites one block of a row of logits with the gradient of log-prob and, with SPREAD, of entropy."""
+    """Overwrites one block of a row of logits with the gradient of the log-prob. With SPREAD the gradient of the
+    entropy is added."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = logits + row * stride + columns

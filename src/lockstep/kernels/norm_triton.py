@@ -1,7 +1,8 @@
-"""RMSNorm in Triton, with one kernel for forward and one for backward. Only the input is kept for the backward pass.
+"""RMSNorm in Triton, with one kernel for the forward pass and one for the backward pass.
 
-The plain-torch reference is `plain_rms_norm`. Like transformers' modules it rounds x / rms(x) to the dtype of x before
-the product with the weight. R rows, W width.
+For the backward pass only the input and one scale per row are kept. The plain-torch reference is `plain_rms_norm`. Like
+the transformers modules, this kernel rounds x / rms(x) to the dtype of x before it multiplies by the weight. The
+suffixes of tensor names mean R rows and W width.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import triton.language as tl
 
 from lockstep.kernels.triton_math import runs_on
 
-# Elements of each tensor per program, and the widest row that one program handles.
+# TILE is the number of elements that one program reads of each tensor. WIDEST is the widest row that one program
+# supports.
 TILE = 4096
 WIDEST = 16384
-# Number of programs of the backward pass, each with a partial sum of the weight gradient. It is constant, so that sums
-# are the same on every device.
+# Maximum number of programs of the backward pass. Each program computes a partial sum of the weight gradient. The
+# number does not depend on the device, so that the sums are the same on every device.
 PARTS = 528
 
 
@@ -31,7 +33,7 @@ def _forward(x, weight, y, scales, rows, epsilon, WIDTH: tl.constexpr, ROWS: tl.
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / WIDTH + epsilon)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    # Round at the same point as the transformers module.
+    # The normalised value is rounded here, because the transformers module rounds at the same point.
     normed = (values * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + places, (normed * weights[None, :]).to(y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
@@ -52,7 +54,7 @@ def _backward(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Computes the gradients of every PARTS-th tile of rows in one program."""
+    """Each of the PARTS programs computes the gradients of every PARTS-th tile of rows."""
     columns = tl.arange(0, BLOCK)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,8 +1,8 @@
-"""Documented limits of torch_npu 2.13.0's fused operators, checked before one of them is chosen.
+"""Checks the documented limits of torch_npu 2.13.0's fused operators before one of these operators is chosen.
 
-Each function returns which documented limit a call exceeds, or None. They check shapes and dtypes only, so they never
-sync with the device. The only limit on values (rotary embedding) is checked in `fused_modules_npu.py`. Not
-yet run on Ascend hardware.
+Each function returns which documented limit a call exceeds, or None. These functions check shapes and dtypes only, so
+they never sync with the device. The only limit on values (rotary embedding) is checked in `fused_modules_npu.py`. The
+limits come from the documentation and have not yet been tested on Ascend hardware.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ FLOATING = (*HALF, torch.float32)
 
 MOST_HEADS = 256
 
-# npu_fusion_attention, packed (TND): maximum sequences and tokens of one call, and maximum head size.
+# Limits of npu_fusion_attention in the packed (TND) layout: sequences and tokens of one call, and head size.
 MOST_SEQUENCES, MOST_TOKENS, LARGEST_HEAD = 1024, 2**20, 768
 
-# npu_fused_infer_attention_score with one query per sequence over a paged cache.
+# Limits of npu_fused_infer_attention_score for decoding: one query token per sequence over a paged KV cache.
 MOST_ROWS, MOST_KEYS, LARGEST_DECODE_HEAD = 2**16, 2**18, 512
 BLOCK_STEP, LARGEST_BLOCK = 16, 512
 WIDEST, MOST_SHARED, MOST_ELEMENTS = 2**16 - 1, 64, 2**31 - 1
 
-# npu_rotary_mul: the head size must be even and below ROTARY_HEAD; batch and heads must each be below ROTARY_ROWS.
+# Limits of npu_rotary_mul: the head size must be even and below ROTARY_HEAD. The batch size and the number of heads
+# must each be below ROTARY_ROWS.
 ROTARY_HEAD, ROTARY_ROWS, ROTARY_TRAINED = 896, 1000, 1024
 
 MOST_DIMENSIONS = 8
@@ -40,7 +41,7 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
         (bool(dropout), "dropout"),
         (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
-        (size > LARGEST_HEAD, f"heads of {size}, at most {LARGEST_HEAD}"),
+        (size > LARGEST_HEAD, f"head size {size}, at most {LARGEST_HEAD}"),
         (len(ends) > MOST_SEQUENCES, f"{len(ends)} sequences, at most {MOST_SEQUENCES}"),
         (ends[-1] > MOST_TOKENS, f"{ends[-1]} tokens, at most {MOST_TOKENS}"),
     )
@@ -49,16 +50,16 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
 def part_problem(
     query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> str | None:
-    """Checks partial attention. The text does not include batch-dependent numbers, so that each problem is warned about
-    only once."""
+    """Checks attention over a part of the keys (context parallelism). The text has no batch-dependent numbers, so that
+    each problem is warned about only once."""
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
         # The backward requires equal head sizes of keys and values; the forward also supports smaller values.
-        (size != value_SGE.shape[-1], f"values of {value_SGE.shape[-1]} for keys of {size}"),
+        (size != value_SGE.shape[-1], f"value head size {value_SGE.shape[-1]} differs from key head size {size}"),
         (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
-        (heads % value_SGE.shape[1] != 0, f"{heads} query heads for {value_SGE.shape[1]} key heads"),
-        (size > LARGEST_HEAD, f"heads of {size}, at most {LARGEST_HEAD}"),
+        (heads % value_SGE.shape[1] != 0, f"{heads} query heads are no multiple of {value_SGE.shape[1]} key heads"),
+        (size > LARGEST_HEAD, f"head size {size}, at most {LARGEST_HEAD}"),
         (len(queries) > MOST_SEQUENCES, f"more than {MOST_SEQUENCES} sequences"),
         (max(sum(queries), sum(keys)) > MOST_TOKENS, f"more than {MOST_TOKENS} tokens"),
     )
@@ -67,24 +68,25 @@ def part_problem(
 def decode_problem(
     query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None, longest: int
 ) -> str | None:
-    """Checks decode attention. `keys` are the cache slots (slot, head, size); `longest` is the most keys of a
-    sequence."""
+    """Checks decode attention. `keys` is the KV cache of shape (slot, head, size). `longest` is the number of keys of
+    the longest sequence."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     return _first(
-        # The operator supports no fp32 and, for a single query, no window.
+        # npu_fused_infer_attention_score does not support fp32. With one query token per sequence it does not support a
+        # sliding window.
         (query_BHD.dtype not in HALF, f"type {query_BHD.dtype}"),
-        (keys.dtype != query_BHD.dtype, f"a cache of {keys.dtype} for queries of {query_BHD.dtype}"),
+        (keys.dtype != query_BHD.dtype, f"KV cache of {keys.dtype} for queries of {query_BHD.dtype}"),
         (window is not None, "a sliding window"),
-        (block % BLOCK_STEP != 0, f"blocks of {block} tokens, no multiple of {BLOCK_STEP}"),
-        (block > LARGEST_BLOCK, f"blocks of {block} tokens, at most {LARGEST_BLOCK}"),
+        (block % BLOCK_STEP != 0, f"cache blocks of {block} tokens, no multiple of {BLOCK_STEP}"),
+        (block > LARGEST_BLOCK, f"cache blocks of {block} tokens, at most {LARGEST_BLOCK}"),
         (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
-        (size > LARGEST_DECODE_HEAD, f"heads of {size}, at most {LARGEST_DECODE_HEAD}"),
-        (heads > MOST_SHARED * groups, f"{heads // groups} query heads to a key head, at most {MOST_SHARED}"),
-        (groups * size > WIDEST, f"keys of a token {groups * size} wide, at most {WIDEST}"),
+        (size > LARGEST_DECODE_HEAD, f"head size {size}, at most {LARGEST_DECODE_HEAD}"),
+        (heads > MOST_SHARED * groups, f"{heads // groups} query heads per key head, at most {MOST_SHARED}"),
+        (groups * size > WIDEST, f"{groups * size} key values per token, at most {WIDEST}"),
         (batch > MOST_ROWS, f"{batch} sequences, at most {MOST_ROWS}"),
-        (longest > MOST_KEYS, f"{longest} keys a sequence, at most {MOST_KEYS}"),
-        (keys.numel() > MOST_ELEMENTS, f"a cache of {keys.numel()} elements a layer, at most {MOST_ELEMENTS}"),
+        (longest > MOST_KEYS, f"{longest} keys in one sequence, at most {MOST_KEYS}"),
+        (keys.numel() > MOST_ELEMENTS, f"KV cache of {keys.numel()} elements per layer, at most {MOST_ELEMENTS}"),
     )
 
 
@@ -96,13 +98,16 @@ def rotary_problem(x_BNSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     trained = cos.requires_grad or sin.requires_grad
     return _first(
         (x_BNSD.dtype not in FLOATING, f"type {x_BNSD.dtype}"),
-        (not x_BNSD.dtype == cos.dtype == sin.dtype, f"angles of {cos.dtype} for an input of {x_BNSD.dtype}"),
-        (size % 2 != 0 or size >= ROTARY_HEAD, f"heads of {size}: even and below {ROTARY_HEAD}"),
-        (batch >= ROTARY_ROWS or heads >= ROTARY_ROWS, f"{batch} rows, {heads} heads: each below {ROTARY_ROWS}"),
-        (trained and batch * heads > ROTARY_TRAINED, f"trained angles of {batch * heads} heads"),
+        (not x_BNSD.dtype == cos.dtype == sin.dtype, f"cos and sin of {cos.dtype} for an input of {x_BNSD.dtype}"),
+        (size % 2 != 0 or size >= ROTARY_HEAD, f"head size {size}: must be even and below {ROTARY_HEAD}"),
+        (
+            batch >= ROTARY_ROWS or heads >= ROTARY_ROWS,
+            f"{batch} batch rows and {heads} heads: each must be below {ROTARY_ROWS}",
+        ),
+        (trained and batch * heads > ROTARY_TRAINED, f"{batch * heads} heads with trained cos and sin are too many"),
         (
             cos.shape != sin.shape or tuple(cos.shape) not in {(1, 1, tokens, size), (batch, 1, tokens, size)},
-            f"angles of {tuple(cos.shape)} for an input of {tuple(x_BNSD.shape)}",
+            f"cos and sin of shape {tuple(cos.shape)} for an input of shape {tuple(x_BNSD.shape)}",
         ),
     )
 

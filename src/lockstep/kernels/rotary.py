@@ -1,7 +1,7 @@
 """Computes rotary embeddings that depend on the sequence length (longrope, dynamic NTK) separately per sequence.
 
-transformers scales them by the longest sequence of the forward pass, and dynamic ones also by earlier passes. In a
-packed row or padded batch the longest sequence would change the embeddings of all others.
+transformers scales these embeddings by the longest sequence of the forward pass, and dynamic NTK also by earlier
+passes. So in a packed row or padded batch the longest sequence would change the embeddings of all other sequences.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ DYNAMIC, LONGROPE = "dynamic", "longrope"
 
 
 def fixed_length(config: Any) -> int | None:
-    """Returns the length up to which embeddings do not depend on the sequence length; None if they never do."""
+    """Returns the sequence length up to which rotary embeddings do not depend on the sequence length. Returns None if
+    they never depend on it."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # There is one set of parameters for all layers, or one per layer type.
+    # A config has one set of rope parameters for all layers, or one set per layer type.
     lengths = [
         _fixed(rope, config) for rope in (parameters, *parameters.values()) if isinstance(rope, dict) and _moves(rope)
     ]
@@ -38,10 +39,11 @@ def _fixed(rope: dict[str, Any], config: Any) -> int:
 
 
 class OwnPositions:
-    """Replaces the forward of a rotary embedding with one that runs it once per sequence length.
+    """Replaces the forward of a rotary embedding. The new forward runs the original one once for each sequence length
+    of the batch.
 
-    `lengths_NT` has the sequence length of each token of the forward pass. It is None if no sequence exceeds the fixed
-    length, and in forward passes that transformers starts itself.
+    `lengths_NT` has the sequence length of each token of the forward pass. `lengths_NT` is None if no sequence exceeds
+    the fixed length, and in forward passes that transformers starts itself.
     """
 
     def __init__(self, rope: nn.Module):
@@ -54,15 +56,17 @@ class OwnPositions:
         if self.lengths_NT is None:
             return self._fresh(x, position_ids, *more, **named)
         if position_ids.dim() == 2 and len(position_ids) == 1:
-            # transformers passes one row of positions for all rows.
+            # transformers may pass one row of position ids for all rows of the batch.
             position_ids = position_ids.expand(self.lengths_NT.shape)
         if position_ids.shape != self.lengths_NT.shape:
-            raise NotImplementedError("length-dependent positions in several dimensions are not supported")
+            raise NotImplementedError(
+                "a rotary embedding that depends on the sequence length supports only one position dimension"
+            )
         parts: tuple[torch.Tensor, ...] | None = None
         for length in self.lengths_NT.unique().tolist():
             chosen = self.lengths_NT == length
-            # transformers derives the sequence length from the last position, so the last position of the sequence is
-            # appended and its result dropped.
+            # transformers derives the sequence length from the largest position id. So the last position of the
+            # sequence is appended to the input, and its result is dropped.
             last = position_ids.new_tensor([length - 1])
             positions = torch.cat([position_ids[chosen].clamp(max=length - 1), last])
             outputs = self._fresh(x, positions[None], *more, **named)
@@ -72,7 +76,8 @@ class OwnPositions:
         return parts
 
     def _fresh(self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
-        """Runs the embedding without the state of earlier passes; a dynamic one keeps the scale of the longest pass."""
+        """Runs the original forward after a reset of its state. Without the reset dynamic NTK would keep the scale of
+        the longest earlier pass."""
         rope: Any = self.rope
         for layers, kind in _kinds(rope).items():
             if DYNAMIC in str(kind):
@@ -83,14 +88,14 @@ class OwnPositions:
 
 
 def _kinds(module: nn.Module) -> dict[str | None, Any]:
-    """Returns the rope type per layer type, or for all layers (key None)."""
+    """Returns the rope type of each layer type. If all layers have one rope type, its key is None."""
     rope_type = getattr(module, "rope_type", None)
     return rope_type if isinstance(rope_type, dict) else {None: rope_type}
 
 
 def own_positions(model: nn.Module) -> list[OwnPositions]:
-    """Installs `OwnPositions` on embeddings that depend on the length; returns all installed ones, also earlier
-    ones."""
+    """Installs `OwnPositions` on the rotary embeddings that depend on the sequence length. Returns all installed
+    `OwnPositions`, including those of earlier calls."""
     installed = []
     for module in model.modules():
         if any(_moves({"rope_type": kind}) for kind in _kinds(module).values()):
@@ -111,7 +116,7 @@ def sequences(
 ) -> Iterator[None]:
     """Sets the sequence lengths of a micro-batch on the rotary embeddings (see `types.MicroBatch`).
 
-    With `own_T`, the forward pass computes only these tokens of the packed row.
+    With `own_T` (context parallelism), the forward pass computes only the tokens of the packed row at these indices.
     """
     moved = [rope for rope in moving if rope.fixed is not None and max(lengths) > rope.fixed]
     for rope in moved:
@@ -128,7 +133,8 @@ def _lengths(
     lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, packed_index_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
-    # All sequences within the fixed length have the same embeddings. So have all longer ones, unless they are dynamic.
+    # All sequences within the fixed length have the same rotary embeddings. All longer sequences have the same
+    # embeddings as each other, except with dynamic NTK.
     longest = max(lengths)
     lengths_S = torch.tensor(
         [rope.fixed if length <= rope.fixed else length if rope.dynamic else longest for length in lengths]
@@ -143,6 +149,6 @@ def _lengths(
     lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, packed_E, lengths_E)
     if not torch.equal(lengths_T[packed_E], lengths_E):
         raise NotImplementedError(
-            "sequences of different lengths cannot share a prefix with length-dependent positions"
+            "sequences of different lengths cannot share a prefix, because the rotary embedding depends on the length"
         )
     return lengths_T[None].to(device)

@@ -1,7 +1,8 @@
 """Rotary position embedding (RoPE) of queries and keys in one Triton kernel.
 
-The plain-torch reference is `plain_rotate`. Like transformers it rounds both products to the dtype before it adds them.
-N rows, H query heads, G key heads, T positions, D head size; cos and sin are (N or 1, T, D).
+The plain-torch reference is `plain_rotate`. Like transformers, the kernel rounds x * cos and rotate_half(x) * sin to
+their dtype before it adds them. The suffixes of tensor names mean N rows, H query heads, G key heads, T positions and D
+head size. cos and sin have shape (N or 1, T, D).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _turn(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Rotates all heads of one token. The output layout is (N, T, heads, D)."""
+    """Applies the rotary embedding to all heads of one token. The output layout is (N, T, heads, D)."""
     half = tl.arange(0, PLACES)
     inside = (head < HEADS)[:, None] & (half < HALF)[None, :]
     places = source + row * stride_row + position * stride_position + head[:, None] * stride_head + half[None, :]
@@ -80,7 +81,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Rotates queries and keys of one token per program."""
+    """Each program applies the rotary embedding to the queries and keys of one token."""
     token = tl.program_id(0).to(tl.int64)
     row, position = token // width, token % width
     half = tl.arange(0, PLACES)
@@ -170,7 +171,7 @@ def _launch(
         FEW=triton.next_power_of_2(keys),
         BACK=back,
         num_warps=4,
-        # Fused multiply-add would skip the rounding of the products.
+        # Fused multiply-add would skip the rounding of the products before the sum.
         enable_fp_fusion=False,
     )
     return out_q.transpose(1, 2), out_k.transpose(1, 2)

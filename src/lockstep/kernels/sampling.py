@@ -10,21 +10,25 @@ from functools import cache
 
 import torch
 
-# Used instead of minus infinity. Its exponential is also 0, but 0 times this value is 0, not NaN.
+# Logit of a truncated token, used instead of minus infinity. The exponential of both is 0. But 0 * LEFT_OUT is 0, while
+# 0 * -inf is NaN.
 LEFT_OUT = -1e30
 
 
 def left_out_below(dtype: torch.dtype) -> float:
-    """Returns an upper bound of truncated logits in `dtype`, whose range may not include LEFT_OUT."""
+    """Returns a threshold: logits of this dtype at or below it belong to truncated tokens. fp16 cannot represent
+    LEFT_OUT, so its lowest value is used instead."""
     return max(LEFT_OUT / 2, torch.finfo(dtype).min)
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens to keep: the `top_k` best, the smallest set with probability `top_p`, and those whose probability is
-    at least `min_p` times that of the best token.
+    """Says which tokens may be sampled. A token must be among the `top_k` likeliest tokens. A token must be in the
+    smallest set of likeliest tokens whose probability reaches `top_p`. The probability of a token must be at least
+    `min_p` times that of the likeliest token.
 
-    The best token is always kept, and so are all ties at the border of top-k. Engine and trainer use the same code.
+    The likeliest token is always kept. Tokens that tie with the last one of top-k are kept too. The rollout engine and
+    the trainer use this same code.
     """
 
     top_k: int = 0
@@ -37,7 +41,7 @@ class Truncation:
 
 
 def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | None = None) -> torch.Tensor:
-    """Fills truncated entries with LEFT_OUT, in place; the entries `keep_R` are never truncated.
+    """Sets the logits of truncated tokens to LEFT_OUT, in place. In each row the token `keep_R` is never truncated.
 
     The logits must already be divided by the temperature.
     """
@@ -55,28 +59,31 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p
         kept = before < how.top_p
-        kept[..., 0] = True  # also if top_p rounds to 0
+        kept[..., 0] = True  # keep the likeliest token even if top_p rounds to 0
         stay &= torch.empty_like(stay).scatter_(-1, order, kept)
     if keep_R is not None:
         stay.scatter_(-1, keep_R[:, None], True)
     return logits_RV.masked_fill_(~stay, LEFT_OUT)
 
 
-# Reproducible noise: the noise of a vocabulary entry depends only on (run seed, prompt, sample, position, entry). Its
-# bits come from 32-bit integer hashing, the same on every device. Only the rounding of the two logarithms of the Gumbel
-# transform depends on the device. So a sample does not depend on batch, schedule or number of processes.
+# Reproducible noise: the noise of a vocabulary entry depends only on (run seed, prompt, sample, position, entry). The
+# random bits of the noise come from 32-bit integer hashing, which gives the same bits on every device. Only the
+# rounding of the two logarithms of the Gumbel transform depends on the device. So a sampled token does not depend on
+# the batch, the scheduling of requests or the number of processes.
 
 _MASK = 0xFFFFFFFF
 # Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
 FIRST, SECOND, STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
-# Devices whose int32 arithmetic wraps around in our tests; other devices are tested before use.
+# Device types on which int32 overflow is known to wrap around. On other devices `wraps` tests it before use.
 WRAP = ("cpu", "cuda")
 
 
 def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
-    """Returns two 32-bit keys of a sequence, as signed integers that fit an int32 tensor."""
+    """Returns the two 32-bit keys from which the sampling noise of a sequence is derived, as signed integers that fit
+    an int32 tensor."""
     parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
-    # Two independent hashes are used, so that sequences that collide in one (one pair in 2^32) differ in the other.
+    # A sequence has two independent hashes. If two sequences have the same first hash (one pair in 2^32), their second
+    # hashes differ.
     return _signed(_chain(parts, FIRST)), _signed(_chain(parts, SECOND))
 
 
@@ -86,13 +93,15 @@ def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: i
     `argmax(logits + noise)` is then a sample from softmax(logits).
     """
     bits = device_bits(keys_B2, positions_B, vocabulary)
-    # 31 bits become a number in (0, 1) with the finest resolution near 0, which produces the largest noise.
+    # 31 random bits become a number in (0, 1). Numbers near 0, which give the largest noise, have the finest
+    # resolution.
     share = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 
 
 def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Returns the noise bits on the device of the keys; they are computed on the host if that device does not wrap."""
+    """Returns the noise bits on the device of the keys. If int32 overflow does not wrap around there, the host computes
+    them."""
     if wraps(keys_B2.device):
         return noise_bits(keys_B2, positions_B, vocabulary)
     return noise_bits(keys_B2.cpu(), positions_B.cpu(), vocabulary).to(keys_B2.device)
@@ -100,7 +109,7 @@ def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: in
 
 @cache
 def wraps(device: torch.device) -> bool:
-    """Returns whether int32 products and sums wrap around on the device, as the hash requires; tested once per
+    """Returns whether int32 overflow wraps around on the device, as the hash requires. The device is tested once per
     process."""
     if device.type in WRAP:
         return True
@@ -118,7 +127,7 @@ def wraps(device: torch.device) -> bool:
 
 
 def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Returns 32 random bits (B, V) for each entry of the vocabulary, as int32."""
+    """Returns 32 random bits for each sequence and each entry of the vocabulary, as an int32 tensor (B, V)."""
     step = positions_B.to(torch.int32)
     first = _mix(keys_B2[:, 0] + step * _signed(STRIDE))
     second = _mix(keys_B2[:, 1] ^ step * _signed(FIRST))
@@ -137,7 +146,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts right logically; int32 shifts of torch are arithmetic."""
+    """Computes a logical right shift, because `>>` of an int32 tensor in torch is an arithmetic shift."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 

@@ -1,8 +1,8 @@
-"""Sampling in Triton: the next token and its log-prob in one pass over the logits.
+"""Samples the next token in Triton and computes its log-prob, in one pass over the logits.
 
-The plain-torch reference is the engine's `choose`. The noise equals that of `sampling.py` bit for bit, so both draw the
-same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so tokens and log-probs do not depend on
-the batch.
+The plain-torch reference is `choose` of the rollout engine. The Gumbel noise equals that of `sampling.py` bit for bit,
+so both implementations sample the same tokens. The suffixes of tensor names mean B rows and V vocabulary size. A row of
+logits is split into parts of a fixed size, so tokens and log-probs do not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 from lockstep.kernels.sampling import FIRST, SECOND, STRIDE
 from lockstep.kernels.triton_math import log, log1p
 
-# Entries per part, and the number of warps of the program that reads it.
+# Number of vocabulary entries of one part of a row, and the number of warps of the program that reads a part.
 PART, WARPS = 4096, 8
 _FIRST, _SECOND, _STRIDE = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(STRIDE)
-# An index larger than that of any entry.
+# An index that is larger than that of any vocabulary entry.
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -30,7 +30,8 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gumbel(columns, first, second):  # type: ignore[no-untyped-def]
-    """Computes the noise of the entries at `columns`, for a row with hashed keys `first` and `second`."""
+    """Computes the Gumbel noise of the vocabulary entries `columns`, for a row with the hashed keys `first` and
+    `second`."""
     entries = _mix((columns + 1).to(tl.uint32))
     bits = _mix(_mix(entries ^ first) + second)
     share = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
@@ -55,8 +56,8 @@ def _parts(  # type: ignore[no-untyped-def]
     APART: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Computes, for one part of a row, the best entry with noise, the maximum (m_i) and the sum of exponentials
-    (l_i)."""
+    """Each program reads one part of a row of logits. The program computes the entry with the largest logit plus noise,
+    the largest logit (m_i) and the sum of exponentials (l_i)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
@@ -70,7 +71,7 @@ def _parts(  # type: ignore[no-untyped-def]
         noisy = logits + _gumbel(columns, first, second)
     else:
         noisy = logits
-    # As in torch's argmax, NaN is the largest value, and the first of equal values wins.
+    # As in torch's argmax, NaN counts as the largest value, and of equal values the first index is returned.
     noisy = tl.where(inside, tl.where(noisy != noisy, float("inf"), noisy), -float("inf"))
     best = tl.max(noisy, axis=0)
     winner = tl.min(tl.where(noisy == best, columns, _NONE), axis=0)
@@ -78,7 +79,7 @@ def _parts(  # type: ignore[no-untyped-def]
         logits = tl.load(scored + row * scored_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
         logits *= sharpness
     m_i = tl.max(logits, axis=0)
-    # All entries of a part may be -inf, and -inf - -inf is NaN.
+    # If all logits of a part are -inf, 0 is subtracted instead, because -inf - -inf is NaN.
     l_i = tl.sum(tl.exp(logits - tl.where(m_i == -float("inf"), 0.0, m_i)), axis=0)
     place = row * tl.num_programs(1) + part
     tl.store(bests + place, best)
@@ -101,7 +102,7 @@ def _merge(  # type: ignore[no-untyped-def]
     sharpness,
     PARTS: tl.constexpr,
 ):
-    """Merges the parts of a row into the sampled token and its log-prob."""
+    """Computes the sampled token of a row and its log-prob from the results of the row's parts."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PARTS)
     places = row * parts + columns
@@ -125,9 +126,10 @@ def draw(
     temperature: float,
     scored_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples one token per row of `offered_BV` at the temperature (0: argmax); returns it with its log-prob.
+    """Samples one token for each row of the logits `offered_BV` at the given temperature (0: argmax). Returns the
+    tokens and their log-probs.
 
-    With `scored_BV` the log-prob is computed from these logits, at the same temperature.
+    If `scored_BV` is given, the log-prob is computed from those logits, at the same temperature.
     """
     batch, vocabulary = offered_BV.shape
     parts = triton.cdiv(vocabulary, PART)
@@ -138,7 +140,7 @@ def draw(
     winners = torch.empty(batch, parts, dtype=torch.int32, device=device)
     tokens = torch.empty(batch, dtype=torch.int64, device=device)
     logprobs = torch.empty(batch, dtype=torch.float32, device=device)
-    # Torch divides by a scalar by multiplying with its fp32 inverse.
+    # Like torch, this divides by a scalar temperature by multiplying with its fp32 inverse.
     sharpness = float(torch.tensor(1.0) / torch.tensor(temperature)) if temperature else 1.0
     _parts[(batch, parts)](
         offered_BV,
@@ -157,7 +159,7 @@ def draw(
         APART=scored_BV is not None,
         PART=PART,
         num_warps=WARPS,
-        # Fused multiply-add would round differently from the reference.
+        # Fused multiply-add would round differently from the plain-torch reference.
         enable_fp_fusion=False,
     )
     _merge[(batch,)](

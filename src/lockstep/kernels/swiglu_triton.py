@@ -1,8 +1,8 @@
 """Computes silu(gate) * up in Triton, and the complete gated feed-forward (SwiGLU MLP).
 
-The feed-forward keeps its input and the two projections for the backward pass. Their product is recomputed into memory
-that is already allocated. The plain-torch reference is `plain_swiglu`; like transformers' modules it rounds silu(gate)
-to its dtype before the product.
+For the backward pass the MLP keeps its input and the outputs gate and up of its first two projections. silu(gate) * up
+is recomputed into memory that is already allocated. The plain-torch reference is `plain_swiglu`. Like the transformers
+modules, the kernel rounds silu(gate) to its dtype before the product.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _forward(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _backward(gate, up, upstream, grad_gate, grad_up, product, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Computes both gradients. Elements are read before they are written, so outputs may alias inputs. With AGAIN the
-    product is also recomputed."""
+    """Computes the gradients of gate and up. Elements are read before they are written, so outputs may alias inputs.
+    With AGAIN silu(gate) * up is also recomputed."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
@@ -51,7 +51,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Computes down(silu(gate(x)) * up(x)) for the three weights, without biases."""
+    """Computes the MLP down(silu(gate(x)) * up(x)) from the weights of its three linear layers, without biases."""
     out: torch.Tensor = _Gated.apply(x, gate, up, down)
     return out
 
@@ -111,8 +111,8 @@ class _Swiglu(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """The gated feed-forward. No other function uses the outputs of its first two projections, so the backward pass
-    overwrites them."""
+    """The gated MLP. No other function uses the outputs of the MLP's gate and up projections, so the backward pass
+    overwrites these outputs."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,8 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
         if ctx.used_up:
-            # This is a second backward pass through the same graph.
+            # In a second backward pass through the same graph, gate and up were already overwritten, so they are
+            # recomputed.
             gate, up = linear(x, gate_weight), linear(x, up_weight)
         ctx.used_up = True
         want_x, want_gate, want_up, want_down = ctx.needs_input_grad
@@ -138,7 +139,7 @@ class _Gated(torch.autograd.Function):
         _gradients(gate, up, product, gate, up, product)
         grad_down = upstream.t() @ product if want_down else None
         del product
-        # The second product is accumulated into the first, which saves a rounding and a pass over memory.
+        # addmm_ adds the second matmul to the first in place, which saves a rounding and a pass over memory.
         grad_x = (gate @ gate_weight).addmm_(up, up_weight).view_as(x) if want_x else None
         grad_gate = gate.t() @ rows if want_gate else None
         grad_up = up.t() @ rows if want_up else None

@@ -1,4 +1,4 @@
-"""Functions that the Triton kernels share."""
+"""Mathematical functions that several Triton kernels use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# The interpreter has no device library: `log` is numpy's, and `log1p` is computed from it.
+# The Triton interpreter (TRITON_INTERPRET=1) has no libdevice. In the interpreter `log` is numpy's, and `log1p` is
+# computed from `log`.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -25,7 +26,8 @@ def log(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log1p(x):  # type: ignore[no-untyped-def]
-    """Computes log(1 + x), bitwise equal to torch's on the device; the interpreter may differ by a rounding or two."""
+    """Computes log(1 + x), bitwise equal to torch's on the device. In the Triton interpreter the last bits may
+    differ."""
     if INTERPRETED:
         more = 1.0 + x
         result = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
@@ -36,8 +38,8 @@ def log1p(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """Computes tanh from exponentials that cannot overflow and, near 0, where their difference cancels, from a
-    series."""
+    """Computes tanh from exponentials that cannot overflow. Near 0 their difference would cancel, so a series is used
+    there."""
     size = tl.abs(x)
     small = tl.exp(-2.0 * size)
     far = (1.0 - small) / (1.0 + small)
@@ -47,5 +49,6 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Returns whether Triton kernels can run on this tensor: on an NVIDIA device, or anywhere with the interpreter."""
+    """Returns whether Triton kernels can run on this tensor: it is on an NVIDIA device, or the Triton interpreter is
+    on."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
 """Starts and supervises processes: the ranks of a run (torchrun, SLURM, Ray) and workers that run user functions.
 
-It imports no heavy package, because workers must start quickly.
+This package imports no large package such as torch when it is loaded, because workers must start quickly.
 """

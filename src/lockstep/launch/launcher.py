@@ -1,4 +1,4 @@
-"""`parallel.devices` and SLURM: starts one process per device with torch's launcher."""
+"""Starts one process per device with torch's elastic launcher (`parallel.devices`), or adopts the tasks of SLURM."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from lockstep.recipe.keys_parallel import Parallel
 
 
-# Time after Ctrl-C for the ranks to finish their step and write a checkpoint; then they are killed.
+# Maximum time after Ctrl-C in which the ranks finish their step and write a checkpoint. Then the ranks are killed.
 PATIENCE_SECONDS = 600
 # Interval at which a rank checks that its launcher is alive.
 LOOK_SECONDS = 0.5
 
 
 def is_rank() -> bool:
-    """Returns whether this process was started as a rank."""
+    """Returns whether this process was started as a rank (the environment variable RANK is set)."""
     return "RANK" in os.environ
 
 
 def ranks_here(ranks: int) -> int:
-    """Returns the number of ranks on this machine; all ranks if the launcher does not say."""
+    """Returns the number of ranks on this machine. If LOCAL_WORLD_SIZE is not set, all `ranks` are assumed to be
+    here."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
 
 
@@ -45,20 +46,20 @@ def refuse_other_count(devices: int | None) -> None:
     """Raises `Refusal` if `parallel.devices` differs from the number of processes."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if devices is not None and devices != ranks:
-        remedy = "remove the key, or start as many"
+        remedy = "remove the key, or start this number of processes"
         if not is_rank():
-            remedy = "from Python start the processes with torchrun, or use the command `lockstep train`"
+            remedy = "start the Python script with torchrun, or use the command `lockstep train`"
         raise Refusal.at(
             "parallel.devices", f"is {devices}, but there are {ranks} processes", remedy, code="wrong-process-count"
         )
 
 
 def refuse_unread(settings: Parallel) -> None:
-    """Raises `Refusal` for keys of the launcher if another launcher started this rank."""
+    """Raises `Refusal` if keys of lockstep's launcher are set, but another launcher started this process."""
     if LAUNCHER in os.environ:
         return
-    why = "applies only to ranks that `lockstep train` starts, and it did not start this one"
-    remedy = "remove it; torchrun has --max-restarts" if is_rank() else "use the command `lockstep train`"
+    why = "applies only to processes that `lockstep train` starts, and `lockstep train` did not start this process"
+    remedy = "remove it; torchrun has the option --max-restarts" if is_rank() else "use the command `lockstep train`"
     launcher_keys = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
     refuse_all(
         [Problem(f"parallel.{key}", why, remedy, code="unused-key") for key, is_set in launcher_keys.items() if is_set]
@@ -66,15 +67,16 @@ def refuse_unread(settings: Parallel) -> None:
 
 
 def starts_ranks(settings: Parallel) -> bool:
-    """Returns whether `lockstep train` starts the ranks as child processes. It also does so for a single rank that may
-    be restarted."""
+    """Returns whether `lockstep train` starts the ranks as child processes. A single rank is also started as a child
+    process if it may be restarted (`parallel.max_restarts`)."""
     return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
 
 
 def start_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Runs `lockstep` with these arguments in the ranks of the recipe, with restarts; returns the exit status."""
+    """Starts the ranks of the recipe, and restarts them after a failure. Each rank runs `lockstep` with these
+    arguments. Returns the exit status."""
     settings = recipe.parallel
-    # At a restart the run folder already exists, with or without a checkpoint.
+    # A restart resumes automatically, because the run folder already exists, with or without a checkpoint.
     again = [] if recipe.run.resume == "auto" else ["run.resume=auto"]
     if settings.launcher == "ray":
         from lockstep.launch.ray_launcher import ray_cluster
@@ -88,20 +90,21 @@ def start_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
 
 
 def launch(devices: int, arguments: Sequence[str]) -> int:
-    """Runs `lockstep` with these arguments in `devices` processes; returns the first failed exit status, or 0.
+    """Runs `lockstep` with these arguments in `devices` processes. Returns the exit status of the first failure, or 0.
 
-    Ctrl-C is sent to every rank once; a second Ctrl-C, or SIGTERM, ends them. A rank whose launcher is killed ends too.
+    The first Ctrl-C is sent to every rank once. A second Ctrl-C, or SIGTERM, ends the ranks. If the launcher is killed,
+    its ranks end too.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("multiprocessing.api", "agent.server.api"):
-        # The end of a rank is reported by the rank itself or by the code below.
+        # Torch's own error reports are silenced, because the failed rank or the code below reports why a rank ended.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     share(devices)
-    # Older versions of torch do not have this argument and wait 30 seconds.
+    # Older versions of torch have no `shutdown_timeout` and wait 30 seconds.
     names = {item.name for item in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_SECONDS} if "shutdown_timeout" in names else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-launch-") as folder:
@@ -137,7 +140,7 @@ def follow_launcher() -> None:
     if launcher is None or not is_rank():
         return
 
-    # This also works for a stopped rank, in which the thread below does not run.
+    # The kernel kills even a stopped rank (SIGSTOP), in which the thread below does not run.
     die_with_parent()
 
     def watch() -> None:
@@ -148,15 +151,16 @@ def follow_launcher() -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-# SLURM: `srun lockstep train RECIPE` starts a run with one rank per task.
+# SLURM: `srun lockstep train RECIPE` starts a run in which each SLURM task is one rank.
 
-# Number of ports over which the jobs on one machine are spread.
+# Jobs on one machine get different values of MASTER_PORT from this range (first port, number of ports).
 FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets torchrun's variables (RANK, MASTER_PORT and others) if `srun` started this process as one of several tasks.
-    Existing values are kept. The batch script itself is not a task, so nothing is set for it."""
+    Existing values are kept. In the SLURM batch script itself nothing is set, because the script is not an srun
+    task."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
         return
@@ -167,8 +171,8 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
     except (KeyError, ValueError) as error:
         raise Refusal.at(
             "SLURM",
-            f"its variables do not describe an srun step: {error}",
-            "start with srun, or with torchrun",
+            f"the SLURM_* environment variables do not describe an srun step: {error}",
+            "start the run with srun or with torchrun",
             code="bad-environment",
         ) from error
     environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"] = rank, local_rank, tasks
@@ -181,14 +185,15 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Parses SLURM's task counts, such as `4(x2),3` for 4, 4 and 3; returns an empty list for any other form."""
+    """Parses SLURM's task counts per node, where `4(x2),3` means 4, 4 and 3. Returns an empty list for any other
+    format."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
 
 
 def first_host(nodes: str) -> str:
     """Returns the first host of SLURM's node list, such as gpu03 for `gpu[03-05,11],login1`."""
-    # The first name ends at a comma outside brackets. The first number in each bracket is used.
+    # The first host name ends at a comma outside brackets. Of each bracket only its first number is used.
     name = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodes)
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name.group() if name else "")
     if not host:

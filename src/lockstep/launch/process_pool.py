@@ -1,8 +1,8 @@
-"""Worker processes for user code. They run under a supervisor, are called with a time limit and are killed with their
-children.
+"""Worker processes that run user code under a supervisor process, with a time limit for each call.
 
-`SupervisedProcess` is one process and a connection to it. `LineWorker` reads its output as lines, with limits of time
-and size. `ProcessPool` distributes calls over several line workers and replaces those that fail.
+If a worker is killed, its child processes are killed too. `SupervisedProcess` is one process and a connection to it.
+`LineWorker` reads replies from the connection as lines, with a limit of time and of line length. `ProcessPool`
+distributes calls over several line workers and replaces those that fail.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from typing import Any, Generic, TypeVar
 from lockstep.errors import LostProcess, Refusal
 from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, kill_tree
 
-# Timeout of a send whose deadline has passed; 0 would make the send non-blocking.
+# Timeout of a send whose deadline has already passed. A timeout of 0 would make the socket non-blocking.
 _SHORTEST_SECONDS = 0.001
-# Time for a supervisor to kill everything that the function started.
+# Maximum time in which a supervisor kills all processes that the user function started.
 ENDING_SECONDS = 10.0
 
-# The comment at the end is for people who read the process list.
+# The Python comment at the end of the command shows users of `ps` what this process runs.
 _START = (
     "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({fd})  # {shown!r}"
 )
 
 
 class SupervisedProcess:
-    """A process under a supervisor, and the connection to it. Any thread may kill it."""
+    """A process under a supervisor, and the socket to it. Any thread may call `kill`."""
 
     def __init__(self, serve: str, arguments: tuple[Any, ...], log: Path | None = None):
-        """Runs `serve` (`module:function`) with a connection and the arguments, which must be plain values.
+        """Starts a process that calls `serve` (`module:function`) with a socket and the arguments, which must be Python
+        literals.
 
         The last lines of its output are written to `log`; without `log` the output is discarded.
         """
@@ -54,11 +55,11 @@ class SupervisedProcess:
         end, parent_pipe = os.pipe()
         self._parent_pipe: int | None = parent_pipe
         output = None if log is None else str(log.absolute())
-        # Arguments may contain secrets, and all users can read command lines. So the command line has only the user's
-        # file and the log.
+        # Arguments may contain secrets, and all users can read command lines. So the command line shows only `serve`,
+        # the user's file and the log; the arguments are passed in a file.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
         shown = " ".join(filter(None, [serve, file, output]))
-        arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
+        arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed in the `finally` block below
         arguments_file.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
         arguments_file.seek(0)
         try:
@@ -67,7 +68,7 @@ class SupervisedProcess:
                 pass_fds=[childs.fileno(), end, arguments_file.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # In a new session the process does not receive the terminal's Ctrl-C.
+                # The process gets a new session, so that it does not receive Ctrl-C from the terminal.
                 start_new_session=True,
                 # The hash seed is fixed, so that the order of sets is the same in every process.
                 env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
@@ -87,8 +88,7 @@ class SupervisedProcess:
 
     @property
     def disturbed(self) -> bool:
-        """Whether something outside, such as the OOM killer, killed or stopped the process: the function is not at
-        fault."""
+        """Whether something other than the user function, such as the OOM killer, killed or stopped the process."""
         ended = self._process.poll()
         return ended == -signal.SIGKILL if ended is not None else any_stopped(self._process.pid, self._mark)
 
@@ -96,14 +96,14 @@ class SupervisedProcess:
         """Requests the end of the process without waiting for it."""
         with self._pipe_lock:
             if self._parent_pipe is not None:
-                # A byte is written too, because a forked child of the run may keep the pipe open.
+                # A byte is written before the pipe is closed, because a forked child of the run may keep the pipe open.
                 with suppress(BrokenPipeError):
                     os.write(self._parent_pipe, b".")
                 os.close(self._parent_pipe)
                 self._parent_pipe = None
 
     def kill(self) -> None:
-        """Kills the process and everything it started. It may be called twice, and from another thread."""
+        """Kills the process and all processes that it started. `kill` may be called twice, and from any thread."""
         self.release()
         with self._kill_lock:
             if self._gone:
@@ -114,12 +114,14 @@ class SupervisedProcess:
                 kill_tree(self._process.pid, self._mark)
                 self._process.kill()
                 self._process.wait()
-            # The function may have killed the supervisor, so the marked processes are also killed from here.
+            # The user function may have killed the supervisor, so all processes with the mark in their environment are
+            # killed here too.
             kill_tree(NOBODY, self._mark)
             self._gone = True
 
     def ended(self) -> str:
-        """Returns how the process ended, after it closed its connection."""
+        """Kills the process, if it is still running, and returns how it ended. Called after the process closed its
+        connection."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self.kill()
@@ -135,29 +137,30 @@ def _signal(number: int) -> str:
 
 
 class ReplyTimeout(Exception):
-    """Raised if a worker did not reply within its time limit and was killed."""
+    """Raised if a worker did not reply within its time limit. The worker was killed."""
 
 
 class WorkerEnded(Exception):
-    """Raised if a worker closed its connection; the message says how it ended."""
+    """Raised if a worker closed its connection. The message says how the worker ended."""
 
 
 class LineWorker(SupervisedProcess):
-    """A process that replies with lines of text. One thread calls it; any thread may kill it."""
+    """A process that replies with lines of text. Only one thread may call it, but any thread may kill it."""
 
     def __init__(
         self, serve: str, arguments: tuple[Any, ...], log: Path | None = None, longest_line: int | None = None
     ):
         super().__init__(serve, arguments, log)
         self.lost = False
-        """Whether the last reply is missing because something outside killed or stopped the process."""
+        """Whether the last reply is missing because something other than the user function killed or stopped the
+        process."""
         self._longest_line = longest_line
         self._lines: deque[bytes] = deque()
         self._partial = bytearray()
         self._late = False
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Sends a message; raises `ReplyTimeout` or `WorkerEnded` if that fails."""
+        """Sends a message. Raises `ReplyTimeout` or `WorkerEnded` if the message cannot be sent."""
         try:
             self.connection.settimeout(max(deadline - time.monotonic(), _SHORTEST_SECONDS))
             self.connection.sendall(message)
@@ -168,9 +171,9 @@ class LineWorker(SupervisedProcess):
             raise self._ended() from None
 
     def read_line(self, deadline: float) -> bytes:
-        """Returns the next line, without its newline. At the deadline (of `time.monotonic`) the process is killed.
-        Lines that it sent before are still returned, then `ReplyTimeout` is raised. Raises ValueError for too long
-        lines."""
+        """Returns the next line of the reply, without its newline. At the deadline (of `time.monotonic`) the process is
+        killed. Lines that the process sent before are still returned; then `ReplyTimeout` is raised. Raises ValueError
+        if a line is too long."""
         while not self._lines:
             if self._longest_line is not None and len(self._partial) > self._longest_line:
                 raise ValueError("the line is too long")
@@ -213,25 +216,25 @@ ReplyT = TypeVar("ReplyT")
 
 
 class PoolWorker(LineWorker, ABC, Generic[CallT, ReplyT]):
-    """A line worker of a pool. If `spent` is set, the worker must be replaced."""
+    """A worker process of a `ProcessPool`. If `spent` is true, the pool replaces the worker."""
 
     spent = False
 
     @abstractmethod
     def wait_loaded(self) -> None:
-        """Waits until the worker can be called. Raises `Refusal` if it cannot, or `LostProcess` if a restart may
-        help."""
+        """Waits until the worker has loaded the user code. Raises `Refusal` if it cannot be loaded, or `LostProcess` if
+        the process was lost and a restart may help."""
 
     @abstractmethod
     def call(self, call: CallT) -> ReplyT:
-        """Sends one call and returns its reply."""
+        """Sends one call to the worker process and returns its reply."""
 
 
 class ProcessPool(Generic[CallT, ReplyT]):
-    """A queue of calls, with one worker process and one supervising thread per slot.
+    """A queue of calls and a fixed number of slots. Each slot has one worker process and one thread that supervises it.
 
     Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
-    in each worker (and import torch), and because its daemon processes cannot have children.
+    in each worker, which imports torch. Daemon processes of `multiprocessing` also cannot have child processes.
     """
 
     def __init__(
@@ -243,17 +246,18 @@ class ProcessPool(Generic[CallT, ReplyT]):
         failed: Callable[[int, str], ReplyT],
         closed: ReplyT,
     ):
-        """Starts the processes. `start` creates the worker of a slot, `failed` creates the reply of a slot without a
-        worker, and `closed` is the reply after the pool is closed.
+        """Starts the processes. `start` creates the worker process of a slot. `failed` creates the reply to a call if
+        the worker could not be started or called. `closed` is the reply to a call after the pool is closed.
 
-        Raises `LostProcess` if a process was killed or stopped twice while loading, because a restart may help."""
+        Raises `LostProcess` if the first process was killed or stopped twice while it loaded the user code."""
         self._start_worker, self._failed, self._closed = start, failed, closed
         self._jobs: queue.Queue[tuple[CallT, Future[ReplyT]] | None] = queue.Queue()
-        # A call is either queued before the pool closes, or `submit` replies to it.
+        # The lock ensures that a call is either queued before the pool closes, or answered by `submit` itself.
         self._submit_lock = threading.Lock()
         self._closing = threading.Event()
         self._workers: list[PoolWorker[CallT, ReplyT] | None] = [None] * workers
-        # Wait for the first worker before starting others, so that an unusable file is reported only once.
+        # The other workers start only after the first one has loaded, so that an unusable user file is reported only
+        # once.
         try:
             self._start(0)
         except LostProcess:
@@ -276,12 +280,12 @@ class ProcessPool(Generic[CallT, ReplyT]):
         return future
 
     def close(self) -> None:
-        """Kills all processes; waiting and running calls fail."""
+        """Kills all worker processes. Queued and running calls get the reply `closed`."""
         with self._submit_lock:
             self._closing.set()
             for _ in self._threads:
                 self._jobs.put(None)
-        # `_start` kills a process that is still being started.
+        # A process that is still being started is not in this list; `_start` kills it.
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.release()
@@ -294,7 +298,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
                 gone.disconnect()
 
     def _start(self, index: int) -> None:
-        """Starts a process at this index and waits until it is loaded."""
+        """Starts the worker process of this slot and waits until it has loaded the user code."""
         before = self._workers[index]
         worker = self._start_worker(index)
         self._workers[index] = worker
@@ -310,18 +314,19 @@ class ProcessPool(Generic[CallT, ReplyT]):
             raise
 
     def _supervise(self, index: int) -> None:
-        # A failed start is retried at the next call.
+        # If this first start fails, the next call tries again.
         self._ready(index)
         while (job := self._jobs.get()) is not None:
             call, future = job
             future.set_result(self._reply(index, call))
 
     def _reply(self, index: int, call: CallT) -> ReplyT:
-        """Returns a reply in any case, because a call without a reply would block the run forever."""
+        """Returns a reply even if the worker failed, because a call without a reply would block the run forever."""
         reply = self._call_worker(index, call)
         worker = self._workers[index]
         if worker is not None and worker.lost and not self._closing.is_set():
-            # Retry once after a kill from outside, so that the kill does not change the training.
+            # If something other than the user function killed the worker, the call is repeated once, so that the kill
+            # does not change the training.
             reply = self._call_worker(index, call)
         return self._closed if self._closing.is_set() else reply
 
@@ -333,7 +338,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
         assert worker is not None
         try:
             reply = worker.call(call)
-        except Exception as error:  # noqa: BLE001 - reported as the reason
+        except Exception as error:  # noqa: BLE001 - the reply reports the error
             worker.kill()
             return self._failed(index, f"its process could not be called: {type(error).__name__}: {error}")
         if worker.spent:
@@ -341,7 +346,8 @@ class ProcessPool(Generic[CallT, ReplyT]):
         return reply
 
     def _ready(self, index: int) -> str | None:
-        """Starts a process at this index if none is running; returns the reason if that fails, else None."""
+        """Starts the worker process of this slot if none is running. Returns the error text if that fails, else
+        None."""
         if self._closing.is_set():
             return "the pool is closed"
         worker = self._workers[index]

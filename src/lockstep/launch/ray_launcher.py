@@ -1,4 +1,4 @@
-"""`parallel.launcher: ray`: runs the ranks on a Ray cluster, with elastic restarts."""
+"""Runs the ranks on a Ray cluster, with elastic restarts (`parallel.launcher: ray`)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from lockstep.recipe import Recipe
 
 
-# `parallel.elastic`: selects the number of devices with which a run continues after losing some.
+# `parallel.elastic`: selects the number of devices with which a run continues after devices were lost.
 
 
 def fitting_devices(settings: Parallel, available: int) -> int:
-    """Returns the largest number of devices that the parallel layout divides evenly, limited by the available devices
-    and by the recipe; 0 if there are too few."""
+    """Returns the largest number of devices with which the parallel layout works. The result is at most the number of
+    available devices and the number of devices in the recipe. Returns 0 if there are too few devices."""
     most = min(settings.devices or 1, available)
     return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
 
@@ -49,7 +49,7 @@ def _fits(settings: Parallel, devices: int) -> bool:
 
 
 def layout_of(settings: Parallel) -> str:
-    """Returns the keys that constrain the number of devices, as text."""
+    """Returns as text the recipe keys (and their values) that constrain the number of devices."""
     constraints = {
         "shard": settings.shard is not None,
         "replicate": settings.replicate is not None,
@@ -62,41 +62,43 @@ def layout_of(settings: Parallel) -> str:
 
 
 def refuse_rigid(settings: Parallel) -> None:
-    """Raises `Refusal` for `parallel.elastic` with a layout that cannot use fewer devices: losing one would end the
-    run."""
+    """Raises `Refusal` if `parallel.elastic` is set, but the parallel layout cannot use fewer devices than the recipe
+    requests."""
     requested = settings.devices or 1
     if not settings.elastic or requested == 1 or fitting_devices(settings, requested - 1):
         return
     both = settings.shard is not None and settings.replicate is not None
     way = (
-        "remove parallel.shard or parallel.replicate, which is then derived from the other"
+        "remove parallel.shard or parallel.replicate, so that the removed value is derived from the remaining key"
         if both
         else "use more devices"
     )
     raise Refusal.at(
         "parallel.elastic",
         f"{layout_of(settings)} cannot use fewer than {requested} devices",
-        f"{way}, or remove parallel.elastic: a restart then waits for the lost devices",
+        f"{way}, or remove parallel.elastic, so that a restart waits until lost devices are back",
         code="wrong-process-count",
     )
 
 
 # The ranks run on an existing Ray cluster, or on one that is started for the run. A placement group has one bundle per
-# device and one actor per bundle, and each actor runs `lockstep train` as one rank. Ray places the ranks;
-# torch.distributed connects them.
+# device and one actor per bundle, and each actor runs `lockstep train` as one rank. Ray decides on which node each rank
+# runs; torch.distributed connects the ranks.
 
-# Prefixes of the driver's environment variables that are passed to the ranks. Others are specific to its host.
+# Prefixes of the driver's environment variables that are passed to the ranks. Other variables describe only the
+# driver's host.
 PASSED_ON = (
     *("LOCKSTEP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "PYTHONPATH", "TRITON_"),
     *("WANDB_", "MLFLOW_", "SWANLAB_"),
     *(f"{kind.collective.upper()}_" for kind in DEVICES.values()),
 )
 _KILLED = 128 + signal.SIGKILL
-# Interval at which an actor replies, with or without output.
+# Interval at which the actor of a rank replies to the driver, with or without new output.
 _BEAT_SECONDS = 1.0
-# Time after the first failure for the other ranks to report.
+# After the first failure of a rank, the driver waits this long for the reports of the other ranks.
 _GRACE_SECONDS = 5.0
-# Time limits of one placement attempt, of the first placement, and of waiting for lost devices after a failure.
+# Time limits: of one attempt to place the ranks, of placement at the start of the run, and of the wait for lost devices
+# after a failure.
 _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 
 # Time limit for a connection to the cluster of RAY_ADDRESS.
@@ -110,10 +112,10 @@ Start = Callable[[Sequence[str], int], int]
 
 @contextmanager
 def ray_cluster(recipe: Recipe) -> Iterator[Start]:
-    """Connects to the cluster of RAY_ADDRESS or to one started on this machine with `ray start`; else starts one for
-    this run.
+    """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is none,
+    starts a cluster for this run.
 
-    Yields the function that runs `lockstep` with given arguments in all ranks and returns the exit status.
+    Yields a function that runs `lockstep` with given arguments in all ranks and returns the exit status.
     """
     try:
         import ray
@@ -129,10 +131,10 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
     try:
         with log_wait(f"{where} to answer"):
             try:
-                # More ranks than processors are slow but allowed, as with the other launchers.
+                # More ranks than CPU cores are slow but allowed, as with the other launchers.
                 ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
             except ValueError:
-                ray.init(**quiet)  # an existing cluster does not accept num_cpus
+                ray.init(**quiet)  # num_cpus is not allowed when connecting to an existing cluster
     except Exception as error:  # Ray raises a bare Exception if a node does not start in time
         raise Refusal.at(where, first_line(error), _START_REMEDY, code="ray-unreachable") from error
     try:
@@ -142,8 +144,9 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
 
 
 def refuse_unreachable(address: str | None) -> None:
-    """Raises `Refusal` if no cluster accepts a connection at the address within a minute; Ray would retry for many
-    minutes without output. Addresses that Ray resolves itself (`auto`, `local`, other schemes) are not checked."""
+    """Raises `Refusal` if no Ray cluster accepts a connection at the address within a minute. Ray itself would retry
+    for many minutes without output. Addresses that Ray resolves itself (`auto`, `local`, other schemes) are not
+    checked."""
     if not address or address in ("auto", "local") or ("://" in address and not address.startswith("ray://")):
         return
     match = _ADDRESS.fullmatch(address)
@@ -151,7 +154,7 @@ def refuse_unreachable(address: str | None) -> None:
         raise Refusal.at(
             "RAY_ADDRESS",
             f"{address!r} is not the address of a Ray cluster",
-            "write HOST:PORT of its head node (default port 6379), ray://HOST:10001, or auto",
+            "set it to HOST:PORT of the cluster's head node (default port 6379), ray://HOST:10001, or auto",
             code="invalid-address",
         )
     deadline = time.monotonic() + _CONNECT_SECONDS
@@ -168,8 +171,8 @@ def refuse_unreachable(address: str | None) -> None:
 
 
 def _meet(host: str, port: int, seconds: float) -> None:
-    """Raises OSError if nothing accepts a connection at the address, or if the server there is not a gRPC server. (A
-    gRPC server answers the HTTP/2 preface with a SETTINGS frame.) With TLS only the connection is tested."""
+    """Raises OSError if nothing accepts a connection at the address, or if the server there is not a gRPC server. A
+    gRPC server answers the HTTP/2 preface with a SETTINGS frame. With TLS the answer is not checked."""
     with socket.create_connection((host, port), timeout=seconds) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
@@ -190,8 +193,8 @@ class Cluster:
         self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
-        """Returns the working directory of the ranks: the current one, which all nodes must share, or None for the Ray
-        job's copy of its files."""
+        """Returns the working directory of the ranks. This is the current directory, which all nodes must share. For a
+        submitted Ray job returns None, because the ranks then use the job's copy of its working directory."""
         context = self.ray.get_runtime_context()
         if not context.runtime_env.working_dir():
             return os.getcwd()
@@ -200,13 +203,13 @@ class Cluster:
             raise Refusal.at(
                 "run.folder",
                 f"{folder} would be created in the job's copy of its working directory, which is deleted with the job",
-                "give an absolute path that all nodes share",
+                "use an absolute path that all nodes share",
                 code="not-shared",
             )
         return None
 
     def _device(self) -> str:
-        """Returns the device of the ranks, which the driver's machine may not have."""
+        """Returns the device type of the ranks. The driver's machine may not have a device of this type."""
         if self.recipe.device == "auto":
             resources = self.ray.cluster_resources()
             return next(name for name, kind in DEVICES.items() if resources.get(kind.ray_resource or "CPU", 0) >= 1)
@@ -215,7 +218,7 @@ class Cluster:
         return self.recipe.device
 
     def run(self, arguments: Sequence[str], turn: int) -> int:
-        """Runs all ranks once; returns the exit status. `turn` counts restarts."""
+        """Runs all ranks once and returns the exit status of the run. `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
         with self._placed(turn) as (group, devices):
@@ -230,8 +233,8 @@ class Cluster:
 
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """Yields a placement group and its number of devices: the number in the recipe, or fewer after a failure with
-        `parallel.elastic`."""
+        """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
+        With `parallel.elastic` the group may have fewer after a failure."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
@@ -249,7 +252,7 @@ class Cluster:
                             have = f"the cluster has {available} {self.resource} of {requested}"
                             rounded = devices < min(requested, available)
                             why = f", the most that {layout_of(self.recipe.parallel)} allows" if rounded else ""
-                            say(f"{have}: the run continues with {devices}{why}")
+                            say(f"{have}: the run continues with {devices} devices{why}")
                         yield group, devices
                         return
                 finally:
@@ -261,18 +264,19 @@ class Cluster:
                 raise Refusal.at(
                     "parallel.devices",
                     f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
-                    "start more nodes (`ray start --address=...`), wait for other jobs to end, or use fewer",
+                    "start more nodes (`ray start --address=...`), wait for other jobs to end, or reduce it",
                     code="too-few-devices",
                 )
             if time.monotonic() >= log_at:
                 log_at = time.monotonic() + TELL_AGAIN_SECONDS
                 say(f"waiting for {requested} {self.resource} of the Ray cluster, which has {available}")
-            # The cluster detects a lost node only after a while, and a new node may replace it.
+            # The cluster is asked again, because Ray detects a lost node only after a while, and a new node may replace
+            # a lost one.
             time.sleep(_BEAT_SECONDS)
 
     @contextmanager
     def _actors(self, group: Any, devices: int) -> Iterator[list[Any]]:
-        """Yields one actor per device, ordered by node."""
+        """Yields one Ray actor per device. Actors on the same node are adjacent in the list."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind = self.ray.remote(RankProcess)
@@ -325,11 +329,11 @@ class Cluster:
 
 
 class Ranks:
-    """Controls the ranks of one attempt from the driver."""
+    """Controls the ranks of one attempt (the first start or a restart) from the driver process."""
 
     def __init__(self, ray: Any, actors: list[Any], stall_seconds: float | None):
         self.ray, self.actors = ray, actors
-        # An actor does not reply if it is stopped or its node is disconnected.
+        # An actor that does not reply for this time counts as lost: it may be stopped, or its node disconnected.
         self.silence = None if stall_seconds is None else max(60.0, stall_seconds)
         self.status: dict[int, int] = {}
         self.signals: list[int] = []
@@ -337,7 +341,7 @@ class Ranks:
     def run(self, arguments: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
         with _signals(self.signals):
             try:
-                # Ranks are started one by one, so that a problem is reported only once.
+                # Ranks are started one by one, so that a problem that all ranks have is reported only once.
                 for actor, environment in zip(self.actors, environments, strict=True):
                     with log_wait(f"rank {environment['RANK']} to start"):
                         problem = self.ray.get(actor.start.remote(arguments, environment, folder))
@@ -353,7 +357,7 @@ class Ranks:
         failed_at: float | None = None
         passed_on = False
         while waiting:
-            # The first Ctrl-C is forwarded; a second one, or any other signal, ends the run.
+            # The first Ctrl-C is forwarded to the ranks. A second Ctrl-C, or any other signal, ends the run.
             if self.signals and self.signals != [signal.SIGINT]:
                 return 128 + self.signals[-1]
             if self.signals and not passed_on:
@@ -375,7 +379,7 @@ class Ranks:
                     self.status[rank] = output.status
             for reference, rank in list(waiting.items()):
                 if self.silence is not None and now - heard_at[rank] > self.silence:
-                    say(f"rank {rank}: its actor has not responded for {now - heard_at[rank]:.0f} s")
+                    say(f"rank {rank}: its Ray actor has not responded for {now - heard_at[rank]:.0f} s")
                     del waiting[reference]
                     self.status[rank] = _KILLED
             if failed_at is None and any(self.status.values()):
@@ -403,7 +407,7 @@ class Ranks:
             stream.buffer.flush()
 
     def _end(self) -> None:
-        """Ends all ranks. A rank whose actor has ended has ended with it."""
+        """Ends all ranks. A rank whose Ray actor has ended does not run any more."""
         ending = [actor.end.remote() for actor in self.actors]
         with suppress(self.ray.exceptions.RayError):
             self.ray.wait(ending, num_returns=len(ending), timeout=_GRACE_SECONDS)

@@ -1,7 +1,7 @@
-"""One rank under Ray: an actor that runs the rank as a child process and forwards its output.
+"""A Ray actor that runs one rank as a child process and forwards its output.
 
-Because the rank is a separate process, the actor can report that the rank was killed or stopped, the rank has its own
-main thread and signals, and its exit status is available.
+The rank is a separate process, so the actor can report that the rank was killed or stopped and which exit status it
+had. The rank also has its own main thread and signal handlers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from typing import IO, Any, NamedTuple
 from lockstep.errors import Problem
 from lockstep.launch.restarts import LAUNCHER, status_of
 
-# Time limit for reading the rest of the output of an ended process; a child process may keep the pipes open.
+# Time limit for reading the remaining output of an ended rank, because its child processes may keep the pipes open.
 _DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class RankOutput:
-    """Output of a rank (1: stdout, 2: stderr), and its exit status, which is None while the rank runs."""
+    """The output lines of a rank, each with its stream (1: stdout, 2: stderr), and its exit status. The status is None
+    while the rank runs."""
 
     lines: list[tuple[int, bytes]]
     status: int | None
 
 
 class RankPlace(NamedTuple):
-    """The location of an actor: Ray's node id, the node's address, and the indices of its accelerators."""
+    """The node on which an actor runs, with its id in Ray and its address. `devices` has the indices of the actor's
+    accelerators."""
 
     node: str
     address: str
@@ -42,7 +44,8 @@ class RankPlace(NamedTuple):
 
 
 class RankProcess:
-    """The Ray actor of one rank. Its methods run concurrently: one waits for output while another sends a signal."""
+    """The Ray actor of one rank. The methods of the actor run concurrently: one call waits for output while another
+    sends a signal."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,25 +61,25 @@ class RankProcess:
         return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
-        """Hosts the rendezvous store in the actor, so that it outlives the ranks; returns the port."""
+        """Creates torch's rendezvous store in this actor, so that the store outlives the ranks. Returns its port."""
         from torch.distributed import TCPStore
 
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def start(self, arguments: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
-        """Runs `lockstep` with these arguments in `folder`, or in the job's working directory if it is None. Returns a
-        problem instead of raising, because Ray would wrap the exception."""
+        """Starts `lockstep` with these arguments in `folder`, or in the Ray job's working directory if `folder` is
+        None. Returns a problem instead of raising it, because Ray would wrap an exception in its own."""
         if folder is not None and not Path(folder).is_dir():
             return Problem(
                 f"folder {folder}",
-                f"the run was started there, but node {os.uname().nodename} does not have it",
-                "start it in a folder that all nodes share",
+                f"the run was started in this folder, but it does not exist on node {os.uname().nodename}",
+                "start the run in a folder that all nodes share",
                 code="not-shared",
             )
-        # Output is unbuffered, so that it is complete if the rank is killed.
+        # Output is unbuffered, so that no output is lost if the rank is killed.
         extra = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-        # Ray blocks SIGINT in its workers, and a child inherits the signal mask of its thread.
+        # Ray blocks SIGINT in its workers, and a child process inherits the signal mask, so SIGINT is unblocked first.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
@@ -86,7 +89,7 @@ class RankProcess:
                 stderr=subprocess.PIPE,
                 env={**os.environ, **environment, **extra},
                 cwd=folder,
-                start_new_session=True,  # Ctrl-C is forwarded once, by the driver
+                start_new_session=True,  # the terminal's Ctrl-C must not reach the rank, because the driver forwards it
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -103,7 +106,7 @@ class RankProcess:
             self._lines.put((number, line))
 
     def read(self, seconds: float) -> RankOutput:
-        """Returns the output since the last call; waits up to `seconds` if there is none."""
+        """Returns the rank's output since the last call. If there is no output, waits up to `seconds` for some."""
         assert self._process is not None
         given_up, status = time.monotonic() + seconds, self._process.poll()
         while self._lines.empty() and status is None and time.monotonic() < given_up:
@@ -124,7 +127,7 @@ class RankProcess:
             self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kills the rank and its session."""
+        """Kills the rank and all processes of its process group."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):

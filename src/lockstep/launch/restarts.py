@@ -1,4 +1,4 @@
-"""`parallel.max_restarts`: restarts the ranks of a run after a failure; they resume from the last checkpoint."""
+"""Restarts the ranks of a run after a failure (`parallel.max_restarts`); they resume from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lockstep.errors import STALLED
 
 # Environment variable with the PID of the launcher of a rank.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
-# Exit status of a configuration error, with which a restart would fail again.
+# Exit status of a configuration error. A restart would fail with the same error.
 _REFUSED = 2
-# Exit statuses of a run that was asked to end.
+# Exit statuses of a run that a signal (SIGHUP, SIGINT or SIGTERM) asked to end.
 _ASKED = {128 + number for number in (SIGHUP, SIGINT, SIGTERM)}
 
 
 def status_of(code: int) -> int:
-    """Converts a return code to a shell's exit status: 128 + N for signal N."""
+    """Converts the return code of a process to a shell's exit status. A process that signal N killed gets 128 + N."""
     return code if code >= 0 else 128 - code
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """Returns the exit status of a run from those of its ranks. A stall, a kill or an error takes precedence over
-    failures that result from it."""
+    """Returns the exit status of a run, which is the most important one of its ranks. A stall comes first, then a kill,
+    then an error, because they cause the other ranks to fail."""
     order = [0, *sorted(_ASKED), _REFUSED]
 
     def weight(status: int) -> tuple[int, int]:
@@ -36,7 +36,8 @@ def worst(statuses: Iterable[int]) -> int:
 
 
 def with_restarts(start: Callable[[int], int], restarts: int) -> int:
-    """Calls `start` with the attempt number, from 0; returns the exit status of the last attempt."""
+    """Calls `start` with the attempt number (0 first) until an attempt needs no restart. Returns the exit status of the
+    last attempt."""
     for turn in count():
         status = start(turn)
         if status in {0, _REFUSED, *_ASKED} or turn >= restarts:

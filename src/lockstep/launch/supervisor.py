@@ -1,4 +1,4 @@
-"""The supervisor process between a run and a worker with user code; it ensures that the worker ends with the run."""
+"""The supervisor process of a worker that runs user code. The supervisor ends the worker when the run ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 from lockstep.run.files import write_private, written_aside
 
-# Linux's process controls for the death of the parent. They have no effect on other systems.
+# Linux system calls that say what happens to a process when its parent ends. On other systems these functions do
+# nothing.
 
 # Constants of linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -29,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process instead of init (subreaper)."""
+    """Makes this process the parent of orphaned descendants, instead of init (subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -39,7 +40,7 @@ def die_with_parent() -> None:
 
 
 def wake_without_parent() -> None:
-    """Makes the kernel resume this process (SIGCONT) when its parent thread ends; a stopped supervisor could not clean
+    """Makes the kernel resume this process (SIGCONT) when its parent thread ends. A stopped supervisor could not clean
     up."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
@@ -49,29 +50,29 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-# Setup of the worker before it runs user code.
+# Functions that set up a worker process before it runs user code.
 
 
 def worker_socket(descriptor: int) -> socket.socket:
-    """Returns the worker's connection to the run, which children of the function do not inherit. Ctrl-C is ignored from
-    here on."""
+    """Returns the worker's socket to the run. Child processes of the user function do not inherit the socket. The
+    worker ignores Ctrl-C after this call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     return socket.socket(fileno=descriptor)
 
 
 def exit_if_forked(worker: int) -> None:
-    """Exits if this process is a fork that the user function made and that returned from the function. `worker` is the
-    PID of the worker."""
+    """Exits if this process is not the worker, but a fork made by the user function that returned from the function.
+    `worker` is the PID of the worker process."""
     if os.getpid() != worker:
         os._exit(0)
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Limits the address space to the current mapping plus `memory_bytes`.
+    """Limits the address space of this process to its current size plus `memory_bytes`.
 
-    Libraries reserve far more addresses than they use memory, so an absolute limit would prevent imports. Without /proc
-    there is no limit.
+    Libraries reserve far more address space than they use memory, so an absolute limit would make imports fail. On
+    systems without /proc no limit is set.
     """
     statm = Path("/proc/self/statm")
     if not statm.exists():
@@ -83,19 +84,22 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 # Finds the process tree of a worker, including processes that left its group, session or parent. Two methods are
-# combined: parent PIDs, which `adopt_orphans` keeps below one process, and an environment variable that children
-# inherit. Only a process that clears its environment and whose subreaper was killed is missed. Requires /proc.
+# combined: parent PIDs (`adopt_orphans` makes the supervisor the parent of orphans), and the environment variable MARK,
+# which child processes inherit. A process is missed only if it clears its environment and its subreaper was killed.
+# Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
-# Used instead of the PID of an ended process, which may be reused.
+# Used instead of the PID of a process that has ended, because the system may reuse that PID.
 NOBODY = -1
 _PROC = Path("/proc")
-# A killed process may take a moment to end; one that hangs in the kernel may never end.
+# How often, and at what interval, `kill_tree` checks that killed processes have ended. A process that hangs in the
+# kernel may never end.
 _PASSES, _PAUSE = 500, 0.01
 
 
 def kill_tree(root: int, mark: str) -> bool:
-    """Kills all descendants of `root` until none is left; returns False if some do not end."""
+    """Kills all descendants of `root` and all processes with the mark until none is left. Returns False if some do not
+    end."""
     for _ in range(_PASSES):
         living = descendants(root, mark)
         if not living:
@@ -108,7 +112,7 @@ def kill_tree(root: int, mark: str) -> bool:
 
 
 def any_stopped(root: int, mark: str) -> bool:
-    """Returns whether `root` or a descendant is stopped by a signal."""
+    """Returns whether `root` or a descendant is suspended by a signal such as SIGSTOP."""
     for pid in (root, *descendants(root, mark)):
         with suppress(OSError):  # the process has ended
             if _parent_and_state((_PROC / str(pid) / "stat").read_bytes())[1] in (b"T", b"t"):
@@ -117,8 +121,8 @@ def any_stopped(root: int, mark: str) -> bool:
 
 
 def descendants(root: int, mark: str) -> list[int]:
-    """Returns the live descendants of `root` and all processes with its mark in their environment, without `root` and
-    this process."""
+    """Returns the PIDs of the live descendants of `root` and of all processes with the mark in their environment.
+    `root` and this process are excluded."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     ended: set[int] = set()
@@ -139,20 +143,21 @@ def descendants(root: int, mark: str) -> list[int]:
 
 
 def _parent_and_state(stat: bytes) -> tuple[int, bytes]:
-    """Returns the parent and the state in /proc/PID/stat (fields 4 and 3). Field 2, the name in brackets, may contain
-    any character."""
+    """Returns the parent PID and the state of a process from the text of /proc/PID/stat (fields 4 and 3). Field 2 of
+    that file, the program name in parentheses, may contain any character."""
     fields = stat[stat.rindex(b")") + 2 :].split()
     return int(fields[1]), fields[0]
 
 
-# Maximum size of the file. In memory the output may grow to twice this size before it is cut.
+# Maximum size of the output file of a worker. In memory the output may grow to twice this size before its start is
+# dropped.
 KEPT_BYTES = 64 * 2**10
 _DROPPED = b"[earlier lines were dropped]\n"
 
 
 class OutputTail:
-    """Keeps the last lines that a process printed in a file of bounded size. An existing file is continued. Nothing is
-    written until the run has created the run folder."""
+    """Writes the last lines that a process printed to a file of bounded size. New lines are appended to an existing
+    file. Nothing is written until the run has created the run folder."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -169,7 +174,7 @@ class OutputTail:
             self._cut()
 
     def write(self) -> None:
-        """Updates the file. After a write error the next call tries again."""
+        """Updates the output file. After a write error the next call tries again."""
         self.written_at = time.monotonic()
         if not self._file.parent.parent.is_dir():
             return
@@ -182,23 +187,25 @@ class OutputTail:
             self.waiting = False
 
     def _cut(self) -> None:
-        """Keeps only the end of the output, from the start of a line if possible."""
+        """Drops the start of the output in memory. The rest begins at the start of a line if possible."""
         kept = self._kept[len(_DROPPED) - KEPT_BYTES :]
         line_start = kept.find(b"\n") + 1
         self._kept = bytearray(_DROPPED) + (kept[line_start:] if line_start < len(kept) else kept)
 
 
 # The supervisor forks the worker, adopts orphans, keeps the last lines of output, and kills all descendants when the
-# worker or the run ends. It exits with the worker's status, so that the run can report the cause.
+# worker or the run ends. The supervisor exits with the worker's status, so that the run can report why the worker
+# ended.
 
-# Output is written to the file when there is a pause, and every `_SOMETIMES` seconds otherwise.
+# The worker's output is written to the file when the worker prints nothing for `_IDLE` seconds. While it prints, the
+# file is written every `_SOMETIMES` seconds.
 _IDLE, _SOMETIMES = 0.05, 1.0
 _SELDOM = 5.0
 _ENDING = {signal.SIGTERM, signal.SIGHUP}
 
 
 def started(arguments_fd: int) -> NoReturn:
-    """Calls `main` with the arguments stored in the open file descriptor."""
+    """Calls `main` with the arguments that are stored in this open file."""
     with open(arguments_fd, "rb") as file:
         main(*ast.literal_eval(file.read().decode()))
 
@@ -207,8 +214,8 @@ def main(
     connection: int, parent_pipe: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
     """Runs the supervisor. The worker calls `serve` (`module:function`) with its `connection` and the arguments.
-    `parent_pipe` is the read end of a pipe from the run: data or end-of-file there ends the worker, and so does the end
-    of the process `run`."""
+    `parent_pipe` is the read end of a pipe from the run. Data or end-of-file in this pipe ends the worker. The worker
+    also ends if the process with PID `run` ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = serve.partition(":")
     work = getattr(importlib.import_module(module), name)
@@ -222,7 +229,7 @@ def main(
     if tail is not None:
         tail.add(f"[process {worker} started at {time.strftime('%Y-%m-%d %H:%M:%S')}]\n".encode())
     status = _watch(worker, parent_pipe, run, printed, tail)
-    # Without /proc only the process group can be found.
+    # On systems without /proc only the worker's process group can be found and killed.
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
     all_ended = kill_tree(os.getpid(), mark)
@@ -234,7 +241,8 @@ def main(
 
 
 def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
-    """Forks a child that does the work in a new session and is killed when this process ends; returns its PID."""
+    """Forks a child process that calls `work` in a new session. The child is killed when this process ends. Returns the
+    PID of the child."""
     supervisor = os.getpid()
     child = os.fork()
     if child:
@@ -262,8 +270,8 @@ def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
 
 
 def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTail | None) -> int | None:
-    """Waits until the worker ends, and returns its status, or until the parent pipe signals the end, and returns
-    None."""
+    """Waits until the worker ends, and returns its status. Returns None if the run ends first or asks the worker to
+    end."""
     woken, waking = os.pipe()
     for descriptor in (waking, woken, printed):
         os.set_blocking(descriptor, False)
@@ -273,7 +281,7 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
     watched = [parent_pipe, woken, printed]
     pause = _IDLE
     while True:
-        # The worker may have ended before the handler was installed.
+        # The worker may have ended before the SIGCHLD handler was installed.
         if (status := _reaped(worker)) is not None:
             return status
         waiting = tail is not None and tail.waiting
@@ -281,18 +289,19 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
         if parent_pipe in ready or (woken in ready and _ENDING & set(os.read(woken, 2**16))):
             return None
         if os.getppid() != run:
-            return None  # a forked child of the run keeps the parent pipe open
+            return None  # the run has ended, but one of its forked children keeps the parent pipe open
         if printed in ready and _read(printed, tail):
             watched.remove(printed)
         if tail is not None and tail.waiting:
             if printed not in ready or time.monotonic() - tail.written_at > _SOMETIMES:
                 tail.write()
-            # The output was not written, because the run folder does not exist yet.
+            # Output that is still waiting could not be written, because the run folder does not exist yet.
             pause = _SOMETIMES if tail.waiting and printed not in ready else _IDLE
 
 
 def _reaped(worker: int, *, wait: bool = False) -> int | None:
-    """Reaps ended children, or waits for all with `wait`; returns the worker's status if it is among them."""
+    """Reaps child processes that have ended. With `wait` it waits for all child processes. Returns the worker's status
+    if the worker was reaped."""
     worker_status = None
     with suppress(ChildProcessError):
         while True:
@@ -305,7 +314,7 @@ def _reaped(worker: int, *, wait: bool = False) -> int | None:
 
 
 def _read(printed: int, tail: OutputTail | None) -> bool:
-    """Reads available output, up to a limit; returns True at end-of-file."""
+    """Reads the output that the worker has printed, up to a limit. Returns True at end-of-file."""
     with suppress(BlockingIOError):
         for _ in range(64):
             piece = os.read(printed, 2**16)
@@ -326,14 +335,14 @@ def _end_like(status: int | None) -> NoReturn:
     os._exit(os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else 1)
 
 
-# Environment variables with the rank of the run. A command must not inherit them.
+# Environment variables that describe the rank of this process. A command that the run starts must not inherit them.
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def run_command(connection: int, command: list[str]) -> NoReturn:
-    """Replaces this supervised process with a command, such as an inference server. Its environment, including the API
-    key, is read from the connection as one line of JSON."""
+    """Replaces this supervised process with a command, such as an inference server. The environment variables of the
+    command, including the API key, are read from the connection as one line of JSON."""
     with os.fdopen(connection, "rb") as pipe:
         environment: dict[str, str] = json.loads(pipe.readline())
     os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})

@@ -1,4 +1,4 @@
-"""The table of offline methods. A new method is a row with a reader and an objective.
+"""The table of offline methods. A new offline method is a new entry with a data reader and an objective.
 
 Online methods are named sets of recipe defaults (`recipe/methods.py`).
 """

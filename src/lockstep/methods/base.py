@@ -1,4 +1,4 @@
-"""The interface of offline methods: the reader of rows and the objective."""
+"""The interface of an offline method: a reader of data rows and an objective that computes the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Item)
 
 
 class Reader(Protocol[T]):
-    """Reads and encodes the rows of some sources."""
+    """Reads the rows of the given data sources and tokenizes them."""
 
     def __call__(
         self,
@@ -37,34 +37,35 @@ class Reader(Protocol[T]):
 
 
 class MethodModels(Protocol):
-    """The models of a run, as a method uses them. Vectors cover all targets of the update."""
+    """What a method may compute with the models of a run. The returned vectors have one entry per target of the
+    update."""
 
     def arrange(self, items: Sequence[T]) -> Update[T]: ...
 
     def logprobs(self, update: Update[Any]) -> torch.Tensor:
-        """The current log-probs of the policy."""
+        """Returns the log-probs of the update's targets under the current policy."""
 
     def reference_logprobs(self, update: Update[Any]) -> torch.Tensor: ...
 
     def scores(self, update: Update[Any]) -> torch.Tensor:
-        """The scores of a reward model."""
+        """Returns the scores of the reward model that is trained, one per sequence."""
 
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
-        """The micro-batches of the update with the teacher's distributions."""
+        """Returns the micro-batches of the update, each with the teacher's distributions at its targets."""
 
     @property
     def reference(self) -> object | None:
-        """A separate frozen reference model."""
+        """The separate frozen reference model, or None."""
 
     @property
     def longest(self) -> int:
-        """The maximum sequence length in tokens."""
+        """The maximum length of a training sequence in tokens."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One update: its micro-batches, the loss of a micro-batch (a sum), and the divisor of the update. A trained
-    position has `targets_per_token` targets."""
+    """One optimizer update: its micro-batches and their loss function. The sum of the losses is divided by `divisor`. A
+    trained position has `targets_per_token` targets."""
 
     batches: Sequence[MicroBatch]
     loss: Loss
@@ -76,14 +77,14 @@ class Objective(Protocol):
     def task(self, update: Update[Any], models: MethodModels) -> Task: ...
 
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
-        """Metrics of an update, from the sums of the loss function."""
+        """Returns the metrics of an update, computed from the sums of the values that the loss function returned."""
 
     def initial_loss(self) -> float | None:
-        """The loss if policy and reference are equal; None if it is not constant."""
+        """Returns the loss if policy and reference give equal log-probs, or None if that loss depends on the data."""
 
 
 class Plain:
-    """An objective that reports mean metrics; `names` maps some of them to other metric names."""
+    """An objective that reports the mean of each value of the loss function. `names` renames some of these metrics."""
 
     names: ClassVar[Mapping[str, str]] = {}
 
@@ -99,14 +100,15 @@ class Method:
     reader: Callable[[Recipe], Reader[Any]]
     objective: Callable[[Recipe], Objective]
     model: Literal["policy", "value"] = "policy"
-    """The trained model: a language model, or a decoder with a scalar head."""
+    """Which model is trained: `policy` is a language model, `value` a decoder with a scalar head."""
     uniform_gradient: bool = False
-    """Whether the loss is a multiple of the sum of the log-probs, so that all targets have the same gradient."""
+    """Whether the loss is a multiple of the sum of the log-probs, so that its gradient is the same for the log-prob of
+    every target."""
     usage: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
-    """How to use the trained model: description and command."""
+    """How to use the trained model: a description and a command or recipe key."""
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
-    """Additional text files of an exported model, by name."""
+    """Returns the additional text files of an exported model: file name and content."""
     score_rows: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
-    """The scores of each row as a JSON line, for `lockstep eval`."""
+    """Computes the scores of each row. `lockstep eval` writes them as JSON lines."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
-    """Problems and notes of a data set."""
+    """Checks a data set. Returns problems, which stop the run, and notes for the user."""

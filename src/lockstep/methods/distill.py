@@ -1,4 +1,4 @@
-"""Knowledge distillation: divergence from the teacher at each target token, mixed with the likelihood."""
+"""Knowledge distillation: the loss mixes the divergence from the teacher at each target token with the NLL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KTO: single responses with binary labels, and a KL estimate from responses to other prompts."""
+"""KTO: learns from single responses with binary labels; estimates the KL on responses to other prompts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def reader(recipe: Recipe) -> Reader[LabeledResponse]:
 
 
 def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:
-    """Checks that the data has rows of both kinds, and every update at least two rows for mismatched pairs."""
+    """Checks that the data has desirable and undesirable rows. Each update needs at least two rows, so that a prompt
+    can be paired with the response to another prompt."""
     problems, settings = [], recipe.preference
     verdicts = [item.desirable for item in rows.items]
     good, bad = sum(verdicts), len(verdicts) - sum(verdicts)
     if len(verdicts) < 2:
         problems.append(
             Problem(
-                key, "has one row, and the KL estimate needs another prompt's response", "add rows", code="too-few-rows"
+                key, "has one row, but the KL estimate needs another prompt's response", "add rows", code="too-few-rows"
             )
         )
     if key != "data.train":
@@ -44,8 +45,8 @@ def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[lis
         problems.append(
             Problem(
                 "batch.rows_per_update",
-                f"{recipe.batch.rows_per_update} leaves a last update of one row, which has no mismatched pair",
-                "choose another number, or set run.steps",
+                f"{recipe.batch.rows_per_update} leaves one row for the last update, but the KL estimate needs two",
+                "choose another value, or set run.steps",
                 code="too-few-rows",
             )
         )
@@ -62,7 +63,8 @@ class KtoObjective:
     def task(self, update: Update[LabeledResponse], models: MethodModels) -> Task:
         mismatched, cut = _mismatched_examples(update.items, models.longest)
         logratios = self._logratios(models.arrange(mismatched), models)
-        # Without a reference the baseline is the mean log-prob of the policy, which is negative and not clamped.
+        # Without a reference model the KL baseline is the mean log-prob of the policy. This baseline is negative and
+        # not clamped at 0.
         kl = float(logratios.mean()) if self.free else kl_estimate(logratios)
         reference_S = None if self.free else _by_sequence(models.reference_logprobs(update), update)
         desirable_S = torch.tensor([item.desirable for item in update.items])
@@ -76,7 +78,8 @@ class KtoObjective:
             else:
                 ratios = row_logratios(sums_S, reference_S[sequences].to(policy.device))
             sums = kto_loss(ratios, desirable_S[sequences].to(policy.device), kl=kl, **self.keys)
-            # Each row adds its share of the values of the update.
+            # `kl` and `kl_cut` are values of the whole update. Each micro-batch adds its part, in proportion to its
+            # rows.
             share = policy.new_tensor(len(sequences))
             sums.metrics |= {"kl": share * kl, "kl_cut": share * cut / len(update.items)}
             return sums
@@ -101,7 +104,8 @@ class KtoObjective:
         return metrics | ({"kl_cut": sums["kl_cut"]} if sums["kl_cut"] else {})
 
     def initial_loss(self) -> float | None:
-        """Each row starts at half its weight, so the loss is constant only for equal weights."""
+        """The loss of each row starts at half its weight. So the initial loss is constant only if desirable and
+        undesirable rows have equal weights."""
         return (
             0.5 * self.keys["desirable"]
             if self.keys["desirable"] == self.keys["undesirable"] and not self.free
@@ -114,7 +118,8 @@ def _by_sequence(values_K: torch.Tensor, update: Update[LabeledResponse] | Updat
 
 
 def _mismatched_examples(items: Sequence[LabeledResponse], longest: int) -> tuple[list[Example], int]:
-    """Each prompt with the response to another prompt, and the number of truncated ones."""
+    """Returns an example for each prompt, with the response to another prompt. Also returns how many responses were
+    truncated."""
     firsts = [next(i for i, mask in enumerate(item.example.loss_mask) if mask) for item in items]
     prompts = [list(item.example.ids[:first]) for item, first in zip(items, firsts, strict=True)]
     responses = [list(item.example.ids[first:]) for item, first in zip(items, firsts, strict=True)]
@@ -123,7 +128,7 @@ def _mismatched_examples(items: Sequence[LabeledResponse], longest: int) -> tupl
     except ValueError as error:
         where = ", ".join(str(item.origin) for item in items[:2])
         raise Refusal.at(
-            where, f"the KL estimate of this update is impossible: {error}", "shuffle the rows", code="too-few-rows"
+            where, f"cannot estimate the KL of this update: {error}", "shuffle the rows", code="too-few-rows"
         ) from error
     examples, cut = [], 0
     for item, prompt, partner in zip(items, prompts, partners, strict=True):

@@ -1,4 +1,4 @@
-"""Pairs of responses: DPO and its family, with and without a reference."""
+"""Preference losses on pairs of responses (DPO and variants), with and without a reference model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:
-    """The summed log-ratio of each response; without a reference, the mean log-prob."""
+    """Returns the score of each response: its summed log-ratio to the reference model. Without a reference model it is
+    the mean log-prob."""
     update = models.arrange(items)
     scores_S = _sums(update, models.logprobs(update))
     if models.reference is not None:
@@ -66,13 +67,14 @@ class Pairwise(Plain):
             reference_S = _sums(update, _weighed(models.reference_logprobs(update), weights_K))
         if self.kind in RANKED:
             assert reference_S is not None
-            # Ranks are over the update, so the policy is scored before the first micro-batch.
+            # The AOT losses sort the scores of the whole update. So the policy scores all pairs before the first
+            # micro-batch.
             partners = _partners(self.kind, _sums(update, _weighed(models.logprobs(update), weights_K)), reference_S)
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             policy = scores.logprobs_K
             sequences, local_K = update.sequences_of(batch)
-            # A micro-batch has complete pairs, the chosen response first.
+            # A micro-batch contains complete pairs. The chosen response of a pair comes first.
             local_K = local_K.to(policy.device)
             plain_S = sum_by(policy, local_K, len(sequences))
             weighed_S = plain_S
@@ -105,7 +107,7 @@ def _partners(kind: str, policy_S: torch.Tensor, reference_S: torch.Tensor) -> P
 
 
 def _weighed(values_K: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """Weighted log-probs. A token of weight 0 gives 0, even if its log-prob is -inf."""
+    """Multiplies log-probs by token weights. A token of weight 0 gives 0, even if its log-prob is -inf."""
     return torch.where(weights_K > 0, values_K * weights_K, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Process reward models: a score for each step of a solution, as the probability of a label token after it."""
+"""Process reward models: the score of each solution step is the probability of a label token after the step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def reader(recipe: Recipe) -> Reader[StepLabels]:
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """A file with the label tokens, which users of the model need."""
+    """Returns a file with the label tokens. Users of the exported model need it."""
     return {PROCESS: json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)}
 
 
 def scores(items: Sequence[StepLabels], models: MethodModels) -> list[dict[str, Any]]:
-    """The probability that each step is good, and its label."""
+    """Returns for each row the probability that each of its steps is good, and the labels of the steps."""
     lines = []
     logprobs_K = models.logprobs(models.arrange(items))
     for item, share in zip(items, logprobs_K.split([item.example.targets for item in items]), strict=True):
@@ -46,7 +46,7 @@ class Stepwise(Plain):
         self.label_tokens = len(recipe.prm.tokens)
 
     def task(self, update: Update[StepLabels], models: MethodModels) -> Task:
-        # The targets are all label tokens at all positions, in the order of the labels.
+        # Each labelled position has all label tokens as targets, in the order of `prm.tokens`.
         labels_K = torch.tensor([p for item in update.items for label in item.labels for p in label])
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:

@@ -1,4 +1,4 @@
-"""Reward models: one score per text, trained on ranked responses."""
+"""Reward models give one score per text, and are trained on ranked responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:
-    """The score of each response."""
+    """Returns the reward model's score of each response."""
     update = models.arrange(items)
     shares = models.scores(update).split([len(item.examples) for item in items])
     return [{"row": str(item.origin), "scores": share.tolist()} for item, share in zip(items, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the log-likelihood of the target tokens."""
+"""Supervised fine-tuning: the loss is the negative log-likelihood of the target tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
-The architecture is tested with a small random model (`miniature.py`) in fp32, on sequences longer than each of its
-limits; then the loaded model is tested on a few tokens in its dtype.
+First the architecture is tested with a small random model (`miniature.py`) in fp32. The test sequences are longer than
+its sliding window and other limits. Then the loaded model is tested on a few tokens in its dtype.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from lockstep.parallel.sharding import unit_gathered
 from lockstep.run.console import Console
 from lockstep.types import MicroBatch
 
-# Allowed difference between packed log-probs and transformers' log-probs.
+# Allowed difference between lockstep's log-probs of a packed row and the log-probs of transformers, per dtype.
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 # Tolerances for the small model in fp32: absolute error of log-probs, relative error of gradient norms.
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
 GRADIENT_FLOOR = 1e-4
-# Allowed rounding error in bf16 or fp16, relative to that of transformers' attention. Correct kernels reach at most
-# 1.2; a kernel whose attention is 5 % too strong reaches more than 2.3 in bf16 (llama, mistral, mixtral, qwen2).
+# Allowed rounding error of lockstep in bf16 or fp16, relative to that of transformers' attention. Correct kernels have
+# a ratio of at most 1.2. A kernel whose attention is 5 % too strong has more than 2.3 in bf16 (llama, mistral, mixtral,
+# qwen2).
 ROUNDING_RATIO = 1.8
-# Number of sequence sets needed to tell correct from wrong kernels.
+# The rounding error is measured on this many sets of sequences. Fewer sets do not separate correct from wrong kernels.
 ROUNDING_SETS = 6
-# Sequence lengths for the small model: within every limit, beyond a window, and beyond the original length.
+# Test sequence lengths for the small model: within every limit, beyond the sliding window, and beyond the original
+# context length of the rotary embedding.
 LENGTHS = (5, LIMIT + 4, ORIGINAL_LENGTH + LIMIT + 3)
-# Errors of transformers and torch for a model that cannot be run with our attention.
+# Errors that transformers and torch raise for a model that cannot run with lockstep's attention.
 RUN_ERRORS = (
     StrictDataclassError,
     TypeError,
@@ -56,7 +58,7 @@ RUN_ERRORS = (
 
 @dataclass(frozen=True)
 class Miniature:
-    """A small model of an architecture, as a policy with our attention."""
+    """A small random model of an architecture, wrapped as a policy that uses lockstep's attention."""
 
     policy: Policy
 
@@ -66,8 +68,8 @@ class Miniature:
 
 
 def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int = 1) -> Miniature:
-    """Builds a small random model of the architecture in fp32. Raises `Unfit` if our attention does not support it. Its
-    numbers of heads and experts and its feed-forward width are divisible by `divisor`."""
+    """Builds a small random model of the architecture in fp32. Raises `Unfit` if lockstep's attention does not support
+    it. The model's numbers of heads and experts and its MLP width are divisible by `divisor`."""
     register_attention()
     _refuse_other_kinds(config)
     try:
@@ -100,7 +102,7 @@ def _build(config: Any, divisor: int) -> Any:
     try:
         small = miniature_config(config, divisor)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # not the generators of devices, which are not forked
+            torch.default_generator.manual_seed(0)  # device generators are not forked and must not be seeded
             return AutoModelForCausalLM.from_config(
                 small, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
             )
@@ -113,7 +115,7 @@ def _build(config: Any, divisor: int) -> Any:
 
 
 def try_architecture(miniature: Miniature) -> None:
-    """Compare packed and padded log-probs, and the gradient of every parameter, with transformers."""
+    """Compares log-probs (packed and padded) and the gradient of every parameter with those of transformers."""
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     policy, device = miniature.policy, next(miniature.policy.parameters()).device
     try:
@@ -146,7 +148,8 @@ def _compare_logprobs(kind: str, ours: torch.Tensor, theirs: torch.Tensor) -> No
 
 
 def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tensor | None]) -> None:
-    # Gradients that are 0 except for rounding (a key's bias) are not compared relatively.
+    # The relative error of a gradient that is 0 except for rounding (a key's bias) means nothing, so errors are divided
+    # by at least `least`.
     least = GRADIENT_FLOOR * max(float(found.norm()) for found in wanted.values() if found is not None)
     nonzero = {name: found for name, found in wanted.items() if found is not None and float(found.norm()) > 0}
     for name, parameter in model.named_parameters():
@@ -157,7 +160,8 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
         for name, parameter in model.named_parameters()
         if name in nonzero and parameter.grad is not None
     }
-    # An error propagates to earlier parameters and is largest at its source.
+    # A wrong gradient propagates to earlier layers. The parameter with the largest error is reported, because the error
+    # is largest at its source.
     worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     if not errors[worst] <= GRADIENT_ERROR:
         raise Unfit(f"the gradient of {worst} is off by {errors[worst]:.2g} of its norm when {kind}")
@@ -166,7 +170,7 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
 def _reference_gradients(
     model: Any, sequences: Sequence[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Returns log-probs and gradients of transformers' eager attention, one sequence at a time."""
+    """Returns the log-probs and gradients that transformers computes with eager attention, one sequence at a time."""
     model.zero_grad(set_to_none=True)
     model.set_attn_implementation("eager")
     try:
@@ -180,14 +184,14 @@ def _reference_gradients(
 
 
 def weights_of(count: int, device: torch.device) -> torch.Tensor:
-    """Returns loss weights that differ for every token."""
+    """Returns one loss weight per token. The weights differ between tokens."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 
 def check_architecture(
     config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device, console: Console | None = None
 ) -> None:
-    """Refuses an architecture that would be trained wrongly. Needs no weights; a success is cached."""
+    """Raises `Refusal` for an architecture that lockstep would train wrongly. Needs no weights. A success is cached."""
     prepare_products(dtype)
 
     def attempt() -> Problem | None:
@@ -208,27 +212,27 @@ def check_architecture(
 
 
 # A failed check can be caused by the model or by the attention kernel of the device. To find the cause, the check is
-# repeated with plain torch instead of the kernel, and on the CPU.
+# repeated on the device with plain torch instead of the kernel, and on the CPU.
 
 PLAIN = "sdpa"
 HOST = torch.device("cpu")
-# Returns why a model fails with an attention kernel on a device; None if it passes.
+# A function that returns why a model fails the check with an attention kernel on a device, or None if it passes.
 KernelCheck = Callable[[str, torch.device], str | None]
 
 
 def wrong_kernel(
     kernel: str, device: torch.device, why: str, check: KernelCheck, eager: Callable[[], float]
 ) -> Problem | None:
-    """Returns the problem with the device's attention; None if the model is the cause.
+    """Returns the problem if the device's attention causes the failed check, or None if the model causes it.
 
-    `eager` returns the difference of transformers' eager attention between device and CPU, in log-probs.
+    `eager` returns by how much the log-probs of transformers' eager attention differ between the device and the CPU.
     """
     if kernel != PLAIN and check(PLAIN, device) is None:
         return Problem(
             f"device {device}",
             f"its attention kernel {kernel} is wrong: {why}. With model.attention={PLAIN} the same check passes here",
-            f"set model.attention={PLAIN}, which is plain torch and slower; another version of torch or of "
-            "the driver may fix the kernel, `lockstep doctor` lists matching versions, and a replay of a tape "
+            f"set model.attention={PLAIN}, which is plain torch and slower. Another version of torch or of "
+            "the driver may fix the kernel; `lockstep doctor` lists matching versions. A replay of a recorded run "
             "(docs/replay.md) writes a script that reproduces the fault",
             code="wrong-kernel",
         )
@@ -237,8 +241,8 @@ def wrong_kernel(
     difference, kinds = eager(), " and with ".join(dict.fromkeys((kernel, PLAIN)))
     return Problem(
         f"device {device}",
-        f"attention is wrong on it with {kinds}: {why}. On the CPU the same check passes; transformers' eager "
-        f"attention on this device is {difference:.2g} nats from the CPU's",
+        f"attention is wrong on this device with {kinds}: {why}. On the CPU the same check passes; transformers' eager "
+        f"attention on this device differs from that on the CPU by {difference:.2g} nats",
         "no setting of model.attention helps: run `lockstep doctor` for matching versions of torch and the driver, "
         "or train with device=cpu",
         code="wrong-kernel",
@@ -261,7 +265,8 @@ def _why_not(config: Any, dtype: torch.dtype, kernel: str, device: torch.device)
 
 
 def _eager_difference(config: Any, device: torch.device) -> float:
-    """Returns the maximum difference between eager attention on the device and on the CPU, in log-probs."""
+    """Returns the maximum difference between the log-probs of transformers' eager attention on the device and on the
+    CPU."""
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     found = []
     for one in (device, torch.device("cpu")):
@@ -272,9 +277,9 @@ def _eager_difference(config: Any, device: torch.device) -> float:
 
 @torch.no_grad()
 def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
-    """Checks that the error of the kernels in the training dtype is about that of transformers' attention.
+    """Checks that lockstep's rounding error in the training dtype is about as large as that of transformers.
 
-    Compares the median error over tokens, because rounding may send single tokens to other experts.
+    The median error over tokens is compared, because rounding may route single tokens to other experts.
     """
     sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
     policy, model = miniature.policy, miniature.model
@@ -301,8 +306,8 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> None:
-    """Refuses a loaded model whose log-probs differ from those of transformers. `on` is the compute device, if the
-    weights are elsewhere."""
+    """Raises `Refusal` if the log-probs of a loaded model differ from those of transformers. `on` is the compute device
+    if the weights are on another device."""
     run_trial(LOADED_MODEL, lambda: _wrong_logprobs(policy, path, on))
 
 
@@ -327,11 +332,11 @@ def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Probl
     if difference <= allowed:
         return None
     if not torch.isfinite(wanted).all():
-        why = "its log-probs in transformers are not finite: some of its weights hold NaN or infinity"
-        raise Refusal.at(f"model.path {path}", why, "copy or download it again", code="not-finite")
+        why = "its log-probs in transformers are not finite: some of its weights are NaN or infinite"
+        raise Refusal.at(f"model.path {path}", why, "copy or download the model again", code="not-finite")
     why = f"packed log-probs differ from those of transformers by {difference:.3g}"
     plain = (_with_plain_attention(policy, packed_row(sequences, device)) - wanted).abs().max().item()
-    # If plain torch is right, the kernel is at fault, not the model.
+    # If the check passes with plain torch, the attention kernel is wrong, not the model.
     plain_fails = why if plain > allowed else None
     problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: plain_fails, lambda: math.nan)
     return problem or _unsupported(path, name, why)
@@ -339,7 +344,7 @@ def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Probl
 
 @torch.no_grad()
 def enter(module: nn.Module, device: torch.device) -> None:
-    """Runs the root of a sharded model once: FSDP requires this before a submodule runs."""
+    """Runs the root module of a sharded model once. FSDP requires that the root runs before a submodule runs."""
     module(packed_row([tokens(2, 8)], device))
 
 
@@ -382,7 +387,7 @@ def reference_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
-    """Returns test token ids that do not repeat with a short period."""
+    """Returns token ids for tests. The sequence is not periodic with a short period."""
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 

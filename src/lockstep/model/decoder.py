@@ -1,4 +1,4 @@
-"""Runs the decoder of a transformers model on micro-batches: attention layout, positions and kernel."""
+"""Runs the decoder of a transformers model on micro-batches, with lockstep's attention kernels."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ OUTSIDE = "its layers do not use transformers' attention interface"
 
 
 class Decoder:
-    """Runs the layers of a transformers model with our attention. Masks and positions are read from the model once."""
+    """Runs the layers of a transformers model with lockstep's attention. Window sizes and rotary types are read from
+    the model once."""
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
-        # Read now, because sharding renames the class of a layer.
+        # The layers are found before sharding, because sharding renames the class of a layer.
         self._layers = decoder_layers(model)
         self.records_router_logits = False
-        """Whether a forward pass stores the router logits of its experts in `router_logits`."""
+        """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
         if not next(model.parameters()).is_meta:
@@ -41,19 +42,20 @@ class Decoder:
 
     @property
     def alike_up_to(self) -> int | None:
-        """Maximum sequence length for which position embeddings do not depend on the length; None: no limit."""
+        """Sequence length up to which position embeddings do not depend on the sequence length. None if position
+        embeddings never depend on the sequence length."""
         return min((rope.fixed for rope in self.moving if rope.fixed is not None), default=None)
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules, with their windows."""
+        """The attention modules of the model. Their sliding windows are read first."""
         found = read_windows(self.model, inner_decoder(self.model))
         _refuse_other_layers(self.model, found)
         return found
 
     def cached_shape(self) -> tuple[int, int, int]:
-        """Returns the number of layers, the number of heads and the head size of a KV cache. Raises if one shape does
-        not fit all layers."""
+        """Returns the number of layers, the number of heads and the head size of a KV cache. Raises NotImplementedError
+        if the layers need KV caches of different shapes."""
         layers: list[Any] = [module.layer_idx for module in self.attentions]
         if len(set(layers)) < len(layers):
             raise NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys")
@@ -65,12 +67,12 @@ class Decoder:
         return max(layers) + 1, heads, size
 
     def keep_activations_on_host(self, device: torch.device) -> None:
-        """Offload activations for the backward pass to the host."""
+        """Makes forward passes offload the activations of the layers to host memory until the backward pass."""
         if not self._layers:
             raise Refusal.at(
                 "model.activation_offload",
                 f"transformers does not list the layers of {type(self.model).__name__}",
-                "set it to false, or model.gradient_checkpointing instead",
+                "set it to false, or use model.gradient_checkpointing instead",
                 code="unsupported-model",
             )
         self._activations = ActivationOffload(self._layers, device)
@@ -97,13 +99,13 @@ class Decoder:
 
 
 def inner_decoder(model: Any) -> nn.Module:
-    """Returns the decoder of a causal language model; a decoder is returned unchanged."""
+    """Returns the decoder of a causal language model. If `model` is a decoder, returns it unchanged."""
     from transformers import PreTrainedModel
 
     if model.get_output_embeddings() is None:
         return model
     decoder = model.get_decoder()
-    # In some models the attribute `decoder` is the output head.
+    # In some models `get_decoder` returns the output head.
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
@@ -114,7 +116,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
-    """Returns the attention layout of a micro-batch for a kernel."""
+    """Returns the attention layout (sequence bounds) of a micro-batch in the form that the kernel needs."""
     rows, width = batch.input_ids_NT.shape
     device = batch.input_ids_NT.device
     if batch.context is not None:
@@ -125,14 +127,16 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """Returns the correct attention implementation of transformers for the model: sdpa ignores soft caps and sinks."""
+    """Returns which attention implementation of transformers is correct for the model. sdpa ignores soft caps and
+    sinks."""
     config = model.config.get_text_config()
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
 def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module]) -> None:
-    """Refuse layers that mix tokens without our attention: they would mix packed sequences."""
+    """Raises `BeyondCausal` for layers that mix tokens without lockstep's attention, because they would mix packed
+    sequences."""
     if not called:
         raise BeyondCausal(OUTSIDE)
     if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:

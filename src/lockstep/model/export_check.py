@@ -1,7 +1,8 @@
-"""Verifies an export: plain transformers must reproduce the outputs of the trained model on a few rows.
+"""Verifies an exported model: plain transformers must reproduce the outputs of the trained model on a few rows.
 
 A checkpoint stores outputs of the trained model for a few short rows (`probe_of`). Every export is loaded with only
-transformers (and PEFT) and must give the same numbers; otherwise it is refused before it is moved to its final path.
+transformers (and PEFT) and must give these outputs. An export with other outputs is refused before it is moved to its
+final path.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
 
-# Lengths of the rows, within the context of any model.
+# Lengths of the test rows in tokens, within the context length of any model.
 LENGTHS = (5, 9, 13)
-# Allowed mean difference, for rounding on two devices. Single tokens may differ more in bf16 and fp16: logits are
-# rounded, and a token may go to another expert. For reward models it is relative to the largest score above 1.
+# Allowed mean difference between the outputs of the export and the trained model, which two devices round differently.
+# Single tokens may differ more in bf16 and fp16: logits are rounded, and a token may be routed to another expert. For
+# reward models the tolerance is multiplied by the largest score if that is above 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# In bf16 and fp16, if the host has memory for the export in fp32: the median difference between the trained model and
-# the fp32 export may be this multiple of that between the rounded and the fp32 export, plus a floor.
+# A second test for bf16 and fp16, if the host has memory for the export in fp32. Let r be the median difference between
+# the outputs of the rounded export and the export in fp32. The median difference between the trained model and the
+# export in fp32 may be ROUNDING_RATIO * r + ROUNDING_FLOOR.
 ROUNDING_RATIO, ROUNDING_FLOOR = 4.0, {torch.bfloat16: 0.01, torch.float16: 0.002}
-# Memory for loading, relative to the weights.
+# Host memory that loading a model needs, relative to the size of its weights.
 MEMORY_MARGIN = 1.1
 LARGE = 2**30
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of the verification. `done` is False if the export could not be compared."""
+    """Result of the verification of an export. `done` is False if its outputs could not be compared."""
 
     sentence: str
     done: bool
@@ -45,13 +48,14 @@ class Verification:
 
 @torch.no_grad()
 def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any]:
-    """Returns a few rows and the outputs of the model: log-probs of a policy, one score per row of a reward model. All
-    ranks of the model must call it."""
+    """Returns a few test rows and the outputs of the model: log-probs of a policy, or one score per row of a reward
+    model. All ranks of a sharded model must call this function."""
     model = module.causal_lm if isinstance(module, Policy) else module.decoder
     rows, training = _rows(model.config.get_text_config()), module.training
     module.eval()
     try:
-        # Rows of a value model are one token longer: the score of a row is the value at its last token.
+        # Each row gets one more token for a value model. The model returns values at positions that predict a token, so
+        # the value at the last token of the row needs a next token.
         longer = rows if isinstance(module, Policy) else [[*ids, ids[0]] for ids in rows]
         line = packed_row(longer, device)
         found = plain_logprobs(module, line) if isinstance(module, Policy) else module(line)
@@ -64,7 +68,7 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
 
 
 def _rows(config: Any) -> list[list[int]]:
-    # Rows of a value model are one token longer.
+    # One position is kept free, because `probe_of` adds a token to the rows of a value model.
     longest = (getattr(config, "max_position_embeddings", None) or 2 * max(LENGTHS)) - 1
     return [tokens(min(length, longest), config.vocab_size, first) for first, length in enumerate(LENGTHS, 3)]
 
@@ -72,16 +76,16 @@ def _rows(config: Any) -> list[list[int]]:
 def verify_export(
     folder: Path, probe: Mapping[str, Any], kind: str, dtype: torch.dtype, where: str, *, base: str | None = None
 ) -> Verification:
-    """Refuses a folder whose outputs differ from those of the trained model. `kind` is `policy` or `value`. `base` is
-    the base model of an adapter."""
+    """Raises `Refusal` if the model in the folder gives other outputs than the trained model (`probe`). `kind` is
+    `policy` or `value`. `base` is the base model of an adapter."""
     if not probe:
-        return _unverified("the checkpoint has no stored outputs: an earlier version saved it")
+        return _unverified("the checkpoint has no outputs to compare with: an earlier version saved it")
     wanted = torch.tensor(probe["values"])
     if not torch.isfinite(wanted).all():
         return _unverified("the outputs of the trained model are not finite")
     needed = math.ceil(_bytes_of(Path(base or folder)) * MEMORY_MARGIN)
     if needed > LARGE:
-        gc.collect()  # a reference cycle may keep the written model alive
+        gc.collect()  # a reference cycle may keep the exported model in memory
     free = host_memory().free
     if needed > free:
         return _unverified(
@@ -91,7 +95,7 @@ def verify_export(
     model = _loaded(folder, kind, dtype, where, base)
     try:
         found = _outputs(model, probe["rows"], kind)
-        # Both copies of a parameter exist during the conversion.
+        # During the conversion to fp32 a parameter exists in both dtypes, so three times the memory must be free.
         wide = kind == "policy" and dtype in ROUNDING_FLOOR and 3 * needed <= free
         exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
@@ -108,12 +112,12 @@ def _verdict(
     where: str,
     rows: int,
 ) -> Verification:
-    """Compares outputs of the export (`found`; in fp32, if computed: `exact`) with those of the trained model
-    (`wanted`)."""
+    """Compares the outputs `found` of the export with the outputs `wanted` of the trained model. `exact` are the
+    outputs of the export in fp32, or `found` if these were not computed."""
     what = "log-probs" if kind == "policy" else "scores"
     allowed = TOLERANCE[dtype] * (1.0 if kind == "policy" else max(1.0, float(wanted.abs().max())))
     off, how = float((found - wanted).abs().mean()), "in the mean"
-    if exact is not found:  # they differ only by rounding
+    if exact is not found:  # `exact` and `found` differ only by rounding
         allowed = max(allowed, ROUNDING_RATIO * float((found - exact).abs().mean()))
     if off <= allowed and exact is not found:
         usual, off = (float((one - exact).abs().median()) for one in (found, wanted))
@@ -126,7 +130,7 @@ def _verdict(
         f"{how}, and {allowed:.2g} is allowed for {str(dtype).removeprefix('torch.')}"
     )
     raise Refusal.at(
-        where, why, "the checkpoints are untouched; please report it with the recipe", code="export-differs"
+        where, why, "the checkpoints are unchanged; please report this error with the recipe", code="export-differs"
     )
 
 
@@ -162,7 +166,7 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str |
 
 @torch.no_grad()
 def probe_of_transformers(model: Any) -> dict[str, Any]:
-    """Computes what `probe_of` computes, for a model of transformers or PEFT."""
+    """Returns test rows and log-probs like `probe_of`, for a model of transformers or PEFT."""
     rows = _rows(model.config.get_text_config())
     return {"rows": rows, "values": _outputs(model, rows, "policy").tolist()}
 
@@ -172,6 +176,6 @@ def _outputs(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
     inputs = [torch.tensor([ids]) for ids in rows]
     if kind == "policy":
         return torch.cat([reference_logprobs(model, ids) for ids in inputs])
-    # A row ends at its last token, even if that is the padding token.
+    # Without a padding token the classifier scores the last token of a row, even if that is the padding token.
     model.config.get_text_config().pad_token_id = None
     return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in inputs])

@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedNames:
-    """Shape and parameter of each tensor that is written. Tensors of one parameter are adjacent.
+    """The tensors of the exported files: the shape of each tensor, and the model parameter it comes from. Tensors of
+    one parameter are adjacent.
 
-    transformers merges some tensors when it loads them. Its operations are reverted here, one parameter at a time.
+    When transformers loads a model, it merges some tensors of the files into one parameter. The export reverts this for
+    one parameter at a time.
     """
 
     model: Any
@@ -53,8 +55,8 @@ class SavedNames:
     parameters: Mapping[str, str]
 
     def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """Returns a function that reads tensors by their file name. It calls `read` once per parameter, and frees the
-        parameter before the next."""
+        """Returns a function that returns a tensor by its name in the file. The function calls `read` once per
+        parameter, and frees a parameter before it reads the next one."""
         parts: dict[str, torch.Tensor] = {}
 
         def part(name: str) -> torch.Tensor:
@@ -68,7 +70,7 @@ class SavedNames:
 
 
 def saved_names(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> SavedNames | None:
-    """Returns the tensors that `save_pretrained` would write; None if a tensor is made of several parameters."""
+    """Returns the tensors that `save_pretrained` would write, or None if a tensor is made of several parameters."""
     parameters_on_meta = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
     found: dict[str, torch.Size] = {}
     parameters: dict[str, str] = {}
@@ -125,7 +127,7 @@ def export_model(
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
     """Writes the model to a temporary folder, compares it with outputs of the trained model (`probe`), and renames it
-    to `out`. `adapter` exports the adapter of a LoRA run instead of the merged model."""
+    to `out`. With `adapter`, exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
         raise Refusal.at(
             "--adapter",
@@ -150,7 +152,7 @@ def _write_streamed(
     where: str,
     end_tokens: Sequence[int],
 ) -> bool:
-    """Writes the model tensor by tensor; returns False if the model does not support that."""
+    """Writes the model tensor by tensor, to save memory. Returns False if that is not possible for this model."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
@@ -174,7 +176,7 @@ def _write_in_memory(
     *,
     adapter: bool,
 ) -> None:
-    """Writes the model from memory. The memory is freed before the folder is verified."""
+    """Loads the whole model into memory and writes it. The memory is freed before the folder is verified."""
     from transformers import AutoModelForCausalLM
 
     where_from = f"model.path {settings.path}"
@@ -183,7 +185,7 @@ def _write_in_memory(
     model = with_adapter(base, settings.lora, 0, folders.adapter)
     restore_weights(model, weights, where)
     if adapter:
-        # The path of the recipe, not the resolved folder.
+        # The adapter refers to its base model by the path of the recipe, not by the resolved folder.
         model.peft_config["default"].base_model_name_or_path = settings.path
         model.save_pretrained(folder)
         return
@@ -206,7 +208,8 @@ def _write_by_tensor(
     folder: Path,
     end_tokens: Sequence[int],
 ) -> None:
-    """Writes the files of `save_pretrained`, from a model without storage and weights that are read one by one."""
+    """Writes the files that `save_pretrained` would write. The model is on the meta device; weights are read one by
+    one."""
     model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     _stop_at(model, end_tokens)
@@ -235,7 +238,7 @@ def export_value_model(
     files: Mapping[str, str] = MappingProxyType({}),
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
-    """Export a reward model as a sequence classification folder with one label, with its adapter merged."""
+    """Exports a reward model, with its adapter merged, as a sequence classification model with one label."""
     _refuse_taken(out, replace)
     with _written(settings, folders, out) as aside:
         _write_classifier(settings, folders, weights, aside, where, end_tokens)
@@ -266,7 +269,7 @@ def _write_classifier(
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=DTYPES[working.dtype], trust_remote_code=False
     )
-    # Assigned, because copying would round fp32 buffers.
+    # Tensors are assigned instead of copied, because copying would round fp32 buffers.
     classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
@@ -279,13 +282,15 @@ def _tokenizer(settings: Model, folders: ModelFolders) -> PreTrainedTokenizerBas
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
-    """Returns a padding token that does not end a text: the classifier scores the last token that is not padding."""
+    """Returns a padding token that is no end token. The classifier scores the last token that is not padding, so an end
+    token must not be padding."""
     candidates = [tokenizer.pad_token_id, *tokenizer.all_special_ids, *range(len(end_tokens) + 1)]
     return next(token for token in candidates if token is not None and token not in end_tokens)
 
 
 def _working(settings: Model, adapter: bool) -> torch.dtype:
-    """Returns the dtype of the computation: an adapter is merged in fp32 and rounded once."""
+    """Returns the dtype in which the export is computed. An adapter is merged in fp32, so that the result is rounded
+    only once."""
     return torch.float32 if settings.lora and not adapter else DTYPES[settings.dtype]
 
 
@@ -298,25 +303,25 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 @contextmanager
 def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
-    """Yields a temporary folder with the model's tokenizer, and renames it to `out` at the end."""
+    """Yields a temporary folder for the model. At the end adds the tokenizer and renames the folder to `out`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
             yield aside
             tokenizer, template = _tokenizer(settings, folders), aside / "chat_template.jinja"
-            if template.is_file():  # the template of the run replaces the model's
+            if template.is_file():  # the chat template of the run replaces that of the model
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
-            # Weights are written with owner-only permissions; give all files the same mode.
+            # Weight files were written with owner-only permissions. All files get the mode of the tokenizer's file.
             mode = (aside / "tokenizer_config.json").stat().st_mode
             for file in aside.iterdir():
                 file.chmod(mode)
     except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
-        raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
+        raise unwritten(out, error, "run `lockstep export` again; checkpoints are unchanged") from error
 
 
 def _stop_at(model: PreTrainedModel, end_tokens: Sequence[int]) -> None:
-    """Add the end tokens of the training rows to the generation config."""
+    """Adds the end tokens of the training rows to the generation config."""
     config = model.generation_config
     eos = config.eos_token_id
     present = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -331,8 +336,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
-    """Merges an adapter in fp32 and rounds to the dtype of the stored base. Compares the result with the unmerged
-    adapter."""
+    """Merges a PEFT adapter into its base model in fp32, and rounds to the dtype of the stored base model. Compares the
+    outputs of the merged model with those of base model and adapter."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
@@ -348,7 +353,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
     model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # PEFT warns about tied weights; the outputs are compared instead
+            warnings.simplefilter("ignore")  # PEFT warns about tied weights, but the outputs are compared below
             adapted = PeftModel.from_pretrained(model, str(adapter))
             _refuse_other_keys(adapted, adapter, where)
             unmerged, probe = _logits(adapted), probe_of_transformers(adapted)
@@ -360,7 +365,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
             where, f"does not fit its base {base}: {first_line(error)}", "give its base model", code="unfit-adapter"
         ) from error
     if not off <= MERGED_ERROR:
-        why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
+        why = f"its logits change when it is merged into {base}: they differ by {off:.2g} of the largest logit"
         raise Refusal.at(where, why, "merge it with the library that created it", code="unfit-adapter")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
@@ -379,7 +384,8 @@ def _logits(adapted: Any) -> torch.Tensor:
 
 
 def _untie(adapted: Any) -> None:
-    """Untie embedding and head if the adapter changes one of them: merging would otherwise change both."""
+    """Unties embedding and output head if the adapter changes one of them, because merging would otherwise change
+    both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = adapted.get_base_model()
@@ -393,13 +399,13 @@ def _untie(adapted: Any) -> None:
 
 
 def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
-    """Refuse missing and unexpected weights, which PEFT ignores."""
+    """Raises `Refusal` for missing and unexpected adapter weights, which PEFT ignores."""
     from peft import get_peft_model_state_dict
 
     with safe_open(adapter / WEIGHTS, "pt") as file:
         stored = set(file.keys())
     expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    # Full weights of the model, which an adapter with new tokens contains.
+    # Names of the base model's weights. An adapter with new tokens also contains some of these full weights.
     full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
     problems = [
         Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)

@@ -1,4 +1,4 @@
-"""Fingerprints of model folders, from the content of weights, tokenizer and chat template."""
+"""Computes fingerprints of model folders from the content of weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-# Other files that affect the computation or the tokenisation.
+# Other files of a model folder that affect the computation or the tokenisation.
 SETTINGS_FILES = (
     "config.json",
     "generation_config.json",
@@ -24,19 +24,21 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    # Score normalisation of a reward model, and the tokens of a process reward model.
+    # These files have the score normalisation of a reward model and the label tokens of a process reward model.
     "score_stats.json",
     "process_reward.json",
 )
-# Of larger files, only PIECES evenly spaced blocks of PIECE bytes are read: other weights differ everywhere.
+# Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Different weights differ in every
+# block.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
-# For folders over WHOLE_BYTES: bytes that are read at the start, middle and end of each tensor. A tensor that was
-# trained, merged or replaced differs in all of them.
+# If the weights of a folder exceed WHOLE_BYTES, only this many bytes are read at the start, middle and end of each
+# tensor. A tensor that was trained, merged or replaced differs in all three blocks.
 TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Returns the checksums of weights, tokenizer and chat template of a model folder; None for missing parts."""
+    """Returns the checksums of weights, tokenizer and chat template of a model folder. The checksum of a missing one is
+    None."""
     folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]
@@ -56,8 +58,8 @@ def model_checksums(path: str) -> dict[str, str]:
 def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, str]:
     """Returns a digest of each file of a model, by name. `progress` is called with each file name.
 
-    Up to 1 GiB of weights, files are read completely; of larger models, a sample of every tensor is read, which takes
-    seconds.
+    Files are read completely if the weights have at most 1 GiB. Of larger models only a sample of every tensor is read,
+    which takes seconds.
     """
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     weights = [file for file in files if file.suffix == ".safetensors"]
@@ -72,7 +74,7 @@ def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: 
 
 
 def _digest(file: Path) -> str:
-    """Returns the checksum of a file. For a config, `transformers_version` is ignored."""
+    """Returns the checksum of a file. In config files the key `transformers_version` is ignored."""
     if file.name not in ("config.json", "generation_config.json"):
         return checksum(file)
     try:
@@ -91,7 +93,8 @@ def differing_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def model_files(folder: str) -> dict[str, str]:
-    """Identifies a model without reading its weights: small files by content, weights by size and mtime."""
+    """Identifies a model without reading its weights. Weight files are identified by size and mtime, other files by
+    content."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
     return {path.name: _size_and_time(path) if path.suffix in WEIGHTS else checksum(path) for path in files}
 

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 
 
-# If head and embedding differ by less (relatively), the head is the embedding with another quantisation.
+# If the relative difference of output head and embedding is below this, the head is the embedding with another
+# quantisation.
 SAME_MATRIX = 0.25
 
 
 def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
-    """Dequantises `file` to fp32 weights in `folder`; returns messages. A separate output head is kept, unless `tie`
-    replaces it by the embedding."""
+    """Dequantises the GGUF `file` to fp32 weights in `folder`. Returns messages for the user. With `tie` the embedding
+    replaces a separate output head."""
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
     if not file.is_file():
@@ -35,7 +36,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         raise Refusal.at(folder, "is a file, not a folder", "choose a new folder", code="not-a-folder")
     if folder.exists() and any(folder.iterdir()):
         raise Refusal.at(folder, "is not empty", "choose a new folder", code="not-empty")
-    # Imported after the refusals, because these imports are slow.
+    # These imports are slow, so they come after the checks of the arguments.
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,17 +62,18 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
 
 
 def _opened(file: Path) -> Any:
-    """Returns a GGUFReader for the file. Raises a refusal if the file is incomplete."""
+    """Returns a GGUFReader for the file. Raises `Refusal` if the file is damaged, or is only one part of a split
+    model."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(file)
     except Exception as error:  # the parser raises various errors for a truncated file
         why = f"is truncated or damaged: {type(error).__name__}: {first_line(error)}"
-        raise Refusal.at(file, why, "copy or download it again", code="damaged-file") from error
+        raise Refusal.at(file, why, "copy or download the file again", code="damaged-file") from error
     field = reader.get_field("split.count")
     if field is not None and int(field.contents()) > 1:
-        why = f"is one of {int(field.contents())} parts of a model"
+        why = f"has only one of the {int(field.contents())} parts of a model"
         raise Refusal.at(
             file, why, "merge the parts first: llama-gguf-split --merge PART OUT.gguf", code="missing-shard"
         )
@@ -79,11 +81,12 @@ def _opened(file: Path) -> Any:
 
 
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
-    """Handles an output head that the file lacks, that equals the embedding, or that is separate. Returns messages."""
+    """Decides whether the output head is tied to the embedding, and ties them if `tie` is set. Returns messages for the
+    user."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:
-        return ["its output head is its embedding (tied), as in the file"]
+        return ["its output head is tied to its embedding, as in the file"]
     off = float((head - embedding).norm() / embedding.norm()) if head.shape == embedding.shape else 1.0
     if off >= SAME_MATRIX:
         if tie:
@@ -94,18 +97,19 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
         return [
             f"its output head differs from its embedding by only {off:.1%}: the model was tied before it was "
             "converted to GGUF. It is imported with a separate head, as in the file; "
-            f"`lockstep import-gguf {file} DIR --tie` ties them again"
+            f"`lockstep import-gguf {file} DIR --tie` ties head and embedding again"
         ]
     import torch
 
     model.config.tie_word_embeddings = True
     model.set_output_embeddings(torch.nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta"))
     model.tie_weights()
-    return [f"its output head is its embedding again (tied); the head in the file differed by {off:.1%}"]
+    return [f"its output head is tied to its embedding again; the head in the file differed from it by {off:.1%}"]
 
 
 def _unquantised(packed: Any) -> Any:
-    """Returns the weights in a model without quantisation config, because a quantised model cannot be saved."""
+    """Returns a model with the same weights but without a quantisation config, because transformers cannot save a
+    quantised model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +125,7 @@ def _unquantised(packed: Any) -> Any:
 
 
 def _restore_digits(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
-    """Restore the digit splitting of `smollm` pre-tokenizers, which transformers drops."""
+    """Restores the digit splitting of `smollm` pre-tokenizers, which transformers drops when it reads a GGUF file."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     field = packing.get_field("tokenizer.ggml.pre")

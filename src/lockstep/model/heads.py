@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """Computes a scalar per token: a critic's value estimate, or, at the last token, a reward model's score."""
+    """Computes a scalar per token. A critic's scalars are its value estimates. A reward model's score is the scalar at
+    the last token."""
 
     def __init__(self, decoder: PreTrainedModel, head: nn.Linear, kernel: str):
         super().__init__()
@@ -48,7 +49,7 @@ class ValueModel(nn.Module):
 
     @property
     def stored(self) -> nn.Module:
-        """The module whose trained weights a checkpoint stores."""
+        """The module whose trained weights are written to a checkpoint."""
         return self
 
     @property
@@ -66,7 +67,7 @@ class ValueModel(nn.Module):
         hidden = self.runner(batch)
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
-        # As in the policy: keeps every parameter in the graph if this rank has no targets.
+        # If this rank has no targets, adding 0 * hidden keeps every parameter in the autograd graph, as in the policy.
         return values_K if len(batch.targets_K) else values_K + hidden.sum().float() * 0
 
 
@@ -81,8 +82,8 @@ def build_value_model(
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Loads a value model from a causal language model (with a zero head) or from a reward model (with its head).
-    `name` is the user's name for the model."""
+    """Loads a value model. From a causal language model it gets a new head of zeros; from a reward model it gets that
+    model's head. `name` is the model name or path in the recipe."""
     path = name or folders.model
     config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
@@ -95,7 +96,7 @@ def build_value_model(
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
-                f"its head gives {model.num_labels} numbers, not one",
+                f"its head returns {model.num_labels} numbers, not one",
                 "use a reward model",
                 code="wrong-model-kind",
             )
@@ -118,7 +119,7 @@ def build_value_model(
             fuse(decoder, kernel)
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
-            # The head is trained in full.
+            # Only the decoder gets adapters; all weights of the head are trained.
             put_adapter(decoder, settings.lora, seed, None, folders.adapter)
         divide_model(decoder, styles, source, sharding)
         value_model = ValueModel(decoder, head, kernel)
@@ -139,7 +140,8 @@ def build_value_model(
 def _loaded(
     kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
 ) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """Returns the model; without weights if they are streamed."""
+    """Returns the model. If its weights are streamed from the files, it has no weights yet, and the source comes
+    first."""
     source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
     if source is not None:
         return source, source.model, {"unused": source.unused}
@@ -147,7 +149,8 @@ def _loaded(
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:
-    """Refuse architectures without a sequence classification class: reward models are exported as one."""
+    """Raises `Refusal` if transformers has no sequence classification class for the architecture. Reward models are
+    exported as that class."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -160,7 +163,7 @@ def refuse_no_classifier(config: Any, path: str) -> None:
 
 
 def merge_adapters(decoder: nn.Module) -> None:
-    """Merge every adapter of the decoder into its base layer."""
+    """Merges every LoRA adapter of the decoder into its base layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(decoder.named_modules()):

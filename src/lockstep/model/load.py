@@ -1,4 +1,4 @@
-"""Loads a policy from a model path with dtype, LoRA, sharding and gradient checkpointing, and checks the folder."""
+"""Loads a policy or value model with the dtype, LoRA and sharding of the recipe, and checks it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def load_policy(
     *,
     frozen: bool = False,
 ) -> Policy:
-    """Loads the model of the recipe to `device` or sharded, and compares it with the forward pass of transformers."""
+    """Loads the model of the recipe to `device`, or shards it over the ranks. Checks that its log-probs equal those of
+    transformers."""
     kernel = kernel_of(settings, kernel)
     folders = folders_of(settings)
     config = config_of(folders.model, settings.path)
@@ -103,18 +104,20 @@ def load_value_model(
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Loads the value model at `path`, which is a language model or a reward model."""
+    """Loads a value model from `path`, which may contain a language model or a reward model."""
     folders = folders_of(settings.model_copy(update={"path": path}))
     return build_value_model(settings, folders, device, kernel, seed, name=path, key=key, sharding=sharding)
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
-    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or the stored one."""
+    """Returns a PEFT model around `model`, with a new adapter (initialised from `seed`) or the stored one. Without LoRA
+    settings returns `model`."""
     return with_adapter(model, settings, seed, stored_adapter(settings))
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
-    """Refuses token ids beyond the embedding: they would crash later, or read a wrong row on some devices."""
+    """Raises `Refusal` if the tokenizer has token ids beyond the embedding. Such token ids would crash later, or read a
+    wrong row on some devices."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= embedding_rows:
         raise Refusal.at(

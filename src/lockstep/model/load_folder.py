@@ -1,6 +1,6 @@
 """Loads transformers models from a local Hugging Face folder, splits them over ranks, and fuses their operators.
 
-`load.py` resolves model names to folders and calls this module; `export_folder.py` gets resolved folders.
+`load.py` resolves model names to local folders before it calls this module.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelFolders(NamedTuple):
-    """The local folders behind `model.path` and `model.lora.adapter`."""
+    """The local folders to which `model.path` and `model.lora.adapter` were resolved."""
 
     model: str
     adapter: str | None = None
 
 
 def config_of(folder: str, name: str | None = None) -> Any:
-    """Returns the transformers config. `name` is the user's name for the folder."""
+    """Returns the transformers config. `name` is the model name or path in the recipe, for error messages."""
     from transformers import AutoConfig
 
     return pretrained(AutoConfig, folder, f"model.path {name or folder}", "its config.json")
 
 
 def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """Loads a model of an Auto class with our attention; also returns the loading info of transformers. `name` is the
-    user's name for the folder."""
+    """Loads a model with the transformers Auto class `kind` and lockstep's attention. Also returns the loading info of
+    transformers. `name` is the model name or path in the recipe, for error messages."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config, where = config_of(folder, name), f"model.path {name or folder}"
@@ -55,7 +55,8 @@ def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = Non
 
 
 def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
-    """Builds the model without weights, which are read when it is sharded. Returns None if that is not possible."""
+    """Builds the model without weights. The weights are read from the files when the model is sharded. Returns None if
+    the weights of this model cannot be read one by one."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = config_of(folder, name)
@@ -66,14 +67,15 @@ def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = N
 
 
 def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
-    """Returns the tensor-parallel style of each module. Call it before adapters wrap the modules."""
+    """Returns how tensor parallelism splits each module. Call this function before adapters wrap the modules."""
     return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
 
 
 def divide_model(
     model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
 ) -> None:
-    """Splits the model over the ranks of a tensor-parallel group. Call it before other code reads its heads."""
+    """Splits the model over the ranks of a tensor-parallel group. Call this function before other code reads the number
+    of heads."""
     if sharding is None or sharding.tensor is None:
         return
     decoder = inner_decoder(model)
@@ -83,8 +85,8 @@ def divide_model(
 
 
 def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model: Any, kernel: str) -> None:
-    """Shards a policy or value model around `model` layer by layer, from the files or from the host, and fuses its
-    operators. Does nothing without sharding."""
+    """Shards a policy or value model (`root`) layer by layer and fuses the operators of `model` inside it. The weights
+    come from the files or from host memory. Does nothing without sharding."""
     if sharding is None:
         return
     if source is None:
@@ -93,7 +95,7 @@ def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model:
         with refused_together("weights"):
             source.shard(root, root.layers(), sharding)
     enter(root, sharding.device)
-    # Fused operators are tested with the weights of each module.
+    # The weights are gathered, because each fused operator is tested with the weights of its module.
     with unit_gathered(root):
         fuse(model, kernel, unit_gathered)
 

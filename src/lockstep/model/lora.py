@@ -1,4 +1,4 @@
-"""LoRA adapters: a new one from the recipe, or one loaded from a PEFT folder."""
+"""LoRA adapters: creates a new adapter from the recipe, or loads one from a PEFT folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Configuration values of plain LoRA. All other keys must be unset: variants of LoRA, including those of later PEFT
-# versions, would be trained wrongly.
+# Values of the PEFT config that plain LoRA has. Keys other than these and `_ANY` must be unset, because lockstep would
+# train variants of LoRA wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Other initialisations change the base model.
+    # Other initialisations (such as PiSSA) change the base model.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 _ANY = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "task_type", "auto_mapping"}
@@ -33,7 +33,8 @@ _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
-    """Returns the PEFT configuration of the adapter. A `stored` adapter determines its rank, scale and layers."""
+    """Returns the PEFT configuration of the adapter. Rank, scale and layers come from the folder `stored`, if given,
+    else from the recipe."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {
@@ -49,7 +50,8 @@ def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
 
 
 def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | None) -> Any:
-    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or that of the folder `stored`."""
+    """Returns a PEFT model around `model`, with a new adapter (initialised from `seed`) or the adapter of the folder
+    `stored`. Without LoRA settings returns `model`."""
     if settings is None:
         return model
     adapted = put_adapter(model, settings, seed, "CAUSAL_LM", stored)
@@ -60,7 +62,8 @@ def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | Non
 
 
 def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored: str | None) -> Any:
-    """Returns a PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
+    """Returns a PEFT model around `model`. If `task` is None, inserts the adapters into the layers of `model` and
+    returns it."""
     from peft import get_peft_model, inject_adapter_in_model
 
     if task is None:
@@ -71,9 +74,9 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
     holders: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(parameter, []).append(name)
-    # The initial adapter does not depend on earlier random numbers.
+    # The random state is forked and seeded, so that the initial adapter does not depend on earlier random numbers.
     with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.default_generator.manual_seed(seed)  # not the device generators, which are not forked
+        torch.default_generator.manual_seed(seed)  # device generators are not forked and must not be seeded
         try:
             if task is None:
                 adapted = inject_adapter_in_model(config, model)
@@ -81,14 +84,16 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise Refusal(_refused(str(error), settings, modules)) from error
-    # transformers stores all experts of a layer in one parameter; PEFT replaces the names of single experts.
+    # transformers stores all experts of a layer in one parameter. PEFT replaces target names of single experts by that
+    # parameter, so these names match no module.
     replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
     refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
     return adapted
 
 
 def _of_decoder(settings: Lora, prefix: str) -> Lora:
-    """Converts module names of the language model to those of its decoder, which has the adapter of a value model."""
+    """Converts module names of a language model to module names of its decoder. A value model has its adapters in the
+    decoder."""
     named = {
         key: [entry.removeprefix(f"{prefix}.") for entry in entries if (key, entry) != ("exclude", "lm_head")]
         for key, entries in (("targets", settings.targets), ("exclude", settings.exclude))
@@ -98,13 +103,14 @@ def _of_decoder(settings: Lora, prefix: str) -> Lora:
 
 
 def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
-    """Converts an error of PEFT to problems. For unmatched names it adds similar names, which PEFT does not do."""
+    """Converts an error message of PEFT to problems. For a name that matches no module it suggests a similar name,
+    which PEFT does not do."""
     problems = list(_unmatched_targets(settings.targets, modules, ()))
     if problems and "not found" in message:
         return problems
     kind = re.match(r"Target module (\w+)\(", message)
     if kind:
-        why = f"PEFT has no adapter for layers of the kind {kind[1]}"
+        why = f"PEFT has no LoRA adapter for layers of class {kind[1]}"
         return [Problem("model.lora.targets", why, "name linear layers, or use all-linear", code="unknown-module")]
     return [Problem("model.lora.targets", message.splitlines()[0], code="unknown-module")]
 
@@ -124,8 +130,8 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
         except re.error as error:
             yield Problem(
                 key,
-                f"{exclude!r} is no regular expression: {first_line(error)}",
-                "fix it, or list names",
+                f"{exclude!r} is not a valid regular expression: {first_line(error)}",
+                "fix it, or list module names",
                 code="invalid-regex",
             )
             return
@@ -134,7 +140,7 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
             yield Problem(
                 key,
                 why,
-                f"it must match a full name, such as {modules[-1]!r} (begin it with `.*`)",
+                f"it must match a full name, such as {modules[-1]!r}; start the expression with `.*`",
                 code="unknown-module",
             )
     for entry in exclude if isinstance(exclude, list) else ():
@@ -143,7 +149,8 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
 
 
 def _ends(name: str, entry: str) -> bool:
-    """Returns whether PEFT matches an entry of a list with a module name: the full name, or its last components."""
+    """Returns whether PEFT applies a list entry to this module name. The entry must equal the full name or its last
+    components."""
     return name == entry or name.endswith(f".{entry}")
 
 
@@ -157,8 +164,8 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
 
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
-    """Yields a problem for each layer whose adapter cannot be trained or merged. Tied layers share one parameter:
-    merging an adapter into one would also change the other, unlike training."""
+    """Yields a problem for each layer whose adapter cannot be trained or merged. Tied layers share one parameter.
+    Merging an adapter into one of two tied layers would also change the other, although training did not."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
@@ -170,7 +177,7 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
             continue
         if layer is head:
             yield Problem(
-                where, f"{name} has an adapter, but the output head is computed in chunks", remedy, code="unfit-adapter"
+                where, f"{name} has an adapter, but the output head runs in chunks", remedy, code="unfit-adapter"
             )
             continue
         for parameter in layer.get_base_layer().parameters(recurse=False):
@@ -182,7 +189,8 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
 
 
 def start_from(model: Any, folder: str, name: str | None = None) -> None:
-    """Load a stored adapter into the new adapter of the model. The weight names must match exactly."""
+    """Loads the weights of a stored adapter into the new adapter of the model. The weight names of the stored and the
+    new adapter must match exactly."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     where = f"model.lora.adapter {name or folder}"
@@ -205,7 +213,7 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
     problems += [
         Problem(
             where,
-            f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(expected[name].shape)}",
+            f"{name} has the shape {tuple(weights[name].shape)}, but the model needs {tuple(expected[name].shape)}",
             code="wrong-shape",
         )
         for name in sorted(expected.keys() & weights.keys())
@@ -213,12 +221,12 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
     ]
     if problems:
         raise Refusal(shortened(problems, "weights"))
-    if torch.get_default_device().type != "meta":  # on the meta device there is no storage
+    if torch.get_default_device().type != "meta":  # parameters on the meta device have no storage to load into
         set_peft_model_state_dict(model, weights)
 
 
 def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
-    """Returns the stored configuration. Refuses a recipe that contradicts it."""
+    """Returns the configuration of the stored adapter. Raises `Refusal` if the recipe contradicts it."""
     where = f"model.lora.adapter {settings.adapter}"
     file = Path(folder) / CONFIG
     try:
@@ -233,7 +241,7 @@ def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
         Problem(
             where,
             f"{name} is {value!r}: only plain LoRA can be trained",
-            "set model.path to it: it is merged",
+            "to train a model with this adapter merged, set model.path to the adapter",
             code="unfit-adapter",
         )
         for name, value in found.items()

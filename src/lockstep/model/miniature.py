@@ -1,6 +1,6 @@
-"""Derives the configuration of a small model of an architecture: it keeps all options and reduces sizes and limits.
+"""Derives the config of a small model of an architecture: keeps all options, and reduces sizes and limits.
 
-A few dozen tokens then exceed every window, chunk and original length.
+A few dozen tokens then exceed every sliding window, attention chunk and original context length.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 VOCABULARY = 96
 HEADS, HEAD_SIZE = 4, 16
 LAYERS = 2
-# Maximum of all limits of a miniature; a sequence of twice as many tokens exceeds all of them.
+# Maximum of the attention limits (sliding window, chunk size) of the small model.
 LIMIT = 8
 ORIGINAL_LENGTH = 2 * LIMIT
 POSITIONS = 8 * ORIGINAL_LENGTH
 
 WIDTH = HEADS * HEAD_SIZE
-# Width of a feed-forward layer.
+# Intermediate width of the small model's MLPs.
 INNER = 96
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Maximum of each size of the configuration.
+# Maximum of each size in the small model's config.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), INNER),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), INNER),
@@ -52,7 +52,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("max_target_positions", "rel_extent"), POSITIONS),
     **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
-    # Twice the width in heads of size 8. A configuration may have this key without a layer that uses it.
+    # The Mamba width is twice the hidden size, in heads of size 8. A config may have this key even if no layer uses it.
     "mamba_n_heads": 2 * WIDTH // 8,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
@@ -62,10 +62,11 @@ SIZES: dict[str, int] = {
     "ngram_vocab_size_base": 97,
     "split_ngram_parts": 4,
 }
-# Keys that are set unconditionally, because the head size follows from them.
+# POSITION_COUNTS and WIDTHS are set exactly, even if the original value is smaller: test sequences must fit, and the
+# head size follows from the width.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
-# Attention limits: the test sequences must be longer.
+# Attention limits of the small model, reduced so that the test sequences are longer.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
     **dict.fromkeys(
@@ -77,13 +78,13 @@ LIMITS: dict[str, int] = {
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# Lists with an entry for each rotary frequency.
+# Config keys that are lists with one entry for each rotary frequency.
 BY_FREQUENCY = ("short_factor", "long_factor")
 
 
 def miniature_config(config: Any, divisor: int = 1) -> Any:
-    """Returns the configuration of a small model with the architecture of `config`, with limits within `LIMIT`. Its
-    numbers of heads and experts and its feed-forward width are divisible by `divisor`."""
+    """Returns the config of a small model with the architecture of `config`. The attention limits of the small model
+    are at most `LIMIT`. The numbers of heads and experts and the MLP width are divisible by `divisor`."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
@@ -97,7 +98,7 @@ def _shrink(data: dict[str, Any]) -> None:
     layers = _kept_layers(data, total)
     ropes: list[dict[str, Any]] = []
     heads = next((data[name] for name in ATTENTION_HEADS if data.get(name)), 0)
-    # A power of two that divides the width, so that a head has an even size.
+    # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
     for name, value in list(data.items()):
         if isinstance(value, dict) and name == "per_layer_config":
@@ -107,26 +108,27 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, list):
             data[name] = _shrink_list(name, value, layers, total)
         elif name == "head_dim":
-            # Derived from the width, as some models of transformers do.
+            # The head size is derived from the hidden size, as in some models of transformers.
             data[name] = WIDTH // (few or HEADS)
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
-            # Windowed attention begins at this layer. Keep whether there are such layers.
+            # Sliding-window attention begins at this layer. The small model has such layers only if the original model
+            # has some.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # In these models the head size is the size of its rotary part.
+        # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
         data["head_dim"] = data["qk_rope_head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)
 
 
 def _widen(data: dict[str, Any], divisor: int) -> None:
-    """Increases heads, experts and feed-forward width until the divisor divides them."""
+    """Multiplies the numbers of heads and experts and the MLP width, so that `divisor` divides them."""
     counts = [data[name] for name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS) if isinstance(data.get(name), int)]
     times = math.lcm(*(divisor // math.gcd(divisor, count) for count in counts))
     for name, value in data.items():
@@ -139,7 +141,8 @@ def _widen(data: dict[str, Any], divisor: int) -> None:
 
 
 def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
-    """Returns one layer of each kind, at least two, and the last one (experts often begin late)."""
+    """Returns the indices of the layers to keep: one of each layer type, at least two, and the last layer, because
+    experts often begin in late layers."""
     kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
@@ -164,7 +167,8 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in WIDTHS:
         return WIDTH
     if name in ("vocab_size", *POSITION_COUNTS):
-        # The test tokens and lengths must fit.
+        # The vocabulary size and maximum positions are set exactly, because the test token ids and sequence lengths
+        # must fit.
         return SIZES[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
@@ -189,7 +193,8 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
         elif name == "mrope_section":
             rope[name] = _shrink_list(name, value, [], 0)
         elif name == "rope_type" and value == "dynamic":
-            # Dynamic positions change beyond the model's context, which the test must exceed.
+            # Dynamic NTK changes only sequences beyond the model's context length, so the test sequences must exceed
+            # it.
             data["max_position_embeddings"] = ORIGINAL_LENGTH
 
 
@@ -202,8 +207,8 @@ def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Sets random weights such that every parameter affects the output: norm-preserving matrices, and norms, biases and
-    sinks away from their neutral values."""
+    """Sets random weights with which every parameter affects the output. Matrices roughly preserve the norm of their
+    input. Norm weights, biases and attention sinks differ from their neutral values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)

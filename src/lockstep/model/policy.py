@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Config key of the logit multiplier, by prefix of the model type: the same key can be a divisor in another model.
+# Config key of the logit multiplier, by prefix of the model type. In another model the same key can be a divisor.
 FACTORS: dict[str, str] = {
     "cohere": "logit_scale",
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
     "muse_": "output_multiplier",
 }
-# Config key of the logit divisor.
+# Config key of the number by which the model divides its logits, by prefix of the model type.
 DIVISORS: dict[str, str] = {
     "granite": "logits_scaling",
     "inkling": "logits_mup_width_multiplier",
     "minicpm3": "logits_scaling",
 }
-# Config keys of the logit soft cap, the same for all models.
+# Config keys of the logit soft cap, which have this meaning in all models.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def output_head(model: PreTrainedModel) -> Head:
     """Returns the output projection with the scale and soft cap of the model.
 
-    `check_policy` detects models that compute logits in another way.
+    If a model computes logits in another way, `check_policy` refuses it.
     """
     config = model.config.get_text_config()
     projection: Any = model.get_output_embeddings()
@@ -65,15 +65,16 @@ def _scale(config: Any) -> float:
 
 @dataclass(frozen=True)
 class Scoring:
-    """The distribution of which log-probs are computed: the one from which responses are sampled."""
+    """The distribution for which log-probs are computed, which is the distribution from which responses are sampled."""
 
     temperature: float = 1.0
     truncation: Truncation | None = None
     entropy: bool = False
     alike: bool = False
-    """Whether the loss is a multiple of the sum of the log-probs: see `kernels/logprob.py`."""
+    """Whether the loss is a multiple of the sum of the log-probs, as in SFT. See `uniform_token_grads` in
+    `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
-    """The divergence between the teacher's distribution and the policy's, if there is a teacher."""
+    """Which divergence from the teacher's distribution is computed, if there is a teacher."""
     squares: bool = False
     """Whether a forward pass outside of training also returns the sums of squared probabilities."""
 
@@ -81,7 +82,7 @@ class Scoring:
 class Policy(nn.Module):
     """A Hugging Face causal LM (with or without a PEFT adapter) that returns log-probs of given tokens.
 
-    Scoring is part of `forward`, so that the head of a sharded model is gathered when it is needed.
+    Log-probs are computed inside `forward`, so that FSDP has gathered the output head of a sharded model.
     """
 
     def __init__(self, model: nn.Module, kernel: str, scoring: Scoring | None = None):
@@ -91,23 +92,24 @@ class Policy(nn.Module):
         self.scoring = scoring or Scoring()
         self.digits = NONE
         self.unused: tuple[str, ...] = ()
-        """Tensors of the model's files that the model does not have."""
+        """Names of tensors in the model's files that the model does not use."""
         self.decoder = Decoder(self.causal_lm, kernel)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The transformers model inside, adapter layers included."""
+        """The transformers model, without the PEFT wrapper but with the adapter layers."""
         get_base = getattr(self.model, "get_base_model", None)
         return get_base() if get_base is not None else self.model
 
     @property
     def alike_up_to(self) -> int | None:
-        """Maximum sequence length for which a prefix does not depend on later tokens; None: no limit."""
+        """Sequence length up to which position embeddings, and so the results for a prefix, do not depend on the
+        sequence length. None if position embeddings never depend on the sequence length."""
         return self.decoder.alike_up_to
 
     @property
     def stored(self) -> nn.Module:
-        """The module whose trained weights a checkpoint stores."""
+        """The module whose trained weights are written to a checkpoint."""
         return self.model
 
     def layers(self) -> list[nn.Module]:
@@ -122,8 +124,8 @@ class Policy(nn.Module):
         return self.decoder(batch)
 
     def forward(self, batch: MicroBatch, *, whole: bool = False) -> Scores | Whole:
-        """Computes log-probs of `batch.targets_K` in fp32, with entropies if enabled. With `whole`, returns the inputs
-        of the full distributions (hidden states and head)."""
+        """Computes log-probs of `batch.targets_K` in fp32, with entropies if enabled. With `whole`, returns the hidden
+        states and the output head instead, from which the full distributions follow."""
         hidden = self.states(batch)
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
@@ -141,21 +143,22 @@ class Policy(nn.Module):
                 batch.targets_K,
                 temperature=self.scoring.temperature,
                 truncation=self.scoring.truncation,
-                # Entropies are used only with a loss, in training mode.
+                # Entropies are needed only for the loss, so they are computed only in training mode.
                 entropy=self.scoring.entropy and self.training,
                 token_grads=self._token_grads(batch) if self.training else None,
             )
         if self.scoring.squares and not self.training:
             scores = scores._replace(squares_K=self._squares(hidden_KH, head, batch.targets_K))
-        # Keeps every parameter in the graph if this rank has no targets: all ranks run the sharded backward pass.
+        # If this rank has no targets, adding 0 * hidden keeps every parameter in the autograd graph, because all ranks
+        # must run the sharded backward pass.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
     def _squares(self, hidden_KH: torch.Tensor, head: Head, targets_K: torch.Tensor) -> torch.Tensor:
         if head.weight_VH.shape[0] < self.causal_lm.config.get_text_config().vocab_size:
             raise Refusal.at(
                 "algorithm.advantage",
-                "sums the squared probabilities of all tokens, but this device holds only a part of the vocabulary",
-                "use another estimator, or an output head that is not divided",
+                "sums the squared probabilities of all tokens, but this device has only a part of the vocabulary",
+                "use another estimator, or an output head that is not split over devices",
                 code="unsupported-combination",
             )
         settings = self.scoring
@@ -164,21 +167,22 @@ class Policy(nn.Module):
         )
 
     def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """Returns the function that precomputes token gradients. With context parallelism, only the uniform loss has
-        it."""
+        """Returns the function that computes token gradients in the forward pass, or None. With context parallelism
+        returns a function only for a loss with uniform gradients."""
         if self.scoring.alike:
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Disables the adapter inside the block: the base model is the reference of a LoRA run."""
+        """Disables the adapter inside the `with` block, because the base model is the reference model of a LoRA run."""
         with self.model.disable_adapter():  # type: ignore[operator]
             yield
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """Yields the transformers model prepared for `generate`: evaluation mode and attention with a KV cache."""
+        """Yields the transformers model prepared for `generate`: in evaluation mode, and with transformers' own
+        attention, which supports a KV cache."""
         model, training = self.causal_lm, self.training
         self.eval()
         model.set_attn_implementation(own_attention(model))
@@ -201,9 +205,9 @@ class Teacher(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Whole:
         with resident(self.policy):
-            # Through the policy's forward, because it is the root of a sharded model.
+            # The policy's `forward` is called, because the policy is the root module of a sharded model.
             found: Whole = self.policy(batch, whole=True)
-            # Detach, because the values are used after this forward pass.
+            # The head is detached, because it is used after this forward pass.
             head = found.head
             bias = None if head.bias_V is None else head.bias_V.detach()
             return Whole(found.hidden_KH, head._replace(weight_VH=head.weight_VH.detach(), bias_V=bias))
@@ -211,7 +215,8 @@ class Teacher(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts the module into evaluation mode (no dropout) inside the block."""
+    """Puts the module into evaluation mode (no dropout) inside the `with` block, and back into training mode after
+    it."""
     module.eval()
     try:
         yield

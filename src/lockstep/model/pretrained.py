@@ -1,4 +1,4 @@
-"""Loads models and tokenizers with transformers' Auto classes, without running code of the folder."""
+"""Loads models and tokenizers with transformers' Auto classes, without running code from the model folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Small files that transformers reads. It silently ignores errors in the last two.
+# Small JSON files that transformers reads. transformers silently ignores errors in the last two of these files.
 GENERATION = "generation_config.json"
 SETTINGS = ("config.json", "tokenizer_config.json", GENERATION, "special_tokens_map.json")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# Config keys with which transformers downloads and runs kernels from the hub.
+# Config keys that can make transformers download kernels from the hub and run them.
 _KERNELS = frozenset({"attn_implementation", "experts_implementation"})
-NO_CODE = "use a model that transformers supports without such code, or convert it to one"
+NO_CODE = "use a model that transformers supports without remote code, or convert this model to one"
 
 
 def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """Calls `kind.from_pretrained(path)` without remote code. Refusals begin with `where` and `what` ('its
-    weights')."""
+    """Calls `kind.from_pretrained(path)` without remote code. Error messages begin with `where` (e.g. the recipe key)
+    and `what` ('its weights')."""
     refuse_damaged_settings(path, where)
     from transformers.utils import logging as transformers_logging
 
@@ -44,12 +44,13 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
             raise Refusal.at(where, why, NO_CODE, code="untrusted-code") from error
         damage = _damaged_file(Path(path))
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
-        remedy = "copy or download it again" if damage else ""
+        remedy = "copy or download the damaged file again" if damage else ""
         raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy, code="unreadable") from error
 
 
 def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """Loads a model. All its weights must be in its files; transformers would initialise missing ones randomly."""
+    """Loads a model, and raises `Refusal` if its files lack weights. transformers would initialise missing weights
+    randomly."""
     model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
     refuse_partial(info, where)
     unused_weights(model, info.get("unexpected_keys", ()), where)
@@ -58,11 +59,11 @@ def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) ->
 
 
 def refuse_partial(info: Mapping[str, Any], where: str) -> None:
-    """Refuse weights that are missing in the files or have another shape."""
+    """Raises `Refusal` if weights are missing in the files or have another shape than in the model."""
     problems = [
         Problem(
             where,
-            f"the weights lack {key}, which would be initialised randomly",
+            f"the weights lack {key}, which transformers would initialise randomly",
             "use a causal LM folder",
             code="missing-weight",
         )
@@ -71,7 +72,7 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
     problems += [
         Problem(
             where,
-            f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config",
+            f"the shape of {key[0] if isinstance(key, tuple) else key} does not match config.json",
             code="wrong-shape",
         )
         for key in sorted(info.get("mismatched_keys", ()))
@@ -80,17 +81,17 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
 
 
 def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -> tuple[str, ...]:
-    """Returns the tensors of the files that the model does not use and transformers does not ignore by design. Refuses
-    unused tensors that form complete layers: the config does not match the weights."""
+    """Returns the tensors of the files that the model does not use, without those that transformers ignores by design.
+    Raises `Refusal` if the unused tensors form complete layers, because then the config does not match the weights."""
     info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(info)
     unused = tuple(sorted(info.unexpected_keys))
     blocks = {_block(name) for name in model.state_dict()}
-    # Some files contain multi-token prediction layers after the others; transformers does not use them.
+    # Some models have layers for multi-token prediction after the other layers. transformers does not use them.
     ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
     beyond = [name for name in unused if _block(name) in blocks]
     if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
-        why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that its config.json leaves out"
+        why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that are not in its config.json"
         remedy = (
             "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and use its folder"
         )
@@ -107,20 +108,20 @@ def _block(name: str) -> str:
 
 
 def told_unused(unused: Sequence[str], path: str) -> str:
-    """Returns the warning about unused tensors."""
+    """Returns the warning that the files have tensors which the model does not use."""
     more = f" and {len(unused) - 1:,} more tensors" if len(unused) > 1 else ""
     return f"{path}: its files have {unused[0]}{more}, which the model does not use: they are ignored"
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
-    """Refuse weights that are not finite."""
+    """Raises `Refusal` if weights contain NaN or infinity."""
     import torch
 
     refuse_all(
         [
             Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again", code="not-finite")
             for name, weight in weights.items()
-            # Sum first, which needs no memory: it is finite if all values are finite and it does not overflow.
+            # The sum is tested first, because it needs no memory. If the sum is finite, all values are finite.
             if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
         ],
         "weights",
@@ -128,7 +129,7 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Returns a predicate for the tensors that transformers keeps in fp32 in a model of that dtype."""
+    """Returns a function that says by name which tensors transformers keeps in fp32 in a model of this dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -139,7 +140,7 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
 
 
 def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Convert the model to a dtype, except for tensors that transformers keeps in fp32 (unlike `Module.to`)."""
+    """Converts the model to a dtype. Unlike `Module.to`, keeps the tensors in fp32 that transformers keeps in fp32."""
     import torch
 
     kept = kept_in_fp32(model, dtype)
@@ -150,8 +151,8 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Calls `model.save_pretrained` and keeps the generation settings unchanged: transformers loads a temperature with
-    `do_sample: false`, which many models have, but refuses to save it."""
+    """Calls `model.save_pretrained`, but writes the generation config itself. Many models have a temperature together
+    with `do_sample: false`. transformers loads such a config but refuses to save it."""
     settings = model.generation_config
     if settings is None:
         model.save_pretrained(folder)
@@ -165,16 +166,16 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def save_generation(model: Any, folder: Path) -> None:
-    """Save the generation settings."""
+    """Writes the generation config of the model."""
     model.generation_config.to_json_file(folder / GENERATION)
 
 
 def refuse_damaged_settings(path: str, where: str) -> None:
-    """Refuse a folder in which a settings file is not a JSON object, or names a hub kernel."""
+    """Raises `Refusal` if a settings file of the folder is not a JSON object, or if config.json names a hub kernel."""
     for name in SETTINGS:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
-            raise Refusal.at(where, f"{file} {damage}", "copy or download it again", code="damaged-file")
+            raise Refusal.at(where, f"{file} {damage}", "copy or download the file again", code="damaged-file")
     file = Path(path) / SETTINGS[0]
     if file.is_file() and (kernel := _hub_kernel(json.loads(file.read_text(encoding="utf-8")))):
         why = f"{file} requests the hub kernel {kernel!r:.80}, and lockstep runs no code from the hub"
@@ -182,7 +183,7 @@ def refuse_damaged_settings(path: str, where: str) -> None:
 
 
 def _hub_kernel(config: Any) -> str:
-    """Returns the hub kernel (OWNER/NAME) that a config or a nested config names; empty if none."""
+    """Returns the hub kernel (OWNER/NAME) that a config or a nested config names, or an empty string."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict) and (found := _hub_kernel(value)):
             return found
@@ -192,7 +193,7 @@ def _hub_kernel(config: Any) -> str:
 
 
 def refuse_no_weights(path: str, where: str) -> None:
-    """Refuse a folder without the weight files that transformers expects. No weight is read."""
+    """Raises `Refusal` if the folder lacks the weight files that transformers expects. Does not read the weights."""
     folder = Path(path)
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
@@ -200,7 +201,7 @@ def refuse_no_weights(path: str, where: str) -> None:
             return
         if index.is_file():
             if damage := _damage_of_json(index):
-                raise Refusal.at(where, f"{index} {damage}", "copy or download it again", code="damaged-file")
+                raise Refusal.at(where, f"{index} {damage}", "copy or download the file again", code="damaged-file")
             named = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
             missing = [one for one in named if not (folder / one).is_file()]
             if missing:
@@ -217,7 +218,8 @@ def refuse_no_weights(path: str, where: str) -> None:
 
 
 def refuse_quantized(config: Any, where: str) -> None:
-    """Refuse quantized weights that transformers cannot load here, or that cannot be trained."""
+    """Raises `Refusal` for quantized weights that transformers cannot load on this machine, or that cannot be
+    trained."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return
@@ -246,7 +248,7 @@ def _named(error: Exception) -> str:
 
 
 def _damaged_file(folder: Path) -> str:
-    """Returns the first damaged file of a folder, with the reason."""
+    """Returns the first damaged file of a folder and what is wrong with it, or an empty string."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if damage := _damage_of_json(file):
             return f"{file} {damage}"
@@ -263,18 +265,19 @@ def _damaged_file(folder: Path) -> str:
 
 
 def _damage_of_pickle(file: Path) -> str:
-    """Returns the error of torch's restricted unpickler, which runs no code; empty if the file is valid."""
+    """Loads the file with torch's restricted unpickler, which runs no code. Returns the error text, or an empty string
+    if the file is valid."""
     import torch
 
     try:
         torch.load(file, map_location="meta", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a crafted file can raise anything
-        return f"holds more than weights, or is damaged: {why_not_unpickled(error)}"
+        return f"contains more than weights, or is damaged: {why_not_unpickled(error)}"
     return ""
 
 
 def why_not_unpickled(error: Exception) -> str:
-    """Returns the error of torch's restricted unpickler, without its advice to disable the restriction."""
+    """Returns the error text of torch's restricted unpickler, without torch's advice to disable the restriction."""
     _, found, why = str(error).partition("WeightsUnpickler error: ")
     return why.splitlines()[0].partition(" was not an allowed global")[0] if found else first_line(error)
 
@@ -293,14 +296,14 @@ WHERE_FROM = "copy the tokenizer's files from the model it was trained with: tok
 
 
 def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer in `path`; `where` is the folder in error messages."""
+    """Returns the tokenizer of the folder or hub model `path`. Error messages begin with `where`."""
     folder = Path(path)
     if folder.is_dir() and not has_tokenizer(folder):
         raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM, code="no-tokenizer")
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
-    # Without a vocabulary transformers builds a tokenizer that gives no tokens.
+    # If the vocabulary file is missing, transformers builds a tokenizer that gives no tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         why = f"the tokenizer in {path} has no vocabulary, only special tokens"
         raise Refusal.at(where, why, WHERE_FROM, code="no-tokenizer")

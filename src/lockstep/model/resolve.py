@@ -1,4 +1,4 @@
-"""Resolves a model (path of a folder, run, checkpoint, adapter or GGUF file, or hub id) to a Hugging Face folder."""
+"""Resolves `model.path` (a folder, run, checkpoint, adapter, GGUF file or hub id) to a local Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ from lockstep.run.files import aside_of, checksum, written_aside
 from lockstep.run.output import write
 from lockstep.version import __version__
 
-# `owner/name`, or a bare name.
+# A hub id has the form `owner/name`, or is a name without owner.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# Files to download: settings, tokenizer and safetensors weights; no pickles, no code.
+# Files to download from the hub: settings, tokenizer and safetensors weights. Pickle files and code are not downloaded.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-# Time limit of a hub request, including name resolution.
+# Time limit of a hub request, including DNS resolution.
 SECONDS = 4.0
 _OFF = ("1", "ON", "YES", "TRUE")
 _silent: dict[str, str] = {}
-"""Addresses that could not be reached by this process, with the reason."""
+"""Hub addresses that this process could not reach, with the reason."""
 
 
 def looks_like_hub(path: str) -> bool:
-    """Returns whether the name has the form of a hub model."""
+    """Returns whether the path has the form `owner/name` of a hub model."""
     return _NAME.fullmatch(path) is not None and path.count("/") == 1
 
 
 def hub_folder(name: str, where: str, hint: str = "") -> str:
-    """Returns the local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
+    """Returns the local folder of a hub model; downloads the model if necessary. `hint` begins the remedy in error
+    messages."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         local = snapshot_download(name, allow_patterns=FILES, local_files_only=True)
-        # The local copy may be incomplete.
+        # The local copy is used only if it is complete.
         if (Path(local) / "config.json").is_file() and weight_files(local) is not None:
             return local
     except (LocalEntryNotFoundError, OSError):
@@ -65,7 +66,7 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has no readable model of that name ({status})"
         raise Refusal.at(
-            where, why, f"{hint}check the name; for a private or gated one set HF_TOKEN", code="hub-access"
+            where, why, f"{hint}check the name; for a private or gated model set HF_TOKEN", code="hub-access"
         )
     try:
         return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
@@ -75,15 +76,15 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """Errors of the hub client, of files, and of connections of its HTTP package."""
+    """Returns the classes of errors that the hub client, file access and HTTP connections may raise."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
 
 
 def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -> int:
-    """Sends one request for a model or data set (`kind`) to the hub; returns the HTTP status. If the hub cannot be
-    reached, raises a refusal whose reason begins with `so`."""
+    """Asks the hub for a model or data set (`kind`) and returns the HTTP status. If the hub cannot be reached, raises
+    `Refusal` with a reason that begins with `so`."""
     from huggingface_hub import constants, get_token
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -92,13 +93,13 @@ def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -
                 where, f"{so}, and access to the hub is disabled ({switch} is set)", remedy, code="hub-failed"
             )
     address = f"{constants.ENDPOINT}/api/{kind}/{name}"
-    if address in _silent:  # do not wait a second time
+    if address in _silent:  # this address did not answer before: do not wait again
         raise Refusal.at(where, f"{so}, {_silent[address]}", remedy, code="hub-failed")
     request = urllib.request.Request(address)
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
     answers: list[int | str] = []
-    # In a daemon thread, because a hanging name resolution cannot be interrupted.
+    # The request runs in a daemon thread, because a hanging DNS resolution cannot be interrupted.
     thread = threading.Thread(target=lambda: answers.append(_status_of(request)), daemon=True)
     thread.start()
     thread.join(SECONDS)
@@ -110,7 +111,7 @@ def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -
 
 
 def _status_of(request: urllib.request.Request) -> int | str:
-    """Returns the HTTP status, or the reason why there is none."""
+    """Returns the HTTP status of the answer, or the error text if there was no answer."""
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return int(answer.status)
@@ -128,17 +129,18 @@ def folders_of(settings: Model) -> ModelFolders:
 
 
 def stored_adapter(settings: Lora | None) -> str | None:
-    """Returns the PEFT folder of `model.lora.adapter`; None without one."""
+    """Returns the PEFT folder of `model.lora.adapter`, or None if the key is not set."""
     if settings is None or settings.adapter is None:
         return None
     return adapter_folder(settings.adapter, "model.lora.adapter")
 
 
 def model_folder(path: str, key: str = "model.path") -> str:
-    """Returns the Hugging Face folder of `path`. `key` is its recipe key in error messages.
+    """Returns the local Hugging Face folder of the model `path`. `key` is the recipe key for error messages.
 
-    A Hugging Face folder is returned unchanged. A run gives its export, or its newest checkpoint. A checkpoint, a PEFT
-    adapter and a GGUF file are converted and cached. Anything else may be a hub model.
+    A Hugging Face folder is returned unchanged. Of a run, its exported model is used, or else its newest checkpoint. A
+    checkpoint, a PEFT adapter and a GGUF file are converted and cached. A path that does not exist may be the id of a
+    hub model.
     """
     folder, where = Path(path), f"{key} {path}"
     if folder.is_file():
@@ -153,25 +155,25 @@ def model_folder(path: str, key: str = "model.path") -> str:
         return _of_checkpoint(folder, where)
     if (folder / "recipe.yaml").is_file():
         return _of_run(folder, where)
-    usual = "point at a Hugging Face model folder, a run, a checkpoint, an adapter"
+    usual = "give the path of a Hugging Face model folder, a run, a checkpoint or an adapter"
     raise Refusal.at(where, "the folder has no config.json", _inside(folder) or usual, code="missing-file")
 
 
 def _inside(folder: Path) -> str:
-    """Returns the remedy for a folder that contains models but is not one."""
+    """Returns a remedy that names models inside this folder, or an empty string if it contains none."""
     steps = checkpoints.steps_in(folder)
     if steps and (checkpoints.folder_of(folder, steps[-1]) / checkpoints.STATE).is_file():
         return f"use one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
     files = sorted(folder.glob("*.gguf"))
     if files:
-        return f"use the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
+        return f"use the file: {files[0]}" + (f", or another of its {len(files)} .gguf files" if len(files) > 1 else "")
     models = sorted(one.parent for name in ("recipe.yaml", "config.json", CONFIG) for one in folder.glob(f"*/{name}"))
     names = list(dict.fromkeys(map(str, models)))
     return f"use one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def adapter_folder(path: str, key: str) -> str:
-    """Returns the PEFT folder of `path`: itself, or the adapter of a LoRA run."""
+    """Returns the PEFT folder of `path`, which is a PEFT folder itself, or a LoRA run or checkpoint."""
     folder, where = Path(path), f"{key} {path}"
     if (folder / CONFIG).is_file():
         return path
@@ -181,16 +183,16 @@ def adapter_folder(path: str, key: str) -> str:
         return _of_checkpoint(folder, where, adapter=True)
     raise Refusal.at(
         where,
-        f"{CONFIG} cannot be read: there is none",
-        "give the path of a PEFT folder, or a run that trained one",
+        f"{CONFIG} does not exist",
+        "give the path of a PEFT folder, or of a run that trained an adapter",
         code="no-adapter",
     )
 
 
 def _elsewhere(path: str, where: str) -> str:
-    """Resolve a hub name, or refuse a missing local path."""
+    """Resolves the id of a hub model, or raises `Refusal` for a missing local path."""
     folder = Path(path)
-    # Paths of the embedded model in the documentation and the example recipes.
+    # The documentation and the example recipes use these paths for the embedded tiny model.
     if where.startswith("model.path ") and (folder.parts[:1] == ("quickstart",) or path == "model"):
         raise Refusal.at(
             where,
@@ -202,7 +204,7 @@ def _elsewhere(path: str, where: str) -> str:
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.is_symlink():
-        raise Refusal.at(where, "is a broken symbolic link", "give the path of the folder itself", code="no-such-file")
+        raise Refusal.at(where, "is a broken symbolic link", "give the path of the model folder", code="no-such-file")
     if folder.suffix == ".gguf":
         raise Refusal.at(where, "no such file", code="no-such-file")
     if near := _near(folder):
@@ -211,7 +213,7 @@ def _elsewhere(path: str, where: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """Returns the existing path with the most similar name; empty if there is none."""
+    """Returns the existing path with the most similar name, or an empty string."""
     while not path.parent.exists():
         path = path.parent
     if not path.parent.is_dir():
@@ -225,7 +227,7 @@ def _of_file(file: Path, where: str) -> str:
         if opened.read(len(MAGIC)) != MAGIC:
             raise Refusal.at(
                 where,
-                "is a file, and no GGUF one",
+                "is a file, but not a GGUF file",
                 "give the path of a model folder or a .gguf file",
                 code="unsupported-format",
             )
@@ -267,7 +269,7 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
         )
     found = checkpoints.read(folder)
     if not found.state.kind:
-        why = "was saved by an earlier version, which did not record the kind of model"
+        why = "was saved by an earlier version of lockstep, which did not record the kind of model"
         raise Refusal.at(where, why, "lockstep export RUN DIR --step N", code="unsupported-version")
     settings = Model.model_validate(found.state.recipe["model"])
     if adapter and settings.lora is None:
@@ -278,7 +280,7 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
     key = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
 
     def convert(out: Path) -> None:
-        # Only before a conversion: the check reads every byte of the checkpoint.
+        # The checksums are checked only before a conversion, because the check reads every byte of the checkpoint.
         if damage := checkpoints.damage_of(folder):
             raise Refusal.at(
                 where, f"{folder} is damaged: {damage}", "name another checkpoint", code="damaged-checkpoint"
@@ -290,7 +292,7 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
 
 
 def _merged(folder: Path, where: str) -> str:
-    """Merge a PEFT adapter into its base model."""
+    """Returns a cached folder in which the PEFT adapter is merged into its base model."""
     base = _base_folder(folder, where)
     key = ["adapter", model_files(str(folder)), model_files(base)]
     return converted(str(folder), key, lambda out: _report(folder, merge_adapter(folder, base, out, where)))
@@ -305,7 +307,7 @@ def _base_folder(folder: Path, where: str) -> str:
     try:
         return model_folder(base_of(folder, where), f"{where}: its base")
     except Refusal as refusal:
-        # The base model may be available under another name.
+        # The remedy says how to give the base model, because it may be available under another name.
         problems = [
             one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder), code=one.code)
             for one in refusal.problems
@@ -321,7 +323,8 @@ def _given(folder: Path) -> str:
 
 
 def base_of(folder: Path, where: str) -> str:
-    """Returns the base model of an adapter: a path, a folder next to the adapter, or a hub name."""
+    """Returns the base model of an adapter: an existing path, a folder next to the adapter, or the id of a hub
+    model."""
     remedy = _given(folder)
     try:
         base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -340,19 +343,20 @@ def base_of(folder: Path, where: str) -> str:
 
 
 VERSION = 2
-"""Version of the conversions. A new version invalidates the cached folders."""
+"""Version of the code that converts models. A new version invalidates the cached folders."""
 
 
 def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
-    """Returns the cached folder that `convert` writes, keyed by `facts`. `what` is the source in messages."""
+    """Returns the folder that `convert` wrote, from the cache if possible. `facts` is the cache key. `what` names the
+    source in messages."""
     text = json.dumps([VERSION, __version__, facts], sort_keys=True, default=str)
     try:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
     except RuntimeError as error:
-        why = "must be converted to a model folder, and there is no home directory for the cache"
+        why = "must be converted to a model folder, but there is no home directory for the cache"
         raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder", code="no-home") from error
     made = MadeFolder(folder)
-    advice = "LOCKSTEP_CACHE names the folder of the cache"
+    advice = "the variable LOCKSTEP_CACHE names the folder of the cache"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made.hold()
@@ -362,7 +366,7 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
         with made.alone():
             if not folder.is_dir():
                 write(f"converting {what} to a model folder: {folder}", error=True)
-                # The caller may have set the meta device.
+                # The conversion must run on the CPU, but the caller may have set the meta device as default.
                 with written_aside(folder) as aside, torch.device("cpu"):
                     convert(aside)
                 made.label(str(Path(what).absolute()))

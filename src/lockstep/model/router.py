@@ -1,4 +1,4 @@
-"""Mixture-of-experts routers: load-balancing loss and router noise."""
+"""Checks mixture-of-experts routers: their load-balancing loss and router noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_ro
 from lockstep.model.miniature import VOCABULARY
 from lockstep.model.trials import LOAD_BALANCE, ROUTER_NOISE, Unfit, run_trial
 
-# Allowed difference, for fp32 and a few hundred tokens.
+# Allowed difference between the load-balancing losses of lockstep and transformers, in fp32.
 BALANCE_ERROR = 1e-4
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -21,14 +21,15 @@ DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop", "drop_rate")
 
 
 def experts_of_token(config: Any) -> int | None:
-    """Returns the number of experts per token; None for a model without experts."""
+    """Returns the number of experts that the router selects per token, or None for a model without experts."""
     text = config.get_text_config(decoder=True)
     return next((int(getattr(text, name)) for name in CHOSEN if getattr(text, name, None)), None)
 
 
 def refuse_router_loss(config: Any, where: str, coefficient: float | None = None) -> None:
-    """Refuses a model whose config enables a load-balancing loss if the recipe does not set `model.aux_loss_coef`, or
-    whose loss we cannot reproduce. `where` names the recipe key and the folder."""
+    """Raises `Refusal` if the model's config enables a load-balancing loss, but the recipe does not set
+    `model.aux_loss_coef`. Also raises it if lockstep cannot reproduce that loss. `where` names the recipe key and the
+    folder."""
     if coefficient is None:
         text = config.get_text_config(decoder=True)
         default = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)
@@ -36,7 +37,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
             raise Refusal.at(
                 where,
                 f"its config.json enables a load-balancing loss (output_router_logits, coefficient {default:g})",
-                f"set model.aux_loss_coef={default:g} to train with it, or 0 to train without",
+                f"set model.aux_loss_coef={default:g} to train with this loss, or 0 to train without it",
                 code="router-loss",
             )
     if not coefficient:
@@ -59,7 +60,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
 
 @torch.no_grad()
 def _try_balance(config: Any) -> None:
-    """Compares our load-balancing loss with that of transformers, on a small model."""
+    """Compares lockstep's load-balancing loss with that of transformers, on a small model."""
     experts = experts_of_token(config)
     if experts is None:
         raise Unfit("it has no experts")
@@ -75,13 +76,14 @@ def _try_balance(config: Any) -> None:
         miniature.model.set_attn_implementation("eager")
         theirs = float(miniature.model(torch.tensor([ids]), use_cache=False, output_router_logits=True).aux_loss)
     except RUN_ERRORS as error:
-        raise Unfit(f"transformers returns none: {first_line(error)}") from error
+        raise Unfit(f"transformers returns no load-balancing loss: {first_line(error)}") from error
     if abs(ours - theirs) > BALANCE_ERROR:
-        raise Unfit(f"ours is {ours:.5f}, that of transformers {theirs:.5f}")
+        raise Unfit(f"lockstep computes {ours:.5f}, transformers {theirs:.5f}")
 
 
 def refuse_router_noise(config: Any, where: str) -> None:
-    """Refuses router noise: responses are sampled and scored without it, and it depends on the packing of rows."""
+    """Raises `Refusal` for a model with router noise. Responses are sampled and scored without noise, and the noise
+    would depend on the packing of rows."""
     problem = Problem(
         where,
         "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
@@ -90,7 +92,7 @@ def refuse_router_noise(config: Any, where: str) -> None:
         "experts in training, use another model",
         code="router-noise",
     )
-    # The trial of the architecture reports a model that does not run.
+    # A model that does not run is not reported here, because the architecture check reports it.
     with suppress(Unfit):
         run_trial(ROUTER_NOISE, lambda: problem if _is_noisy(config) else None, config=config)
 
@@ -104,7 +106,7 @@ def _is_noisy(config: Any) -> bool:
     passes = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
-            torch.default_generator.manual_seed(seed)  # not the device generators, which are not forked
+            torch.default_generator.manual_seed(seed)  # device generators are not forked and must not be seeded
             try:
                 passes.append(model(input_ids=ids, use_cache=False).logits)
             except RUN_ERRORS as error:

@@ -1,7 +1,7 @@
-"""Loads sharded models directly from safetensors files: a rank holds only its shard and one tensor.
+"""Loads sharded models directly from safetensors files, so that a rank needs memory only for its shard and one tensor.
 
-Modules are built without storage, sharded, and filled from the files, with the renaming and merging of transformers.
-Models that do not support this are loaded completely by transformers.
+Modules are built on the meta device and sharded. Then their shards are read from the files. Tensors are renamed and
+merged as in transformers. If a model does not support this, transformers loads it completely.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# File tensors are converted to model tensors with transformers' weight mapping, for example to stacks of experts. The
-# operations of transformers are applied per model tensor; for a stack of experts, only to the experts of a rank.
+# Tensors of the files are converted to model tensors with transformers' weight mapping. For example, the tensors of
+# single experts are stacked. The conversion operations of transformers are applied to one model tensor at a time. For a
+# stack of experts they are applied only to the experts of this rank.
 
 META = torch.device("meta")
-# Operations of transformers that only move values, so they work in any precision.
+# Conversion operations of transformers that only move values, so that they work in any dtype.
 MOVES = ("MergeModulelist", "Concatenate", "Chunk", "Split", "Transpose", "Interleave", "PermuteForRope")
-# Experts are read in blocks of about this size.
+# The experts of a stacked tensor are read in blocks of about this many bytes.
 BLOCK_BYTES = 2**26
 
 
 class Unmapped(Exception):
-    """The tensors of a model cannot be read from the files one by one; the message is the reason."""
+    """Raised if the tensors of a model cannot be read from the files one by one. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Replaces the model in conversion operations. It has the parameter shapes by name, without wrappers."""
+    """Passed to conversion operations instead of the model. This object only knows the parameters' shapes by name,
+    without the prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -52,11 +54,13 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Made:
-    """A model tensor that is converted from file tensors (`sources`, by pattern of the converter)."""
+    """A model tensor that is converted from several file tensors. `sources` has the names of the file tensors for each
+    pattern of the converter."""
 
     name: str
     first: str
-    """The first model tensor converted from the same sources; transformers uses its name."""
+    """The name of the first model tensor that is converted from these file tensors. transformers identifies the
+    conversion by it."""
     converter: Any
     sources: Mapping[str, tuple[str, ...]]
     shapes: Shapes
@@ -68,14 +72,15 @@ class Made:
 
     @property
     def stacked(self) -> bool:
-        """Whether row i depends only on the i-th source of each pattern."""
+        """Whether row i of the model tensor depends only on the i-th file tensor of each pattern, as in a stack of
+        experts."""
         from transformers.core_model_loading import MergeModulelist
 
         merge, *more = self.converter.operations
         return type(merge) is MergeModulelist and merge.dim == 0 and all(_keeps_rows(operation) for operation in more)
 
     def fill(self, stored: StoredTensors, target: torch.Tensor) -> None:
-        """Fills this rank's part of a tensor, sharded or not, of any dtype and on any device."""
+        """Reads this rank's part of the model tensor from the files into `target`, which may be sharded."""
         part, offsets = held_part(target)
         if not part.numel():
             return
@@ -96,8 +101,8 @@ class Made:
             block.copy_(made)
 
     def converted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Converts the tensors of some or all sources; returns them by name. Removes them from `tensors`, so that each
-        is freed as soon as possible."""
+        """Converts file tensors to model tensors and returns these by name. Removes the file tensors from `tensors`, so
+        that each one is freed as soon as possible."""
         converter = deepcopy(self.converter)
         for pattern, keys in self.sources.items():
             for key in keys:
@@ -108,11 +113,12 @@ class Made:
 
 
 InFiles = str | Made
-"""The location of a model tensor in the files: the name of a file tensor, or a conversion of several."""
+"""Where a model tensor is in the files: the name of one file tensor, or a conversion of several file tensors."""
 
 
 def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
-    """Fills tensors, sharded or not, from the files. Converted tensors are filled one after the other."""
+    """Reads the target tensors, sharded or not, from the files. Converted tensors are read one after the other, to save
+    memory."""
     stored.fill({place: target for place, target in targets if isinstance(place, str)})
     with torch.no_grad():
         for place, target in targets:
@@ -121,7 +127,8 @@ def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]
 
 
 def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
-    """Returns the bytes per element in the files (the maximum of the sources)."""
+    """Returns how many bytes one element of a model tensor has in the files. For a converted tensor it is the maximum
+    of its file tensors."""
     return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
 
 
@@ -133,7 +140,7 @@ def conversions_of(model: PreTrainedModel) -> list[Any]:
 
 
 def refuse_operations(conversions: list[Any]) -> None:
-    """Raise `Unmapped` if an operation does more than move values."""
+    """Raises `Unmapped` if a conversion operation does more than move values."""
     from transformers import core_model_loading
 
     moves = {getattr(core_model_loading, name) for name in MOVES if hasattr(core_model_loading, name)}
@@ -145,9 +152,9 @@ def refuse_operations(conversions: list[Any]) -> None:
 def places_by_name(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[str, InFiles]:
-    """Returns the location of each model tensor in the files, as transformers would find it; raises `Unmapped` if that
-    is not certain. The model keeps the list of conversions for saving. Names without a model tensor are added to
-    `unused`."""
+    """Returns for each model tensor from which file tensors transformers would load it. Raises `Unmapped` if that is
+    not certain. The model keeps the list of conversions, which `save_pretrained` needs. Names of file tensors that the
+    model does not use are added to `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = conversions_of(model)
@@ -181,7 +188,7 @@ def places_by_name(
             found[made.name] = made
     for name, place in found.items():
         if isinstance(place, str) and stored.shape(place) != state[name].shape:
-            raise Unmapped(f"{name} has another shape in its files")
+            raise Unmapped(f"{name} has another shape in its files than in the model")
     model._weight_conversions = used
     return found
 
@@ -194,9 +201,10 @@ def _made(
     shapes: Shapes,
     config: Any,
 ) -> list[Made]:
-    """Returns the tensors converted from some sources; the conversion is tested on the meta device."""
+    """Returns the model tensors that are converted from these file tensors (`sources`). Tests the conversion on the
+    meta device."""
     if len({id(converter_of[pattern]) for pattern in sources}) > 1:
-        raise Unmapped(f"{first} is made in two ways")
+        raise Unmapped(f"{first} has two different converters")
     converter = converter_of[next(iter(sources))]
     kept = {pattern: tuple(keys) for pattern, keys in sources.items()}
     trial = Made(first, first, converter, kept, shapes, config)
@@ -204,19 +212,19 @@ def _made(
     try:
         results = trial.converted(tensors)
     except Exception as error:  # operations raise various errors for unexpected files
-        raise Unmapped(f"{first} cannot be made of what its files have") from error
+        raise Unmapped(f"{first} cannot be converted from the tensors in its files") from error
     for name, result in results.items():
         if name not in shapes.parameters or result.shape != shapes.parameters[name].shape:
-            raise Unmapped(f"{name} is made with another shape")
+            raise Unmapped(f"{name} gets another shape when it is converted")
     found = [Made(name, first, converter, kept, shapes, config) for name in results]
     for one in found:
         if one.stacked and any(len(keys) != len(results[one.name]) for keys in kept.values()):
-            raise Unmapped(f"{one.name} is not made of as many tensors as it has rows")
+            raise Unmapped(f"{one.name} needs one file tensor for each of its rows")
     return found
 
 
 def _keeps_rows(operation: Any) -> bool:
-    """Returns whether each output row depends only on the same row of the inputs."""
+    """Returns whether each output row of a conversion operation depends only on the same row of its inputs."""
     from transformers.core_model_loading import Concatenate, Interleave, Transpose
 
     if type(operation) is Transpose:
@@ -232,39 +240,41 @@ def _read(stored: StoredTensors, keys: list[str], dtype: torch.dtype) -> dict[st
 
 @dataclass(frozen=True)
 class Streamed:
-    """A model without weights, and the location of each parameter in its files. Keys are the parameter objects, which
-    do not change when the model is wrapped."""
+    """A model without weights, and where each of its parameters is in the files. The keys of `places` are the parameter
+    objects, because these do not change when the model is wrapped."""
 
     model: Any
     stored: StoredTensors
     places: dict[nn.Parameter, InFiles]
     where: str
-    """Name of the model in error messages."""
+    """How error messages name the model, such as `model.path NAME`."""
     unused: tuple[str, ...] = ()
-    """Tensors of the files that the model does not have."""
+    """Names of tensors in the files that the model does not use."""
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Replaces parameters of the model by `others`."""
+        """Records that parameters of the model were replaced. `others` maps each old parameter to the new one."""
         for before, now in others.items():
             if before in self.places:
                 self.places[now] = self.places.pop(before)
 
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
-        """Shard `root` and fill it from the files; other parameters keep their values."""
-        # Sharding creates new parameter objects.
+        """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their
+        values."""
+        # The places are looked up by name before sharding, because sharding creates new parameter objects.
         places = {name: self.places[p] for name, p in root.named_parameters() if p in self.places}
         shard(root, layers, sharding)
         materialise(root, sharding)
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
         filled = {parameters[name] for name in places}
-        # Parameter names without the prefixes of wrappers.
+        # The error messages use parameter names without the name parts that wrappers add.
         named = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
         refuse_not_finite({name: held_part(p.detach())[0] for name, p in named.items()}, self.where)
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
-    """Returns the model of `build` without weights; None if the folder cannot be streamed."""
+    """Builds the model with `build`, without weights, and finds its parameters in the files. Returns None if they
+    cannot be read one by one."""
     files = weight_files(path)
     if files is None:
         return None
@@ -287,7 +297,8 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
 
 
 def weight_files(path: str) -> list[Path] | None:
-    """Returns the safetensors files of a model folder; None if it has none or is not a local folder."""
+    """Returns the safetensors files of a model folder. Returns None if files are missing or `path` is not a local
+    folder."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if index.is_file():
         try:
@@ -302,8 +313,8 @@ def weight_files(path: str) -> list[Path] | None:
 def places_of(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[nn.Parameter, InFiles] | None:
-    """Returns the location of each parameter in the files; None if one is missing. Tied parameters have several names,
-    of which the files may have any. Unused tensors are added to `unused`."""
+    """Returns where each parameter is in the files, or None if a parameter is missing. A tied parameter has several
+    names; the files may use any of these names. Unused tensors of the files are added to `unused`."""
     if loaded_whole(model, model.dtype) is not None:
         return None
     try:
@@ -316,7 +327,7 @@ def places_of(
             continue
         place = found.setdefault(parameter, by_name[name])
         if place is not by_name[name] and not _alike(stored, place, by_name[name]):
-            return None  # transformers does not tie them in this case
+            return None  # transformers does not tie weights that differ in the files
     return found if all(parameter in found for parameter in model.parameters()) else None
 
 
@@ -325,7 +336,8 @@ def _alike(stored: StoredTensors, one: InFiles, other: InFiles) -> bool:
 
 
 def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
-    """Load the buffers that are in the files (such as a router's bias), unsharded; returns whether all were found."""
+    """Loads the complete buffers that are in the files, such as the bias of a router. Returns whether all buffers of
+    the model were found."""
     names = stored_buffers(model)
     if not names:
         return True
@@ -342,13 +354,13 @@ def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
 
 
 def stored_buffers(model: PreTrainedModel) -> list[str]:
-    """Returns the buffers that `save_pretrained` writes."""
+    """Returns the names of the buffers that `save_pretrained` writes."""
     saved = model.state_dict().keys()
     return [name for name, _ in model.named_buffers() if name in saved]
 
 
 def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """Returns why the model cannot be streamed, by its class and configuration; None if it can."""
+    """Returns why this model class and config must be loaded completely, or None if tensors can be read one by one."""
     if getattr(model.config, "quantization_config", None):
         return "it is quantised"
     kept = kept_in_fp32(model, dtype)
@@ -364,8 +376,8 @@ def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Builds modules inside the block with parameters on the meta device. Buffers are computed, so they keep
-    storage."""
+    """Modules that are built inside the `with` block have their parameters on the meta device. Buffers are computed as
+    usual, so they have storage."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -383,7 +395,8 @@ def _without_weights() -> Iterator[None]:
 
 @contextmanager
 def adapters_on_host() -> Iterator[None]:
-    """Keep new adapters on the host. PEFT moves an adapter to the device of its layer; on meta, its values are lost."""
+    """Keeps new adapters on the host inside the `with` block. PEFT moves an adapter to the device of its layer; if that
+    is the meta device, its values would be lost."""
     original = nn.Module.to
 
     def to(module: nn.Module, *where: Any, **more: Any) -> nn.Module:

@@ -1,8 +1,8 @@
-"""Reads the tensor-parallel plan of a model (`base_model_tp_plan` of transformers); refuses models without a usable
-one.
+"""Reads the tensor-parallel plan of a model (`base_model_tp_plan` of transformers), and refuses unsupported models.
 
-With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are only
-sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
+If the model has a `base_model_ep_plan`, each rank of the group has some complete experts (expert parallelism).
+Embedding and output head are sharded by FSDP, but not split by tensor parallelism. So every rank computes the logits of
+the full vocabulary, and log-probs, losses and samples need no communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.parallel.tensor import Style, divided_dimensions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Styles of transformers' plan that are supported, and modules that are not divided.
+# STYLES maps the supported styles of transformers' plan to lockstep's styles. Modules in LEFT_WHOLE are not split.
 STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "shared"}
 EXPERTS = "moe_tp_experts"
 DIVIDED_EXPERTS: dict[str, Style] = {EXPERTS: "experts"}
@@ -29,12 +29,12 @@ LEFT_WHOLE = ("embed_tokens",)
 KEY = "parallel.tensor_parallel"
 REMEDY = (
     "set parallel.tensor_parallel=1 and shard the model instead (parallel.shard), "
-    "or use one of docs/several-processes.md"
+    "or use a model of docs/several-processes.md"
 )
 
 
 class Indivisible(Exception):
-    """A model cannot be divided. `why` is the reason, `remedy` the fix."""
+    """Raised if tensor parallelism cannot split a model. `why` is the reason, `remedy` what to do."""
 
     def __init__(self, why: str, remedy: str = REMEDY):
         super().__init__(why)
@@ -42,7 +42,7 @@ class Indivisible(Exception):
 
 
 def refuse_indivisible(config: Any, path: str, size: int) -> None:
-    """Refuses a model whose configuration cannot be divided; no weight is loaded."""
+    """Raises `Refusal` if tensor parallelism cannot split the model. Reads only the config, no weights."""
     if size == 1:
         return
     from transformers import AutoModelForCausalLM
@@ -59,13 +59,13 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
 
 
 def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
-    """Returns the style of each divided module of the decoder, by name."""
+    """Returns how each module of the decoder is split (its style), by module name."""
     decoder = inner_decoder(model)
     plan: dict[str, str] = getattr(decoder.config, "base_model_tp_plan", None) or {}
     if not plan:
         raise Indivisible("transformers has no plan for its tensor parallelism")
     experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
-    # Each expert is assigned to one rank, not split.
+    # The plan's entries inside the experts are dropped, because each expert is assigned to one rank and not split.
     plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
     styles = STYLES | DIVIDED_EXPERTS if experts else STYLES
     unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
@@ -80,7 +80,7 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
         if style is None:
             continue
         if not any(module is part for layer in layers for part in layer.modules()):
-            raise Indivisible(f"transformers' plan divides {name}, which is no part of a layer")
+            raise Indivisible(f"transformers' plan divides {name}, which is not inside a decoder layer")
         _refuse_module(name, module, style, size)
         found[name] = style
     if "rows" not in found.values():
@@ -89,7 +89,8 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
 
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """Returns the styles of a decoder with adapters: an adapter's matrix on the divided side is divided too."""
+    """Returns the styles of a decoder with LoRA adapters. If the outputs of a layer are split, its lora_B is split too;
+    if the inputs are split, its lora_A is."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():
@@ -97,8 +98,8 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
         if adapters is not None and style not in sides:
             raise Refusal.at(
                 "model.lora.targets",
-                f"{name} has an adapter, and parallel.tensor_parallel gives each process a part of its {style}",
-                "name other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
+                f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}",
+                "set other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
                 "(parallel.shard)",
                 code="unfit-adapter",
             )
@@ -113,7 +114,7 @@ def _expert_plan(config: Any) -> dict[str, str]:
 
 
 def divided_parameters(model: PreTrainedModel, size: int) -> int:
-    """Returns the number of parameters that are divided over the ranks of a group."""
+    """Returns the number of parameters that tensor parallelism splits over the ranks of a group of `size`."""
     if size == 1:
         return 0
     found = 0
@@ -145,7 +146,7 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
 
 
 def refuse_heads(config: Any, size: int) -> None:
-    """Raise Indivisible if the attention heads cannot be divided evenly over the ranks of a group."""
+    """Raises `Indivisible` if the number of attention heads is not divisible by the group size."""
     text = config.get_text_config(decoder=True)
     query = getattr(text, "num_attention_heads", None)
     heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}

@@ -1,7 +1,7 @@
 """Checks tensor parallelism on a small model before weights are loaded.
 
 The plan comes from transformers, and the code of a model may not work with a subset of the heads. So a small model of
-the architecture is run undivided and divided over the ranks, with the same random weights.
+the architecture runs twice with the same random weights: on one rank, and split over the ranks of the group.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from lockstep.model.trials import TENSOR_PARALLEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide
 
-# In fp32: absolute error of log-probs; error of gradients relative to their norm, or to 1e-3 of the largest norm.
+# Tolerances in fp32: absolute error of log-probs, and error of a gradient relative to its norm. A norm below
+# GRADIENT_FLOOR times the largest norm is replaced by that.
 LOGPROB_ERROR, GRADIENT_ERROR, GRADIENT_FLOOR = 1e-4, 1e-3, 1e-3
 
 
 def check_division(config: Any, path: str, kernel: str, device: torch.device, sharding: Sharding | None) -> None:
-    """Refuses an architecture that tensor parallelism computes wrongly. All ranks of the group must call it."""
+    """Raises `Refusal` for an architecture that tensor parallelism computes wrongly. All ranks of the group must call
+    this function."""
     if sharding is None or sharding.tensor is None:
         return
     group = sharding.tensor
@@ -67,7 +69,7 @@ def try_division(config: Any, kernel: str, device: torch.device, group: TensorGr
 
 
 def _run(policy: Policy, line: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns log-probs, and the full gradient of each parameter."""
+    """Runs forward and backward. Returns the log-probs, and the full (unsharded) gradient of each parameter."""
     with torch.enable_grad():
         logprobs: torch.Tensor = policy(line).logprobs_K
         (logprobs * weights_of(len(logprobs), logprobs.device)).sum().backward()

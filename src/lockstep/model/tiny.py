@@ -13,7 +13,7 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 HEAD_SIZE = 32
 CONTEXT = 2048
 
-# ChatML. The generation markers enclose the content and end token of an assistant turn.
+# ChatML. The `generation` tags mark the content and end token of an assistant turn as assistant tokens.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\n' -}}"
@@ -32,7 +32,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
     """Writes a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
 
     The same arguments give the same files. A file with other content is never overwritten. The default model has 1.0 M
-    parameters; the arguments are meant for 1 to 4 M.
+    parameters. `hidden` and `layers` are meant for models of 1 to 4 M parameters.
     """
     _refuse_bad_sizes(seed, hidden, layers)
     if folder.exists() and not folder.is_dir():
@@ -45,7 +45,8 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """Returns one token per byte, with the byte as id, named as in byte-level BPE."""
+    """Returns a vocabulary with one token per byte. The id of a token is the byte, and its name is that of byte-level
+    BPE."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     names = {byte: chr(byte) for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in names]
@@ -75,8 +76,8 @@ def _refuse_overwriting(written: Path, folder: Path) -> None:
     problems = [
         Problem(
             str(folder / new.name),
-            "exists and holds something else",
-            "remove it or give another folder",
+            "exists and has other content",
+            "remove this file, or give another folder",
             code="already-exists",
         )
         for new in sorted(written.iterdir())
@@ -86,10 +87,10 @@ def _refuse_overwriting(written: Path, folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> dict[str, int]:
-    """Write the tokenizer; returns its size and special token ids for the model config."""
+    """Writes the tokenizer. Returns the vocabulary size and the special token ids, for the model config."""
     from transformers import Qwen2Tokenizer
 
-    # transformers loads the tokenizer of every qwen2 model as this class and rebuilds its text splitting, so
+    # transformers loads the tokenizer of every qwen2 model as `Qwen2Tokenizer`, which sets its own pre-tokenizer. So
     # tokenizer.json must be written by the same class.
     tokenizer = Qwen2Tokenizer(
         vocab=byte_vocabulary(),
@@ -122,26 +123,28 @@ def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, la
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        # Grouped-query attention if the heads divide, as in published Qwen2 models.
+        # With an even number of heads the model has grouped-query attention, as published Qwen2 models do.
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         dtype="float32",
         **tokens,
     )
-    # The initialisation of transformers would change the random state, and is replaced below.
+    # The random state is forked, because the constructor of transformers draws random weights. `_initialise` replaces
+    # them.
     with torch.random.fork_rng(devices=[]):
         model = Qwen2ForCausalLM(config)
     _initialise(model, seed, layers)
     config.save_pretrained(folder)
     special = {name: token for name, token in tokens.items() if name != "vocab_size"}
     GenerationConfig(do_sample=False, **special).save_pretrained(folder)
-    # named_parameters lists a tied weight once, which is how a tied model is stored.
+    # `named_parameters` lists a tied weight once, and a tied model must be stored with one copy of it.
     save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _initialise(model: Any, seed: int, layers: int) -> None:
-    """Draw the weights in parameter order from one generator, independent of the library's version."""
+    """Samples the weights in parameter order from one generator, so that they do not depend on the version of
+    transformers."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -154,5 +157,6 @@ def _initialise(model: Any, seed: int, layers: int) -> None:
             else:
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                # Scale the residual branches down, so that the residual stream keeps the size of the embedding.
+                # The output projections of residual branches are scaled down, so that the residual stream keeps the
+                # size of the embedding.
                 weight.mul_((2 * layers) ** -0.5)

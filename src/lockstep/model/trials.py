@@ -1,7 +1,7 @@
-"""Trials: checks before training starts that run a small model, or a function or the rewards on a few rows.
+"""Trials: checks before training that run a small model, a user function, or the rewards on a few rows.
 
-`TRIALS` lists them. `run_trial` runs one: it skips a trial that passed before on this machine with the same code and
-packages, shows its progress, prints its results and refuses the run if it fails.
+`TRIALS` lists all trials. `run_trial` runs one, shows its progress and prints its results. `run_trial` raises `Refusal`
+if the trial fails. A trial that passed before on this machine with the same code and packages is skipped.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from lockstep.version import PACKAGE_FOLDER
 
 
 class Unfit(Exception):
-    """The model would be trained or scored wrongly, or would generate wrongly; the message is the reason."""
+    """Raised if lockstep would train, score or generate wrongly with a model. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial. If `cached`, a success is stored on this machine."""
+    """Describes one trial. If `cached` is true, a success is stored on this machine, and the trial is skipped the next
+    time."""
 
     name: str
     when: str
     function: str
-    """Module and function that run it."""
+    """Module and function that run the trial."""
     proves: str
     cached: bool = False
     task: str | None = None
@@ -100,19 +101,19 @@ ADVANTAGE_FUNCTION = Trial(
     "advantage_function",
     "before weights load, if algorithm.advantage is a function",
     "preflight.user_trials.try_advantage",
-    "it returns finite advantages for a generated step",
+    "the function returns finite advantages for an artificial step",
 )
 LOSS_FUNCTION = Trial(
     "loss_function",
     "before weights load, if algorithm.loss is a function",
     "preflight.user_trials.try_loss",
-    "it has a finite gradient for a generated step",
+    "the loss function has a finite gradient for an artificial step",
 )
 ROLLOUT_FUNCTION = Trial(
     "rollout_function",
     "before weights load, with rollout.function",
     "preflight.user_trials.try_rollout",
-    "it returns a valid response to the first prompt",
+    "the function returns a valid response to the first prompt",
 )
 REWARDS = Trial(
     "rewards",
@@ -161,9 +162,10 @@ def run_trial(
     agree: Callable[[bool], bool] = bool,
     console: Console | None = None,
 ) -> None:
-    """Runs a trial. `attempt` returns the problem for which the run is refused, or the report to print.
+    """Runs a trial by calling `attempt`. If the trial fails, `attempt` returns a problem, which is raised as `Refusal`.
+    Otherwise it may return a report to print.
 
-    `config` and `key` identify a cached result; `agree` combines the results of several ranks.
+    `config` and `key` identify a cached result. `agree` returns whether all ranks have the cached result.
     """
     cached_at = fingerprint(config, trial.name, *key) if trial.cached else None
     if cached_at is not None and agree(is_verified(cached_at)):
@@ -182,13 +184,15 @@ def run_trial(
             console.warn(warning)
 
 
-# A replay does not stop at a failed trial: the trial passed when the tape was recorded, and the replay finds the error.
+# A replay of a recorded run does not stop at a failed trial. The trial passed when the run was recorded, and the replay
+# locates the error.
 
 _collected: ContextVar[list[Problem] | None] = ContextVar("problems that a replay locates", default=None)
 
 
 def refuse_unless_replayed(problem: Problem) -> None:
-    """Refuses a problem found before the first step. A replay collects the problem instead and locates it."""
+    """Raises `Refusal` for a problem found before the first step. In a replay of a recorded run, collects the problem
+    instead."""
     collected = _collected.get()
     if collected is None:
         raise Refusal([problem])
@@ -198,7 +202,7 @@ def refuse_unless_replayed(problem: Problem) -> None:
 
 @contextmanager
 def judged_later() -> Iterator[list[Problem]]:
-    """Collects problems of trials inside the block instead of refusing them."""
+    """Collects problems of trials inside the `with` block instead of raising `Refusal`."""
     problems: list[Problem] = []
     token = _collected.set(problems)
     try:
@@ -209,12 +213,13 @@ def judged_later() -> Iterator[list[Problem]]:
 
 # Cache of trials that passed on this machine with the same code and packages.
 
-# Folders with code that affects the computation of a model.
+# Folders of lockstep whose code affects the results of a model. A change of this code invalidates the cache.
 CODE = ("device", "kernels", "model", "parallel", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:
-    """Returns a hash of an architecture with packages and code; it does not depend on weights and path."""
+    """Returns a hash of the model config, the versions of packages and lockstep's code. The hash does not depend on
+    weights and paths."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     versions = [torch.__version__, version("transformers"), *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
@@ -222,7 +227,8 @@ def fingerprint(config: Any, *more: str) -> str:
 
 
 def hardware(torch_device: torch.device) -> list[str]:
-    """Returns the device of a trial, for its fingerprint: several machines may share a home directory."""
+    """Returns a description of the device for the fingerprint of a trial. Machines with different devices may share a
+    home directory, which has the cache."""
     device = DEVICES[torch_device.type]()
     return [device.name, device.chip(), os.environ.get(EMULATED, "")]
 
@@ -230,7 +236,7 @@ def hardware(torch_device: torch.device) -> list[str]:
 def is_verified(key: str) -> bool:
     if key in _verified_here():
         return True
-    # Without a readable home directory, the trial runs at every start.
+    # If the home directory is not readable, there is no cache, and the trial runs at every start.
     with contextlib.suppress(OSError, RuntimeError):
         return (_folder() / key).is_file()
     return False
@@ -238,7 +244,7 @@ def is_verified(key: str) -> bool:
 
 def remember(key: str) -> None:
     _verified_here().add(key)
-    # Not fatal: the trial runs again at the next start.
+    # If the result cannot be stored, the trial runs again at the next start.
     with contextlib.suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).touch()

@@ -1,4 +1,4 @@
-"""Trained weights of a model by parameter name, and the residuals of fp32 master weights."""
+"""Reads and restores the trained weights of a model, and finds the full-precision values of fp32 master weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, sto
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
 
-# Names of bias and norm parameters inside a larger module.
+# Patterns for the names of bias and norm parameters that belong directly to a larger module.
 _BIAS = re.compile(r"(^|_)bias(_|$)")
 _NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norm(_|$)")
 
 
 def biases_and_norms(model: nn.Module) -> frozenset[str]:
-    """Returns the names of biases and norm scales, which get no weight decay. Shapes do not identify them: biases of
-    stacked experts (gpt-oss) and per-head norm scales (Cohere) are matrices."""
+    """Returns the names of biases and norm scales, which get no weight decay. The number of dimensions does not
+    identify them: biases of stacked experts (gpt-oss) and per-head norm scales (Cohere) are matrices."""
     found = set()
     for name, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower()
@@ -41,18 +41,19 @@ def held_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the full trained parameters on the host (not copied on CPU). All ranks must call it if they are
-    sharded."""
+    """Returns the full trained parameters on the host. On the CPU they are not copied. If the model is sharded, all
+    ranks must call this function."""
     return {name: whole(p).cpu() for name, p in held_weights(model).items()}
 
 
 def restore_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where: str) -> None:
-    """Load trained weights. The names must match exactly."""
+    """Copies trained weights into the model. The parameter names must match exactly."""
     fill_all(refuse_other_weights(model, weights, where), weights)
 
 
 def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where: str) -> dict[str, nn.Parameter]:
-    """Returns the trained parameters by name. Refuses weights with other names or shapes."""
+    """Returns the trained parameters of the model by name. Raises `Refusal` if the names or shapes of `weights`
+    differ."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name in sorted(parameters.keys() ^ weights.keys()):
         side = "the checkpoint" if name not in weights else "the model"
@@ -67,13 +68,14 @@ def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], 
         if parameter.shape != shapes[name]:
             raise Refusal.at(
                 where,
-                f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model",
+                f"{name} has shape {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model",
                 code="wrong-shape",
             )
     return parameters
 
 
-# fp32 master weights start from the values in the files: weights rounded to bf16 would differ by up to 0.4 %.
+# fp32 master weights start from the values in the files, because weights rounded to bf16 differ from them by up to 0.4
+# %.
 
 
 class Trained(Protocol):
@@ -82,15 +84,15 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Digits:
-    """Locations in the files of trained parameters that are stored in higher precision than the model. `lost`: the
-    files have higher precision, but cannot be read tensor by tensor."""
+    """Where to read trained parameters that the files store in higher precision than the model has. `lost` is true if
+    the files have higher precision but cannot be read tensor by tensor."""
 
     stored: StoredTensors | None
     places: Mapping[str, InFiles]
     lost: bool = False
 
     def into(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Fill the master weights, sharded or not, with the values of the files."""
+        """Copies the values of the files into the master weights, sharded or not."""
         if self.stored is not None:
             fill_from(self.stored, [(place, masters[name]) for name, place in self.places.items() if name in masters])
 
@@ -99,8 +101,8 @@ NONE = Digits(None, {})
 
 
 def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, dtype: torch.dtype) -> Digits:
-    """Returns the `Digits` of `root`, which trains `model` or parts of it. Call it before sharding, which replaces
-    parameters."""
+    """Returns where to read the full-precision values of the parameters that `root` trains. `root` contains `model` or
+    parts of it. Call this function before sharding, because sharding replaces parameters."""
     if source is not None:
         stored, places = source.stored, source.places
     else:
@@ -126,6 +128,7 @@ def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, In
 
 
 def _is_stored_in_fp32(folder: str) -> bool:
-    """Returns whether the folder's config states float32; the config of the loaded model has the dtype of the load."""
+    """Returns whether config.json of the folder says float32. The config of the loaded model has the dtype in which it
+    was loaded."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return (config.get("dtype") or config.get("torch_dtype")) == "float32"

@@ -1,4 +1,4 @@
-"""The web pages: the run viewer and the report of a comparison. Both are built from the files of this folder."""
+"""The web pages of the run viewer and of a comparison report, built from the files of this folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCRIPTS = {
 
 
 def script_of(page: str) -> str:
-    """The script of a page: shared and page-specific files, in one scope."""
+    """Returns the JavaScript of a page: shared and page-specific files, joined in one function scope."""
     names = ["elements", "chart", *(f"{page}_{name}" for name in SCRIPTS[page])]
     parts = [resource(f"{name}.js") for name in names]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"

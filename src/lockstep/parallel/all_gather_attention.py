@@ -2,10 +2,10 @@
 
 Keys and values are gathered a few heads at a time; the next all-gather overlaps with the computation. A rank needs the
 keys from the start of the sequence that its first token belongs to. The backward pass gathers keys and values again and
-reduce-scatters their gradients. With long sequences, ranks with later parts have more work than those with earlier
-ones.
+reduce-scatters their gradients. If sequences are long, ranks with later parts of the row have more work than ranks with
+earlier parts.
 
-After the context parallelism of Llama 3 (Dubey et al., 2024).
+The method is the context parallelism of Llama 3 (Dubey et al., 2024).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.kernels.attention.partial import partial_kernel
 from lockstep.kernels.attention.partial_attention import sections
 from lockstep.parallel.context import ContextGroup, cut
 
-# Number of groups of heads in which keys and values are gathered, to bound the extra memory.
+# Keys and values are gathered in this many groups of heads, to bound the extra memory.
 PARTS = 4
 
 
@@ -41,7 +41,8 @@ class GatheredLayout(DividedLayout):
             True,
             device,
         )
-        # Index of the visible keys among the gathered ones. The part of every rank is padded to the largest part.
+        # Indices, among the gathered keys, of those that this rank attends to. In the gathered tensor the part of every
+        # rank is padded to the largest part.
         slots = [torch.arange(stop - start) + rank * self.most for rank, (start, stop) in enumerate(pairwise(bounds))]
         self.seen = sent(torch.cat(slots)[local[0][0] : last], device)
 
@@ -58,11 +59,13 @@ class GatheredLayout(DividedLayout):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if dropout or softcap is not None or len(query_THD) != self.count:
-            raise NotImplementedError("all-gather attention needs this rank's tokens, without soft cap or dropout")
+            raise NotImplementedError(
+                "all-gather attention takes only this rank's tokens; it has no soft cap or dropout"
+            )
         return _GatheredAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale, window)
 
     def gathered(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields groups of key heads, with the gathered keys and values that this rank sees."""
+        """Yields groups of key heads, each with the gathered keys and values that this rank attends to."""
         groups = key.shape[1]
         bounds = cut(groups, min(PARTS, groups))
         heads = [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -140,7 +143,8 @@ class _GatheredAttention(torch.autograd.Function):
 def _heads(
     layout: GatheredLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yields query heads, the key heads they use, and the gathered keys and values that this rank sees."""
+    """Yields groups of query heads, the key heads they use, and the gathered keys and values that this rank attends
+    to."""
     each = query.shape[1] // key.shape[1]
     for heads, seen in layout.gathered(key, value):
         yield slice(heads.start * each, heads.stop * each), heads, seen

@@ -1,4 +1,4 @@
-"""Splits the tokens of a micro-batch over the ranks of a context group, and rejects unsupported models."""
+"""Splits the tokens of a micro-batch over the ranks of a context-parallel group, and refuses unsupported models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from lockstep.parallel.ulysses_attention import UlyssesLayout
 from lockstep.types import MicroBatch
 
 # Targets are attached to tokens before the split, so no label is lost at a boundary between two ranks. Every rank
-# scores the targets of its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank
-# backpropagates only through its tokens, so the sum over ranks counts every gradient once.
+# computes the log-probs of the targets that its tokens predict. `together` all-gathers the scores, and all ranks
+# compute the same loss. Each rank backpropagates only through its tokens, so the sum over ranks counts every gradient
+# once.
 
-# The token assignment and the attention of each split, by name.
+# The token assignment (PLACES) and the attention (LAYOUTS) of each value of `parallel.context_layout`.
 PLACES = {"zigzag": zigzag, "gather": contiguous, "ulysses": contiguous}
 LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
     "zigzag": RingLayout,
@@ -32,7 +33,7 @@ LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
 
 
 class Division:
-    """A micro-batch as one packed row, and the assignment of its tokens to ranks."""
+    """A micro-batch as one packed row, and the assignment of its tokens to the ranks of a context-parallel group."""
 
     def __init__(self, batch: MicroBatch, group: ContextGroup):
         if batch.packed_index_E is not None:
@@ -40,14 +41,14 @@ class Division:
         self.batch, self.group = batch, group
         lengths, place = batch.lengths, PLACES[group.layout]
         if min(len(part) for part in place(lengths, group.size)) == 0:
-            # Every rank needs a token, so a dummy sequence is appended, which no other token sees.
+            # Every rank needs at least one token. So a dummy sequence is appended, to which no other token attends.
             lengths = (*lengths, 2 * group.size)
         self.lengths = lengths
         self.places = place(lengths, group.size)
 
     @property
     def local_T(self) -> torch.Tensor:
-        """Packed indices of this rank's tokens."""
+        """The indices of this rank's tokens in the packed row."""
         return self.places[self.group.rank]
 
     def layout(self, device: torch.device, kernel: str) -> DividedLayout:
@@ -55,7 +56,7 @@ class Division:
 
     @cached_property
     def real_T(self) -> torch.Tensor:
-        """Indices of the packed tokens in the micro-batch, whose rows are concatenated without padding."""
+        """For each token of the packed row, its index in the flattened rows of the micro-batch. Padding is skipped."""
         rows, width = self.batch.input_ids_NT.shape
         if self.batch.packed:
             return torch.arange(rows * width)
@@ -66,14 +67,14 @@ class Division:
 
     @cached_property
     def predictors_K(self) -> torch.Tensor:
-        """Packed indices at which the targets are predicted."""
+        """For each target, the index in the packed row of the token that predicts it."""
         place = torch.empty(self.batch.input_ids_NT.numel(), dtype=torch.long)
         place[self.real_T] = torch.arange(len(self.real_T))
         return place[self.batch.predictors_K]
 
     @cached_property
     def targets_of_ranks(self) -> list[torch.Tensor]:
-        """The targets that the tokens of each rank predict."""
+        """For each rank, the indices of the targets that its tokens predict."""
         owner_T = torch.empty(sum(self.lengths), dtype=torch.long)
         for rank, place in enumerate(self.places):
             owner_T[place] = rank
@@ -81,7 +82,8 @@ class Division:
         return [(owner_K == rank).nonzero()[:, 0] for rank in range(self.group.size)]
 
     def local_part(self, batch: MicroBatch) -> MicroBatch:
-        """Returns this rank's tokens of the micro-batch, with its current teacher, and the targets they predict."""
+        """Returns a micro-batch with only this rank's tokens and the targets that they predict. Other fields, such as
+        the teacher, are those of `batch`."""
         own_T, local_K = self.local_T, self.targets_of_ranks[self.group.rank]
         place_T = torch.empty(sum(self.lengths), dtype=torch.long)
         place_T[own_T] = torch.arange(len(own_T))
@@ -101,11 +103,12 @@ class Division:
         )
 
     def together(self, own_K: torch.Tensor) -> torch.Tensor:
-        """All-gathers per-target values, in the order of the micro-batch's targets."""
+        """All-gathers values per target, so that every rank has them in the order of the micro-batch's targets."""
         return _Together.apply(own_K, self)
 
     def gather_outputs(self, output: Any) -> Any:
-        """All-gathers a module's output for this rank's targets: a tensor, or a named tuple of tensors."""
+        """All-gathers the outputs of a module, which each rank has computed for its own targets. The output is a
+        tensor, or a named tuple of tensors."""
         if isinstance(output, torch.Tensor):
             return self.together(output)
         parts = {name: part for name, part in output._asdict().items() if part is not None}
@@ -127,8 +130,8 @@ class Division:
 
 
 class _Together(torch.autograd.Function):
-    """All-gathers values. All ranks compute the same loss from them, so the backward returns this rank's part of the
-    gradient without a reduction."""
+    """All-gathers values per target. All ranks compute the same loss from these values. So the backward returns this
+    rank's part of the gradient without a reduction."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, division: Division) -> torch.Tensor:
@@ -142,7 +145,8 @@ class _Together(torch.autograd.Function):
 
 
 def refuse_undivided(root: nn.Module, group: ContextGroup | None, path: str) -> None:
-    """Raises `Refusal` if the split does not support the windows or heads of a loaded model (`masks.py`)."""
+    """Raises `Refusal` if `parallel.context_layout` does not support the sliding windows, heads, soft cap or dropout of
+    a loaded model."""
     if group is None:
         return
     problem = _problem([module for module in root.modules() if hasattr(module, WINDOW)], group, path)
@@ -158,14 +162,14 @@ def _problem(attentions: list[Any], group: ContextGroup, path: str) -> Problem |
             if heads % group.size:
                 return Problem(
                     "parallel.context_parallel",
-                    f"{path} has {heads} heads in a layer, which {group.size} processes cannot divide with {layout}",
+                    f"{path} has {heads} heads in a layer, which {layout} cannot split over {group.size} processes",
                     f"choose a divisor of {heads}, or parallel.context_layout=zigzag or gather",
                     code="indivisible",
                 )
         return None
     for module in attentions:
         if layout == "zigzag" and (window := getattr(module, WINDOW)) is not None:
-            why = f"a layer of {path} sees only the last {window} tokens, but {layout} does not support windows"
+            why = f"a layer of {path} has a sliding window of {window} tokens, which {layout} does not support"
             return Problem(key, why, "use gather or ulysses", code="unsupported-combination")
         if (cap := getattr(module, SOFTCAP)) is not None:
             return Problem(

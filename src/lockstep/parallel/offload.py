@@ -1,4 +1,4 @@
-"""CPU offload of frozen models between their forward passes, and of activations between forward and backward."""
+"""Offloads frozen models to the CPU between forward passes, and activations between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Offload of frozen models: the weights stay on the host between forward passes. They are copied to the device for each
-# pass and dropped after it. The results are bitwise equal to those without offload.
+# Offload of frozen models: the weights stay on the host between forward passes. The weights are copied to the device
+# for each forward pass, and the copies are freed after it. The results are bitwise equal to those without offload.
 
-# Bytes of a block of pinned memory, and the alignment of tensors in it.
+# Size of a block of pinned memory and alignment of the tensors in a block, both in bytes.
 BLOCK, ALIGNED = 2**30, 512
-# The attribute of a module that refers to its `Home`.
+# Name of the module attribute that refers to the module's `Home`.
 HOME = "lockstep_home"
 
 
 class Home:
-    """The weights of a module on the host, and the number of its forward passes in progress."""
+    """The host copy of an offloaded module's weights. `visits` is the number of forward passes in progress."""
 
     def __init__(self, module: nn.Module, device: torch.device):
         self.device, self.visits = device, 0
@@ -42,10 +42,11 @@ class Home:
 
 
 class HostRoom:
-    """Pinned host memory for many tensors, from which `device` copies asynchronously.
+    """Pinned host memory for many tensors, so that copies to `device` are asynchronous.
 
     Torch rounds every pinned allocation up to a power of two, which could nearly double the memory. So tensors share
-    blocks of such sizes: each is placed in the first block with room. A block is freed with the last of its tensors.
+    blocks whose size is a power of two. Each tensor is placed in the first block with enough free memory. A block is
+    freed when the last of its tensors is freed.
     """
 
     def __init__(self, device: torch.device, block: int = BLOCK):
@@ -77,25 +78,27 @@ class _Block:
 
     def take(self, size: int) -> torch.Tensor:
         chunk = self._memory[self._used : self._used + size]
-        # The memory is aligned for every dtype.
+        # The next tensor starts at a multiple of ALIGNED bytes, which suits every dtype.
         self._used = min(len(self._memory), -(-(self._used + size) // ALIGNED) * ALIGNED)
         return chunk
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor to the device, also if that is the host, so that writes to the copy do not change the
-    original."""
+    """Returns a copy of the tensor on the device. The tensor is copied even if the device is the CPU, so that writes to
+    the copy do not change the original."""
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
 def keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """Keeps the weights of a frozen, unsharded model on the host; they are on the device only inside `resident`."""
+    """Keeps the weights of a frozen, unsharded model on the host. The weights are on the device only inside a `with
+    resident(module)` block."""
     setattr(module, HOME, Home(module, device))
 
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """Keeps the weights of an offloaded module on its device inside the block; has no effect on other modules."""
+    """Keeps the weights of an offloaded module on its device inside the `with` block. Has no effect on modules that are
+    not offloaded."""
     home: Home | None = vars(module).get(HOME)
     if home is None:
         yield
@@ -111,18 +114,20 @@ def resident(module: nn.Module) -> Iterator[None]:
             home.leave()
 
 
-# Offload of activations between forward and backward pass, without a change of values. Tensors that autograd saves for
-# a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is done.
-# They are prefetched during the backward of the layer above, so about two layers are on the device at a time. Complete
-# storages are copied, so views are restored as views of one storage with their strides. Parameters, small tensors, ids,
-# masks, and the last layer, whose backward comes first, are not offloaded.
+# Offload of activations between forward and backward pass, which does not change any value. Tensors that autograd saves
+# for a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is
+# done. The tensors of a layer are prefetched during the backward of the layer above, so the device has the activations
+# of about two layers at a time. Complete storages are copied. So tensors that share a storage share it again after the
+# copy back, with their strides. Parameters, small tensors, ids and masks are not offloaded. The last layer is not
+# offloaded either, because its backward comes first.
 
-# Bytes of the smallest storage that is offloaded, because starting a copy takes microseconds.
+# Storages below this many bytes are not offloaded, because starting a copy takes microseconds.
 LEAST = 2**16
 
 
 class ActivationOffload:
-    """Offloads the activations of a model with these layers on `device`."""
+    """Offloads the activations of a model to the host. `layers` are the decoder layers of the model, which run on
+    `device`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = len(layers), device
@@ -132,12 +137,12 @@ class ActivationOffload:
 
     @cached_property
     def side_stream(self) -> _SideStream:
-        """The stream for copies, created on first use on the current device."""
+        """The device stream for copies, which is created on first use, on the current device."""
         return _SideStream(self.device)
 
     @contextmanager
     def waiting_on_host(self) -> Iterator[None]:
-        """Offloads the activations of the forward pass inside the block."""
+        """Offloads the activations of the forward pass that runs inside the `with` block."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -150,13 +155,13 @@ class ActivationOffload:
             one.end()
 
     def _layer_done(self, *_: Any) -> None:
-        # With gradient checkpointing a layer also runs in the backward pass, which is ignored here.
+        # With gradient checkpointing a layer also runs in the backward pass, where this hook does nothing.
         if self._under_way is not None:
             self._under_way.layer_done()
 
 
 class _SideStream:
-    """A side stream for copies. On a CPU there is no stream."""
+    """A separate device stream for copies between device and host."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -167,8 +172,8 @@ class _SideStream:
         return self._api.current_stream()
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copies the first tensor of each pair into the second, after all work queued on the current stream; returns an
-        event."""
+        """Copies the first tensor of each pair into the second on the side stream, after all work queued on the current
+        stream. Returns an event that marks the end of the copies."""
         self._stream.wait_stream(self.current())
         with torch.no_grad(), self._api.stream(self._stream):
             for source, target in pairs:
@@ -179,8 +184,8 @@ class _SideStream:
 
 
 class _Storage:
-    """One offloaded storage. `host` is valid when the first copy has ended. `device_tensor` is the device copy, or
-    None. `coming` is the event of a prefetch."""
+    """One offloaded storage. `host` is the host copy; it is valid when the first copy has ended. `device_tensor` is the
+    device copy, or None. `coming` is the event of a running prefetch, or None."""
 
     def __init__(self, side_stream: _SideStream, host: torch.Tensor, device_tensor: torch.Tensor):
         self.side_stream, self.host = side_stream, host
@@ -188,7 +193,7 @@ class _Storage:
         self.coming: Any = None
 
     def arrived(self) -> torch.Tensor:
-        """Returns the device tensor, after making the current stream wait for its copy."""
+        """Returns the device copy of the storage. The current stream waits until the prefetch has ended."""
         assert self.device_tensor is not None
         if self.coming is not None:
             self.side_stream.current().wait_event(self.coming)
@@ -202,7 +207,8 @@ class _Storage:
 
 
 class _Kept(NamedTuple):
-    """A saved tensor of an offloaded layer."""
+    """What autograd saves for a tensor of an offloaded layer: the offloaded storage, and where the tensor is in the
+    storage."""
 
     storage: _Storage
     layer: int
@@ -212,14 +218,14 @@ class _Kept(NamedTuple):
 
 
 class _Stays(NamedTuple):
-    """A saved tensor of the last layer."""
+    """What autograd saves for a tensor of the last layer, which is not offloaded."""
 
     tensor: torch.Tensor
 
 
 @dataclass
 class _Layer:
-    """The storages first saved in this layer. Autograd owns them and frees each after use."""
+    """The storages that autograd saved first in this layer. Autograd owns each storage and frees it after use."""
 
     storages: list[weakref.ref[_Storage]] = field(default_factory=list)
     sent: Any = None
@@ -233,7 +239,8 @@ class _KeepingPass:
     def __init__(self, side_stream: _SideStream, layers: int):
         self._side_stream, self._last = side_stream, layers - 1
         self._layers = [_Layer()]
-        # The weak reference prevents a new storage from getting the same address (the key).
+        # The key contains the address of a storage. The weak reference prevents a new storage from getting the same
+        # address.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Storage]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Stays | torch.Tensor:
@@ -252,7 +259,8 @@ class _KeepingPass:
             return kept.tensor
         self._ask_for(kept.layer)
         if kept.storage.device_tensor is None:
-            # This storage is shared by layers and was first saved in a lower one.
+            # Several layers saved this storage, and a lower layer saved it first, so it was not prefetched with this
+            # layer.
             self._bring([kept.storage])
         self._ask_for(kept.layer - 1)
         return kept.storage.arrived().as_strided(kept.size, kept.stride, kept.offset)
@@ -268,7 +276,7 @@ class _KeepingPass:
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         storage = tensor.untyped_storage()
-        # A storage that was modified in place since it was saved counts as a different one.
+        # The version is part of the key, so a storage that was modified in place since it was saved is saved again.
         key = (storage._cdata, tensor._version, tensor.dtype)
         saved = self._known[key][1]() if key in self._known else None
         if saved is None:
@@ -310,13 +318,14 @@ class _KeepingPass:
 
 
 def _travels(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Returns whether a saved tensor is offloaded. Parameters and their views are not, because a sharded model gathers
-    them again anyway."""
+    """Returns whether a saved tensor is offloaded. Parameters and their views are not offloaded, because a sharded
+    model gathers them again anyway."""
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter):
         return False
     plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
     return plain and tensor.device.type == device.type and tensor.untyped_storage().nbytes() >= LEAST
 
 
-# Number of parameter elements that are updated together, with their optimizer state on the device.
+# With an offloaded optimizer, parameters are updated in groups of about this many elements. Only the optimizer state of
+# one group is on the device at a time.
 TOGETHER = 2**27

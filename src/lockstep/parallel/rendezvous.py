@@ -1,4 +1,4 @@
-"""Rendezvous: connects the ranks to their store, and logs long waits for other processes."""
+"""Connects the ranks to the rendezvous store, and logs long waits for other processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import torch.distributed as dist
 
 # A wait for another process is logged after TELL_SECONDS, and then every TELL_AGAIN_SECONDS.
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10.0, 60.0
-# Number of stores that this process has opened per purpose; the same on every rank.
+# How often this process has opened a store for each purpose. The numbers are the same on every rank.
 _turns: Counter[str] = Counter()
 
 
 def launcher_holds_store() -> bool:
-    """Returns whether the launcher hosts the store, so that it exists before the ranks start and after they end."""
+    """Returns whether the launcher hosts the rendezvous store. The store then exists before the ranks start and after
+    they end."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connected_store(purpose: str, timeout: timedelta) -> dist.Store:
-    """Opens a connection to the store, under an unused prefix. Otherwise a restart, or a second run in the same
-    processes, would read the keys of the previous one."""
+    """Opens a connection to the rendezvous store, under an unused prefix of its keys. Without a new prefix, a restart
+    or a second run in the same processes would read the keys of the previous run."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
     turn = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_turns[purpose]}"

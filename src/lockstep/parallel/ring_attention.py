@@ -1,17 +1,19 @@
-"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to one block after another.
+"""Ring attention: ranks pass keys and values around a ring, and every rank attends to the keys of one rank at a time.
 
-In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. It sees these keys of rank j:
+In zigzag order every sequence has 2N chunks, and rank r has chunk r from the start and chunk r from the end. Rank r
+attends to these keys of rank j:
 
-    j = r: causally, all keys
-    j < r: with all queries, the first chunk of j
-    j > r: with the queries of its second chunk, all keys
+    j = r: all queries attend to all keys, with a causal mask
+    j < r: all queries attend to the first chunk of rank j
+    j > r: the queries of the second chunk attend to all keys of rank j
 
-Only j = r needs a mask. Partial results are merged by their lse in fp32. In the backward pass keys and values are
-passed around again; their gradients follow one hop behind, until they reach the rank of the keys. Keys and values are
-sent as one tensor.
+Only for j = r a mask is needed. Partial attention results are merged in fp32 by their log-sum-exp. In the backward pass
+keys and values are passed around again. Their gradients follow one hop behind, until they reach the rank that has the
+keys. Keys and values are sent as one tensor.
 
-After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order of Megatron and
-ring-flash-attention. Unlike there, chunks may differ in size, so there is no padding.
+The method is that of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order
+of Megatron and ring-flash-attention. Unlike in Megatron and ring-flash-attention, chunks may differ in size, so there
+is no padding.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from lockstep.parallel.context import ContextGroup, cut
 
 @dataclass(frozen=True)
 class Hop:
-    """The queries of this rank that see keys of one other rank, and the keys they see. None means all of them."""
+    """One step of the ring: which queries of this rank attend to which keys of one rank (`queries` and `keys` are
+    indices). If `queries` or `keys` is None, all queries or all keys are used."""
 
     where: Sections
     queries: torch.Tensor | None
@@ -43,7 +46,7 @@ class Hop:
 class RingLayout(DividedLayout):
     def __init__(self, lengths: Sequence[int], group: ContextGroup, device: torch.device, kernel: str):
         self.group, self.kernel = group, kernel
-        # The sizes of the two chunks of each rank, for every sequence.
+        # `chunks[rank]` has the sizes of the rank's two chunks of every sequence.
         bounds = [cut(length, 2 * group.size) for length in lengths]
         sizes = [[stop - start for start, stop in pairwise(b)] for b in bounds]
         self.chunks = [[(size[rank], size[-1 - rank]) for size in sizes] for rank in range(group.size)]
@@ -51,10 +54,10 @@ class RingLayout(DividedLayout):
         self.hops = [self._hop((group.rank - hop) % group.size, device) for hop in range(group.size)]
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
-        """Returns the hop for the keys of rank `source`; None if no query sees them, as in sequences too short to fill
-        all chunks."""
+        """Returns the step of the ring for the keys of rank `source`. Returns None if no query of this rank attends to
+        them, which happens if sequences are too short to fill all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Each pair has two flags: whether the first chunk is used, and whether the second is.
+        # Which of the two chunks are used: the first, the second.
         query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
             key_chunks = (True, False)
@@ -89,14 +92,17 @@ class RingLayout(DividedLayout):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if window is not None or dropout or softcap is not None or len(query_THD) != self.counts[self.group.rank]:
-            raise NotImplementedError("ring attention needs this rank's tokens, without window, soft cap or dropout")
+            raise NotImplementedError(
+                "ring attention takes only this rank's tokens; it has no window, soft cap or dropout"
+            )
         return _RingAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale)
 
 
 def _chosen(
     chunks: Sequence[tuple[int, int]], used: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
-    """Returns the indices of the tokens in the used chunks of those sequences that have queries and keys."""
+    """Returns the indices of the tokens in the used chunks of the sequences that have both queries and keys, or None
+    for all tokens."""
     flags = [part and both for both in met for part in used]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))
@@ -146,7 +152,7 @@ class _RingAttention(torch.autograd.Function):
                 seen = _rows(passing, hop.keys)
                 k, v = seen[..., :size].contiguous(), seen[..., size:].contiguous()
                 part, part_lse_HT = kernel.forward(_rows(query, hop.queries).contiguous(), k, v, hop.where, scale)
-                if out is None or lse_HT is None:  # the first hop has the keys of this rank
+                if out is None or lse_HT is None:  # the first step has the keys of this rank
                     out, lse_HT = part.to(wide), part_lse_HT.to(wide)
                 else:
                     before_HT = _rows(lse_HT.t(), hop.queries).t()
@@ -197,7 +203,7 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _add(dq, hop.queries, part_q)
                 _add(dkv, hop.keys, torch.cat([part_k, part_v], -1))
-            # Add the gradients of these keys that the previous ranks have computed.
+            # Adds the gradients that the previous ranks have computed for the same keys.
             dkv = dkv if travelling is None else dkv.add_(travelling())
             travelling = group.pass_on(dkv, (layout.counts[before], *dkv.shape[1:]))
             if arriving is not None:

@@ -1,7 +1,8 @@
-"""Tensors in safetensors files, complete or as slices written by several ranks. A rank can read only its own part.
+"""Reads and writes tensors in safetensors files, complete or as slices of several ranks.
 
-Reading and writing use torch.distributed.checkpoint's safetensors format. Any safetensors reader can open a file, and
-its header locates the slices. Ranks read independently of each other.
+A rank can read only its own part of a tensor. Reading and writing use torch.distributed.checkpoint's safetensors
+format. Any safetensors reader can open a file; its header says where each slice belongs. Ranks read independently of
+each other.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-# Maximum size of a file. A file is assembled in memory before it is written, so a rank writes several files.
+# Approximate maximum size of a file. A file is assembled in memory before it is written, so a rank writes several small
+# files.
 FILE_BYTES = 2**30
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of some files whose names start with `prefix`, by name without the prefix. `stored[name]` reads a
-    complete tensor; `fill` reads only this rank's part."""
+    """A mapping of the tensors in `files` whose names start with `prefix`. Keys are the names without the prefix.
+    `stored[name]` reads a complete tensor. `fill` reads only this rank's part."""
 
     def __init__(self, files: Iterable[Path], prefix: str = ""):
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -61,7 +63,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copies the stored tensors into targets of the same shapes, sharded or not, of any dtype and device."""
+        """Reads stored tensors into targets of the same shapes. The targets may be sharded, and have any dtype and
+        device."""
         from torch.distributed.checkpoint import load as load_parts
 
         if targets:
@@ -78,7 +81,7 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copies complete or stored tensors, by name, into parameters or states, sharded or not."""
+    """Copies tensors, from memory or from files, by name into parameters or optimizer states, sharded or not."""
     if isinstance(values, StoredTensors):
         values.fill(targets)
         return
@@ -87,8 +90,8 @@ def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Ten
 
 
 def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFaceStorageWriter:
-    """Returns a writer that stores each rank's slices in separate files of at most about `FILE_BYTES`. `sizes` has the
-    bytes of all tensors that any rank writes, by name, and is the same on every rank."""
+    """Returns a writer that stores each rank's slices in separate files of about `FILE_BYTES` at most. `sizes` has the
+    bytes of each tensor by name, and must be the same on every rank."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     index, room = 1, FILE_BYTES * ranks
@@ -101,5 +104,5 @@ def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFace
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """Returns the files that a rank wrote."""
+    """Returns the files that this rank wrote to the folder."""
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))

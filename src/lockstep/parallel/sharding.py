@@ -1,4 +1,4 @@
-"""Sharded models (FSDP2), in which each rank has a slice of every parameter, and the device mesh."""
+"""Shards models with FSDP2, so that each rank has a slice of every parameter, and builds the device mesh."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The mesh of ranks, this rank's device, and whether weights and gradients are on the host while their layer is not
-    running."""
+    """How a model is sharded: the mesh of ranks and this rank's device. With `on_host`, weights and gradients are on
+    the host while their layer is not running."""
 
     mesh: DeviceMesh
     device: torch.device
     on_host: bool = False
     tensor: TensorGroup | None = None
-    """The tensor-parallel group; `mesh` has one rank of each such group."""
+    """The tensor-parallel group of this rank. `mesh` then has only one rank of each tensor-parallel group."""
     every: DeviceMesh | None = None
-    """With a tensor-parallel group, a mesh of all ranks, for parameters that are not split."""
+    """With tensor parallelism, a mesh of all ranks, for the parameters that tensor parallelism does not split."""
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
     """Applies FSDP2 to `layers` and then to the root. On a two-dimensional mesh, parameters are sharded over the second
-    dimension and replicated over the first (HSDP). Does nothing without a mesh."""
+    dimension and replicated over the first (HSDP). Does nothing if `sharding` is None."""
     if sharding is None:
         return
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Gradients are reduced in fp32 for every weight dtype.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # Host memory is pinned, so that copies do not block the device.
+    # The host memory of offloaded weights is pinned, so that copies do not block the device.
     place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
     for part in layers:
         fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
     fully_shard(root, mesh=sharding.every or sharding.mesh, mp_policy=policy, offload_policy=place)
     for module in _sharded(root):
-        # The loss is already divided by the global count, so gradients are summed over ranks. But all ranks of a
-        # tensor-parallel group have the same gradient for parameters outside the layers.
+        # The loss is already divided by the global count, so gradients are summed over ranks. For parameters outside
+        # the layers, all ranks of a tensor-parallel group have the same gradient, so the sum is divided by the group
+        # size.
         divisor = sharding.tensor.size if module is root and sharding.tensor is not None else 1
         module.set_gradient_divide_factor(float(divisor))
         module.set_force_sum_reduction_for_comms(True)
@@ -61,7 +62,8 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | Non
 
 @torch.no_grad()
 def materialise(root: nn.Module, sharding: Sharding) -> None:
-    """Allocates the shards of a model that was built on the meta device. Parameters with values keep them."""
+    """Allocates the shards of a model that was built on the meta device. Parameters that already have values keep these
+    values."""
     values = {name: p.detach().clone() for name, p in root.named_parameters() if not p.is_meta}
     buffers = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
     root.to_empty(device=torch.device("cpu") if sharding.on_host else sharding.device)
@@ -74,8 +76,9 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 
 @contextmanager
 def unit_gathered(module: nn.Module) -> Iterator[None]:
-    """Gathers the FSDP unit of this module: a complete layer, or the root's parameters outside the layers. Submodules
-    of the root can then be called; layers gather themselves. The root's forward must have run once before."""
+    """Gathers the parameters of this FSDP module inside the `with` block: a complete layer, or the root's parameters
+    outside the layers. Submodules of the root can then be called; layers gather their parameters themselves. The root's
+    forward must have run once before this function is called."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -96,7 +99,8 @@ def _sharded(root: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(root: nn.Module) -> Iterator[None]:
-    """Gathers the full parameters on every rank, so that ranks can run forward passes without communication."""
+    """Gathers the full parameters on every rank inside the `with` block, so that ranks can run forward passes without
+    communication."""
     modules = _sharded(root)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -112,13 +116,14 @@ def gathered(root: nn.Module) -> Iterator[None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Reshards full parameters that a forward pass left at the root; otherwise writes to the shards have no effect."""
+    """Frees the full parameters that a forward pass left at the root, so that only shards remain. While full parameters
+    exist, writes to the shards have no effect."""
     for module in _sharded(root):
         module.reshard()
 
 
 def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Returns this rank's local part of a tensor, and its offset in the full tensor."""
+    """Returns this rank's local part of a tensor, and the offset of that part in the full tensor."""
     if not is_sliced(tensor):
         return tensor, (0,) * tensor.ndim
     (chunk,) = tensor.__create_chunk_list__()
@@ -126,7 +131,8 @@ def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups tensors that one operator may take together: they have the same mesh and sharded mesh dimensions."""
+    """Groups tensors so that one multi-tensor operator can process a group: tensors of a group are sharded over the
+    same dimensions of the same mesh."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, _sliced_along(tensor)) if is_sliced(tensor) else None
@@ -140,7 +146,8 @@ def _sliced_along(tensor: DTensor) -> tuple[int, ...]:
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the norm over all elements of all tensors, each counted once. All ranks must call it if sharded."""
+    """Returns the norm over all elements of all tensors, each counted once. If tensors are sharded, all ranks must call
+    this function."""
     groups = by_mesh(tensors)
     if len(groups) <= 1:
         return whole(torch.nn.utils.get_total_norm(groups[0] if groups else []))
@@ -148,7 +155,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the norm of tensors of one mesh: that of this rank's shards, reduced over the mesh."""
+    """Returns the norm of tensors of one mesh. The squared norms of the ranks' shards are summed over the mesh."""
     norm = torch.nn.utils.get_total_norm([one.to_local() if is_sliced(one) else one for one in tensors])
     first = tensors[0]
     if is_sliced(first):
@@ -160,12 +167,13 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the full tensor of a DTensor. All ranks must call it."""
+    """Returns the full tensor of a DTensor. All ranks must call this function."""
     return tensor.full_tensor() if is_sliced(tensor) else tensor
 
 
 def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the full tensor on a device. Shards on the host are first copied there and gathered by its backend."""
+    """Returns the full tensor on a device. Shards on the host are first copied to the device, whose backend gathers
+    them."""
     if not is_sliced(tensor):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -177,7 +185,7 @@ def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a full tensor into a parameter or state, sharded or not."""
+    """Copies a full tensor into a parameter or optimizer state, sharded or not."""
     if is_sliced(target):
         from torch.distributed.tensor import distribute_tensor
 
@@ -185,12 +193,13 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-# The device mesh. Each row has one copy of a model, sharded over the ranks of the row; rows are replicas. With tensor
+# The device mesh. Each row of the mesh has one copy of a model, sharded over the ranks of the row. With tensor
 # parallelism every entry of the mesh is a group of neighbouring ranks.
 
 
 class Grid(NamedTuple):
-    """The mesh sizes: `replicate` copies of a model, each in `shard` shards, each split over `tensor` ranks."""
+    """The sizes of the mesh, with `replicate` copies of a model, each in `shard` shards, each shard split over `tensor`
+    ranks."""
 
     replicate: int
     shard: int
@@ -198,7 +207,8 @@ class Grid(NamedTuple):
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
-    """Returns the mesh of the recipe for this number of ranks; raises `Refusal` if they do not divide evenly."""
+    """Returns the mesh sizes of the recipe for this number of ranks. Raises `Refusal` if the ranks do not divide
+    evenly."""
     shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor_parallel
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor
@@ -213,7 +223,7 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
             raise Refusal.at(
                 "parallel.shard",
                 f"{shard} x parallel.replicate={replicate} is {shard * replicate}, but there are {ranks} {groups}",
-                "remove one of the two, which is then derived from the other, or start as many processes",
+                "remove one of these two keys, which is then derived from the other, or start as many processes",
                 code="wrong-process-count",
             )
         return Grid(replicate, shard, tensor)
@@ -230,19 +240,20 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
 
 
 def refuse_offload(settings: Parallel, ranks: int) -> None:
-    """Raises `Refusal` if offload of weights is requested with a single rank; it gathers layers over several ranks."""
+    """Raises `Refusal` if offload of weights is requested with a single rank. The offload of weights is part of FSDP
+    and needs several ranks."""
     for key, value in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
         if value in ("params", "all") and ranks == 1:
             raise Refusal.at(
                 f"parallel.{key}",
                 f"{value} needs several processes, but only one was started",
-                "use optimizer, which frees more, or start several processes",
+                "set it to optimizer, which frees more memory, or start several processes",
                 code="wrong-process-count",
             )
 
 
 def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bool = False) -> Sharding | None:
-    """Returns the FSDP mesh and settings; None for a single rank."""
+    """Returns the FSDP mesh and settings, or None for a single rank."""
     if world.size == 1:
         return None
     grid = grid_of(settings, world.size)
@@ -261,7 +272,7 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
 def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Torch caches meshes by ranks and names. If a process trains again, the cached mesh has destroyed groups, so the
-    # names must be new.
+    # Torch caches meshes by ranks and names. If a process trains a second time, the cached mesh has destroyed process
+    # groups. So each mesh gets new names.
     dim_names = tuple(f"{name}-{world.turn}" for name in names)
     return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=dim_names)

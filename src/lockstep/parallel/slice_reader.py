@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint's safetensors reader for a list of files.
+"""A variant of torch.distributed.checkpoint's safetensors reader that takes a list of files.
 
-This is a separate module, because only a run that reads slices needs that package, whose import takes a second.
+This is a separate module, because importing torch.distributed.checkpoint takes a second, and few runs need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Files(FileSystem):
 
 
 class SliceReader(HuggingFaceStorageReader):
-    """Reads the given files instead of a folder; their headers are read once."""
+    """Reads the given files instead of a folder. The headers of the files are read once."""
 
     def __init__(self, files: list[Path]):
         super().__init__(str(files[0].parent) if files else ".")

@@ -19,27 +19,28 @@ import torch.distributed as dist
 
 from lockstep.errors import STALLED
 
-# Stack dumps of this process or of an unresponsive process on the same host. Also checks whether a process of this host
-# is busy, for a process that cannot send heartbeats.
+# Functions that write stack dumps of this process, or of an unresponsive process on the same host. Other functions
+# check whether a process of this host that cannot send heartbeats is busy.
 
-# faulthandler writes the stacks in the signal handler. A thread that holds the GIL or waits inside a library does not
-# block it.
+# On this signal, faulthandler writes the stacks in its C signal handler. So the dump works even if a thread holds the
+# GIL or waits inside a library.
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
-# A process is busy if it uses more than this share of a processor, or reads more bytes from disk, between two checks.
-# Idle watcher threads use less.
+# A process is busy if it uses at least _BUSY_SHARE of a processor, or reads at least _BUSY_BYTES from disk, between two
+# checks. The idle threads of the watchdog use less than that.
 _BUSY_SHARE, _BUSY_BYTES = 0.02, 2**16
 
 
 @dataclass(frozen=True)
 class Address:
-    """Identifies a process for other processes on the same host. The start time detects a reused PID."""
+    """Identifies a process for other processes on the same host. The start time (`began`) shows whether its PID was
+    reused."""
 
     machine: str
     number: int
     began: str
     stacks: int
-    """The process's file descriptor for stack dumps."""
+    """The file descriptor to which the process writes its stack dumps."""
 
     @property
     def folder(self) -> Path:
@@ -48,8 +49,8 @@ class Address:
 
 @contextmanager
 def dump_on_signal() -> Iterator[Address]:
-    """Writes the stacks of this process to an unnamed file when it receives the signal `ASKING`. A run that ends
-    normally leaves no file."""
+    """Inside the `with` block, this process writes its stacks to an unnamed temporary file when it receives the signal
+    `ASKING`. So a run that ends normally leaves no file."""
     with tempfile.TemporaryFile() as file:
         faulthandler.register(ASKING, file=file, all_threads=True)
         try:
@@ -64,8 +65,8 @@ def write_own(file: IO[str]) -> None:
 
 
 def request_stacks(address: Address, seconds: float) -> str:
-    """Returns the stacks of another process on this host, after resuming it if it was stopped. Returns an empty text if
-    it cannot be signalled or does not respond. A process that reused its PID gets no signal."""
+    """Returns the stacks of another process on this host. Resumes the process if it was stopped. Returns an empty text
+    if the process cannot be signalled or does not respond. If the PID was reused, the new process gets no signal."""
     if not _on_this_host(address):
         return ""
     try:
@@ -73,7 +74,7 @@ def request_stacks(address: Address, seconds: float) -> str:
     except OSError:
         return ""
     try:
-        # From here on the PID cannot be reused.
+        # While the pidfd is open, the PID cannot be reused.
         if _began(address.number) != address.began:
             return ""
         signal.pidfd_send_signal(process, ASKING)
@@ -86,12 +87,13 @@ def request_stacks(address: Address, seconds: float) -> str:
 
 
 class Activity:
-    """Measures whether a process of this host or its descendants compute or read from disk. Requires /proc."""
+    """Measures whether a process of this host, or one of its descendants, computes or reads from disk. Requires
+    /proc."""
 
     def __init__(self, number: int):
         self._number = number
         self._spent = 0.0
-        """CPU time of the checks themselves."""
+        """CPU time that these measurements used themselves."""
         self._last = self._used()
 
     def advanced(self) -> bool:
@@ -101,7 +103,8 @@ class Activity:
         return seconds_now - seconds >= max(_BUSY_SHARE * (now - then), 1e-6) or read_now - read >= _BUSY_BYTES
 
     def _used(self) -> tuple[float, float, int]:
-        """Returns the current time, and the CPU seconds used and bytes read from disk so far."""
+        """Returns the current time, and how many CPU seconds the process tree has used and how many bytes it has read
+        from disk."""
         begun = time.thread_time()
         children: dict[int, list[int]] = {}
         ticks: dict[int, int] = {}
@@ -109,7 +112,7 @@ class Activity:
             with suppress(OSError, ValueError, IndexError):  # the process has ended
                 fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
-                # The value includes reaped children.
+                # The CPU time of a process includes that of its ended and reaped children.
                 ticks[int(folder.name)] = sum(map(int, fields[11:15]))
         tree = [self._number]
         for number in tree:
@@ -123,7 +126,7 @@ class Activity:
 
 
 def activity_of(address: Address) -> Activity | None:
-    """Returns the activity of a process; None if it is on another host or has ended."""
+    """Returns an `Activity` for the process, or None if the process is on another host or has ended."""
     return Activity(address.number) if _on_this_host(address) and _began(address.number) == address.began else None
 
 
@@ -171,7 +174,7 @@ def _machine() -> str:
 
 
 def _began(number: int) -> str:
-    """Returns the start time of a live process in kernel ticks; empty if it has ended."""
+    """Returns the start time of a live process in kernel ticks, or an empty string if the process has ended."""
     try:
         state, *rest = Path("/proc", str(number), "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -179,20 +182,20 @@ def _began(number: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-# `parallel.stall_seconds`: ends a run in which no rank makes progress. The first rank that detects it writes a verdict
-# to the store. Every live rank reads it, writes its stacks to the run folder and waits for the others. The first live
-# rank on each host collects the stacks of silent ranks and kills those that do not respond. Then all ranks exit
-# together; if a rank exited early, the others would fail with a misleading error.
+# `parallel.stall_seconds`: ends a run in which no rank makes progress. The first rank that detects the stall writes a
+# verdict to the rendezvous store. Every live rank reads the verdict, writes its stacks to the run folder and waits for
+# the others. The first live rank on each host collects the stacks of silent ranks and kills those that do not respond.
+# Then all ranks exit together. If one rank exited early, the others would fail with a misleading error.
 
 _VERDICT = "stalled"
 _STALL_PAUSE = 0.02
-# Time for a stopped process to respond after it is resumed.
+# Maximum time in which a stopped process must respond after it is resumed.
 _WAKING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Stall:
-    """The time without progress of any rank after which a run is stalled, and the run folder for the stacks."""
+    """A run has stalled if no rank makes progress for `seconds`. The stacks are written to the run folder `folder`."""
 
     seconds: float
     folder: Path
@@ -206,7 +209,7 @@ class StallVerdict:
 
 
 def write_verdict(store: dist.Store, verdict: StallVerdict) -> None:
-    """Writes the verdict, unless another rank has written one."""
+    """Writes the stall verdict to the store, unless another rank has written one."""
     store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
 
 
@@ -219,7 +222,7 @@ def publish_address(store: dist.Store, rank: int, address: Address) -> None:
 
 
 def address_of(store: dist.Store, rank: int) -> Address | None:
-    """Returns the address of a rank; None if the rank has not published it."""
+    """Returns the process address of a rank, or None if the rank has not published it yet."""
     key = f"address/{rank}"
     return Address(**json.loads(store.get(key))) if store.check([key]) else None
 
@@ -230,14 +233,14 @@ class Ending:
     def __init__(self, store: dist.Store, rank: int, size: int, stall: Stall, verdict: StallVerdict):
         self.store, self.rank, self.stall, self.verdict = store, rank, stall, verdict
         self.silent = [other for other in range(size) if other not in verdict.living]
-        # Each rank reads the verdict at its next heartbeat, after a quarter of the time at most.
+        # Each rank reads the verdict at its next heartbeat, after a quarter of `stall.seconds` at most.
         self.patience = stall.seconds / 2 + _WAKING_SECONDS
 
     def run(self) -> None:
-        """Runs the shutdown; does not return."""
+        """Writes stack dumps, waits for the other ranks and exits this process. Does not return."""
         store, verdict = self.store, self.verdict
         if self.rank in self.silent:
-            # This process was resumed by another rank, which reads its stacks first.
+            # Another rank resumed this process to read its stacks, so this process waits before it exits.
             store.set(f"awake/{self.rank}", "")
             self._meet("asked", verdict.living)
             time.sleep(1)
@@ -255,7 +258,7 @@ class Ending:
         os._exit(STALLED)
 
     def _meet(self, name: str, ranks: list[int]) -> None:
-        """Waits until all of these ranks have reached this point, or until a timeout."""
+        """Waits until all of these ranks have reached the point `name`, or until a timeout."""
         if self.rank in ranks:
             self.store.set(f"{name}/{self.rank}", "")
         deadline = time.monotonic() + self.patience
@@ -263,7 +266,8 @@ class Ending:
             time.sleep(_STALL_PAUSE)
 
     def _dump_silent_ranks(self) -> dict[int, Address]:
-        """Collects the stacks of the silent ranks on this host, if this rank is the first live one on it."""
+        """If this rank is the first live rank on its host, collects the stacks of the silent ranks on this host.
+        Returns their addresses."""
         addresses = {rank: address_of(self.store, rank) for rank in (*self.verdict.living, *self.silent)}
         local = addresses[self.rank]
         if local is None:
@@ -291,10 +295,11 @@ def say(lines: list[str], stall: Stall) -> None:
 
 
 def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -> None:
-    """Appends the stacks of a rank (by default this process) to its file; prints to stderr without a run folder.
+    """Appends the stacks of a rank (by default of this process) to the file `rank_N.txt`. If there is no run folder,
+    prints this process's stacks to stderr.
 
-    The run folder is not created here, because a run that requires a new folder would then be rejected at its next
-    start.
+    The run folder is not created here, because the next start of a run that requires a new folder would then be
+    refused.
     """
     folder = stall.folder / "stacks"
     try:
@@ -311,12 +316,13 @@ def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -
                 file.write(stacks or "its stacks could not be read\n")
             print(file=file)
     except OSError as error:
-        # The run still ends and reports the stall.
+        # A write error is only reported, so that the run still ends and reports the stall.
         print(f"the stacks of rank {rank} could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def _hush() -> None:
-    """Silences stdout and stderr, so that operations that fail because other ranks exit print nothing."""
+    """Redirects stdout and stderr to /dev/null, because operations that fail when other ranks exit would print
+    misleading errors."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

@@ -1,10 +1,11 @@
 """Tensor parallelism: each rank of a group of neighbouring ranks has and computes a part of every projection.
 
-With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group sees the same
-tokens. Projections into attention and feed-forward are split by output (column parallel, in complete heads), those out
-of them by input (row parallel); `model/tensor_plan.py` lists them. Row-parallel outputs are all-reduced, so activations
-between layers are the same on every rank. Weights are DTensors over the group. During a module's forward they are
-replaced by local plain tensors, so that any kernel can be used.
+With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. All ranks of a group
+process the same tokens. The input projections of attention and MLP are split by output (column parallel, in complete
+heads). Their output projections are split by input (row parallel). `model/tensor_plan.py` finds these modules.
+Row-parallel outputs are all-reduced, so activations between layers are the same on every rank. Weights are DTensors
+over the group. During a module's forward its DTensors are replaced by local plain tensors, so that any kernel can be
+used.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-# How a module is split: by outputs, by inputs, by experts, or not at all although its input is a part of the heads.
+# How a module is split: by outputs, by inputs or by experts. A `shared` module (a per-head norm) is not split, but each
+# rank applies it to its own heads.
 Style = Literal["columns", "rows", "experts", "shared"]
-# The attribute of a model that refers to its tensor-parallel group.
+# Name of the model attribute that refers to the model's tensor-parallel group.
 GROUP = "lockstep_tensor_group"
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks of a one-dimensional device mesh."""
+    """A tensor-parallel group: the ranks of a one-dimensional device mesh."""
 
     mesh: DeviceMesh
     _entered: list[Any] = field(default_factory=list, compare=False, repr=False)
@@ -48,24 +50,25 @@ class TensorGroup:
         return group
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor over the ranks in place. The result is bitwise equal on all ranks."""
+        """Sums a tensor over the ranks of the group, in place (all-reduce). The result is bitwise equal on all
+        ranks."""
         if tensor.numel():
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def least(self, number: int, device: torch.device) -> int:
-        """Returns the minimum over the ranks."""
+        """Returns the minimum of `number` over the ranks of the group."""
         value = torch.tensor([number], dtype=torch.int32, device=device)
         dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.group)
         return int(value.item())
 
     def as_first_(self, tensor: torch.Tensor) -> None:
-        """Overwrites the tensor with that of the first rank (broadcast)."""
+        """Overwrites the tensor with that of the group's first rank (broadcast)."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Marks an input of column-parallel modules: its gradient is all-reduced in the backward pass, only once if
-        several modules share the input."""
+        """Marks a tensor as input of column-parallel modules. The gradient of such an input is all-reduced in the
+        backward pass, only once if several modules have the same input."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         if self._entered:
@@ -77,7 +80,7 @@ class TensorGroup:
         return entered
 
     def enter_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Does the same as `enter` for the input of a single module, or for a parameter."""
+        """All-reduces the gradient like `enter`, but for the input of a single module, or for a parameter."""
         entered: torch.Tensor = _Entered.apply(tensor, self)
         return entered
 
@@ -94,7 +97,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """All-reduces outputs. Every rank uses the sum, so the backward returns the gradient unchanged."""
+    """All-reduces the outputs of a module. Every rank uses the sum, so the backward returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -108,7 +111,8 @@ class _Summed(torch.autograd.Function):
 def divide(
     model: nn.Module, decoder: nn.Module, styles: Mapping[str, Style], group: TensorGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Splits the modules of `decoder`, by name, over the group; returns the new parameter of each split parameter."""
+    """Splits the modules of `decoder` that `styles` names over the group. Returns a mapping from old to new
+    parameters."""
     from torch.distributed.tensor import DTensor, Shard
 
     divided: dict[nn.Parameter, nn.Parameter] = {}
@@ -117,8 +121,8 @@ def divide(
         for part, dimension in divided_dimensions(module, style).items():
             parameter = module._parameters[part]
             assert parameter is not None
-            # Either all ranks have the full parameter or all have it on meta. Only the local part is copied to the
-            # device.
+            # Either all ranks have the full parameter, or all ranks have it on the meta device. Only the local part is
+            # kept.
             local = parameter.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
             sliced = DTensor.from_local(
                 local, group.mesh, [Shard(dimension)], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -126,7 +130,7 @@ def divide(
             divided[parameter] = nn.Parameter(sliced, parameter.requires_grad)
             module.register_parameter(part, divided[parameter])
         if style == "experts":
-            # transformers' modules read their number of experts from this attribute.
+            # The expert modules of transformers read their number of experts from `num_experts`.
             vars(module).update(num_experts=vars(module)["num_experts"] // group.size, _is_expert_parallel=True)
         before, after = HOOKS[style]
         module.register_forward_pre_hook(lambda module, inputs, hook=before: hook(module, inputs, group))
@@ -138,22 +142,22 @@ def divide(
 
 
 def group_of(model: nn.Module) -> TensorGroup | None:
-    """Returns the tensor-parallel group of a model; None if it is not split."""
+    """Returns the tensor-parallel group of a model, or None if the model is not split."""
     group: TensorGroup | None = vars(model).get(GROUP)
     return group
 
 
 def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
-    """Returns the dimension by which each parameter of a projection (outputs, inputs) or of experts (experts, ...) is
-    split."""
+    """Returns for each split parameter of a module the dimension by which it is split. The weight of a linear layer has
+    the dimensions (outputs, inputs). Parameters of stacked experts begin with the expert dimension."""
     if style in ("columns", "experts"):
         return {name: 0 for name, parameter in module._parameters.items() if parameter is not None}
     return {"weight": 1} if style == "rows" else {}
 
 
 def _show(module: nn.Module, **parts: torch.Tensor | None) -> None:
-    """Replaces the module's parameters by `parts` during a forward pass; instance attributes take precedence over
-    parameters."""
+    """Replaces the module's parameters by `parts` during a forward pass. The local tensors are set as instance
+    attributes, which take precedence over parameters."""
     vars(module).update(parts)
 
 
@@ -176,13 +180,13 @@ def _after_columns(module: nn.Module, output: Any, group: TensorGroup) -> None:
 
 
 def _before_rows(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    # The bias is added once, after the sum.
+    # The bias is hidden here and added once, after the all-reduce.
     _show(module, weight=_local(module._parameters["weight"]), bias=None)
 
 
 def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
     _hide(module)
-    if output is None:  # the pass failed, or a recomputation stopped early
+    if output is None:  # the forward pass failed, or the recomputation of gradient checkpointing stopped early
         return None
     summed: torch.Tensor = _Summed.apply(output, group)
     bias = module._parameters.get("bias")
@@ -190,7 +194,8 @@ def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Ten
 
 
 def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    """Prepares a per-head norm, whose gradient is the sum of the contributions of each rank's heads."""
+    """Prepares a per-head norm, whose weight gradient must be summed over the ranks, because each rank has only some
+    heads."""
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if torch.is_grad_enabled():
         _show(
@@ -200,8 +205,9 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
 
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
-    """Maps the experts chosen per token to local indices. Experts of other ranks get the index after the last local
-    one, which transformers' modules skip, and weight 0 for modules that do not skip it."""
+    """Maps the experts that the router chose for each token to indices of this rank's experts. Experts of other ranks
+    get the index after the last local expert, which transformers' modules skip. Experts of other ranks also get weight
+    0, for modules that do not skip this index."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
     _show(module, **parts)
@@ -238,7 +244,8 @@ def refuse_groups(tensor: int, processes: int) -> None:
 
 
 def with_tensor(world: World, tensor: int) -> World:
-    """Returns the world with its ranks in groups of `tensor`. All ranks must call it."""
+    """Returns the world with its ranks in tensor-parallel groups of size `tensor`. All ranks must call this
+    function."""
     refuse_groups(tensor, world.size)
     if tensor == 1:
         return world
@@ -249,7 +256,8 @@ def with_tensor(world: World, tensor: int) -> World:
 
 
 def is_sliced(tensor: object) -> TypeGuard[DTensor]:
-    """Returns whether a tensor is a DTensor. DTensor is imported here, because the import takes a second."""
+    """Returns whether a tensor is a DTensor. DTensor is imported inside the function, because its import takes a
+    second."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

@@ -1,10 +1,11 @@
-"""Ulysses attention: an all-to-all redistributes from tokens to heads before attention, and back after it.
+"""Ulysses attention: an all-to-all before attention gives each rank all tokens of some heads; a second one reverts it.
 
-Outside of attention each rank has a contiguous part of the packed row. Inside, it has the complete row for some heads,
-so windows, sinks and soft caps work as in the device's attention. The number of query heads must be divisible by the
-number of ranks. If the number of key heads is not, each key head is sent to every rank whose queries use it.
+Outside of attention each rank has a contiguous part of the packed row. Inside attention, a rank has the complete row
+for some heads. So the usual attention kernels work, with windows, sinks and soft caps. The number of query heads must
+be divisible by the number of ranks. If the number of key heads is not divisible by it, each key head is sent to every
+rank whose query heads use it.
 
-After Jacobs et al., "DeepSpeed Ulysses" (2023).
+The method is that of Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class UlyssesLayout(DividedLayout):
         heads, groups, size = query_THD.shape[1], key_TGD.shape[1], key_TGD.shape[-1]
         if heads % ranks or len(query_THD) != self.counts[rank]:
             raise NotImplementedError(
-                f"Ulysses attention needs this rank's tokens, and a number of heads ({heads}) divisible by the ranks"
+                f"Ulysses attention takes only this rank's tokens; its {heads} heads must be divisible by the ranks"
             )
         both = torch.cat([key_TGD, value_TGD], -1).repeat_interleave(math.lcm(groups, ranks) // groups, 1)
         key, value = _ToHeads.apply(both, self).split([size, value_TGD.shape[-1]], -1)
@@ -62,7 +63,7 @@ class UlyssesLayout(DividedLayout):
         return _ToTokens.apply(out, self)
 
     def to_heads(self, tokens_THD: torch.Tensor) -> torch.Tensor:
-        """Exchanges all heads of this rank's tokens for some heads of all tokens."""
+        """All-to-all: this rank gives away the other heads of its tokens, and gets some heads of all tokens."""
         local, ranks = len(tokens_THD), self.group.size
         by_rank = tokens_THD.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         return self.group.exchange(by_rank, [local] * ranks, self.counts)

@@ -1,14 +1,15 @@
 """The watchdog: logs which rank the others wait for, and ends a stalled run.
 
-A collective operation waits silently until its timeout, so a stopped rank is indistinguishable from a slow one. The
-training thread only records its position in memory. Background threads write a heartbeat with this position to the
-store: when a step begins, and four times within the time after which a wait is logged. Only a rank that has not moved
-for a quarter of that time reads the heartbeats of others. So collective operations have no extra cost.
+Without it, a collective operation waits silently until its timeout, and nobody sees whether a rank is stopped or slow.
+The training thread only records its position (stage or collective operation) in memory. A background thread writes a
+heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The interval is at
+most a quarter of the time after which a wait is logged. Only a rank whose position has not changed for this interval
+reads the heartbeats of others. So collective operations have no extra cost.
 
 With `parallel.stall_seconds` all ranks end together when none has made progress for that long (see `stall.py`). Before
 its first step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a
-rank that has not started its first step, computing or reading from disk counts as progress. A rank without a heartbeat
-counts as such a rank.
+rank that has not started its first step, computing or reading from disk counts as progress. A rank that has not sent a
+heartbeat is treated as starting, too.
 """
 
 from __future__ import annotations
@@ -46,19 +47,20 @@ from lockstep.parallel.stall import (
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
-# Timeout of requests that the store can answer immediately.
+# Timeout of requests to the rendezvous store that it can answer immediately.
 STORE_TIMEOUT = timedelta(minutes=5)
-# Minimum interval between heartbeats; positions of shorter steps may be skipped.
+# Minimum interval between heartbeats. The positions of shorter steps may not be sent.
 _TELL_PAUSE = 0.02
-# Minimum time limit for the first heartbeat of a rank, if `parallel.stall_seconds` is shorter.
+# A rank has at least this time to send its first heartbeat, even if `parallel.stall_seconds` is shorter.
 UNSEEN_SECONDS = 600.0
-# A starting rank that stays at one position for this time has stalled, even if it is busy.
+# A rank that stays at one position for this time before its first step has stalled, even if it is busy.
 LONGEST_START_SECONDS = 1800.0
 
 
 class Moment(NamedTuple):
-    """The position of a rank: the number of stages and collective operations entered and left, the name of the last
-    one, whether it is inside an operation of `World`, since when, and the progress made there."""
+    """The position of a rank. `passed` counts the stages and collective operations entered and left, and `where` names
+    the last one. `inside` says whether the rank is inside a collective operation of `World`. `since` is the time of the
+    last progress, and `done` counts progress reports within the position."""
 
     passed: int
     where: str
@@ -69,7 +71,8 @@ class Moment(NamedTuple):
 
 @dataclass
 class HeardRank:
-    """The last heartbeat of a rank, with its arrival time on this host; clocks of different hosts are not compared."""
+    """The last heartbeat of another rank, and when it was first seen here. Clocks of different hosts are not
+    compared."""
 
     raw: str
     at: float
@@ -81,7 +84,7 @@ class HeardRank:
 
 
 class Heartbeat(NamedTuple):
-    """The heartbeat of a rank. `beat` increases each time."""
+    """The heartbeat that a rank writes to the store. `beat` increases with each heartbeat."""
 
     beat: int
     passed: int
@@ -92,7 +95,7 @@ class Heartbeat(NamedTuple):
 
 
 class Watch:
-    """The watchdog of one rank. A wait is logged after `after` seconds."""
+    """The watchdog of one rank. If the rank waits longer than `after` seconds, the wait is logged."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, after: float, stall: Stall | None = None):
         self.rank, self.size, self.after = rank, size, after
@@ -104,7 +107,7 @@ class Watch:
         self._awake = time.monotonic()
         self._began, self._starting = time.monotonic(), True
         self._activity = Activity(os.getpid()) if stall is not None else None
-        # Only the heartbeat thread writes these; only the training thread writes the moment.
+        # Only the heartbeat thread writes the following attributes; only the training thread writes `_moment`.
         self._busy_at, self._busy = time.monotonic(), 0
         self._activities: dict[int, Activity | None] = {}
         self._heard: dict[int, HeardRank] = {}
@@ -118,7 +121,8 @@ class Watch:
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Wraps a collective operation; every rank must enter the same operations in the same order."""
+        """Marks a collective operation in a `with` block. Every rank must enter the same operations in the same
+        order."""
         self._move(f"{name}, in {self._stages[-1]}", inside=True)
         try:
             yield
@@ -127,7 +131,7 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Wraps a named stage of this rank."""
+        """Marks a named stage of this rank, such as a training step, in a `with` block."""
         outermost = len(self._stages) == 1
         self._stages.append(name if outermost else f"{self._stages[-1]}, {name}")
         self._move(self._stages[-1])
@@ -142,15 +146,15 @@ class Watch:
             self._move(self._stages[-1])
 
     def progress(self, next_part: str | None = None) -> None:
-        """Reports progress within a long stage. None keeps the current position; an empty name resets it to the
-        stage."""
+        """Reports progress within a long stage. `next_part` is added to the name of the position. With None the
+        position keeps its name; with an empty string it gets the name of the stage."""
         where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
         if next_part is None:
             where = self._moment.where
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
     def started(self) -> None:
-        """Marks the begin of the first step. Afterwards the watchdog no longer counts CPU use as progress."""
+        """Must be called when the first step begins. Afterwards the watchdog no longer counts CPU use as progress."""
         self._starting = False
 
     def _move(self, where: str, inside: bool = False) -> None:
@@ -189,7 +193,7 @@ class Watch:
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
     def _look_at_start(self, now: float, moment: Moment) -> None:
-        """Counts computing and reading of this rank as progress while it starts."""
+        """Before the first step, counts it as progress if this rank computes or reads from disk."""
         if not self._starting or self._activity is None or now - moment.since < self._pace:
             return
         if self._activity.advanced() and now - moment.since < LONGEST_START_SECONDS:
@@ -213,7 +217,8 @@ class Watch:
                 last.moved = now
 
     def _is_busy(self, rank: int) -> bool:
-        """Returns whether a silent rank on this host is busy; a rank that loads a library may hold the GIL."""
+        """Returns whether a rank on this host that sends no heartbeats is busy. A rank that loads a library may hold
+        the GIL and so send none."""
         if rank not in self._activities:
             address = address_of(self._store, rank)
             self._activities[rank] = None if address is None else activity_of(address)
@@ -239,13 +244,13 @@ class Watch:
             end_alone(self.rank, stall, verdict.lines)
 
     def stalled(self, stall: Stall, moment: Moment) -> StallVerdict | None:
-        """Returns the verdict if no rank has made progress for long enough, else None."""
+        """Returns a verdict if no rank has made progress for `stall.seconds`, else None."""
         now = time.monotonic()
         idle = self._idle(now, moment)
         if idle < stall.seconds or any(now - heard.moved < stall.seconds for heard in self._heard.values()):
             return None
         if len(self._heard) < self.size - 1 and now - self._began < max(stall.seconds, UNSEEN_SECONDS):
-            return None  # the rank still imports modules; its launcher notices if it ends
+            return None  # a rank without a heartbeat may still import modules; its launcher notices if it ends
         lines, living = [_headline(idle, stall)], []
         for rank in range(self.size):
             heard = self._heard.get(rank)
@@ -269,11 +274,12 @@ class Watch:
         next_at, waited, before = self.after, 0.0, time.monotonic()
         stopped = False
         while not stopped:
-            # Check once more at the end: a short run may end before the end of a logged wait is noticed.
+            # Checks once more after the run has stopped, because a short run may stop before the end of a logged wait
+            # is noticed.
             stopped = self._stop.wait(self._pace)
             now, moment = time.monotonic(), self._moment
             if now - before > 4 * self._pace:
-                self._awake = now  # this process was stopped, so the heartbeats it has read are old
+                self._awake = now  # this process was suspended, so the heartbeats it has read are old
             before = now
             idle = now - max(moment.since, self._awake)
             if idle < waited:
@@ -288,8 +294,8 @@ class Watch:
                 self._end_without_store(self._stall, moment, self._idle(now, moment))
 
     def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
-        """Ends this rank if the store does not respond. The heartbeat thread, which has 1.5 times the limit to end the
-        run, would wait for the store forever."""
+        """Ends this rank if the rendezvous store does not respond for 1.5 times the limit. Before that, the heartbeat
+        thread should end the run; but without the store it would wait forever."""
         unanswered = time.monotonic() - max(self._answered, self._awake)
         if idle >= stall.seconds and unanswered >= 1.5 * stall.seconds and not self._ending:
             position = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"
@@ -297,7 +303,7 @@ class Watch:
             end_alone(self.rank, stall, [_headline(idle, stall), position, store])
 
     def missed(self, moment: Moment) -> list[str]:
-        """Returns one message per missing rank; none if a lower rank reports them."""
+        """Returns one message for each rank that this rank waits for. Returns none if a lower rank reports them."""
         now = time.monotonic()
         unanswered = now - max(self._answered, self._awake)
         if unanswered > self.after:
@@ -313,7 +319,8 @@ class Watch:
             if silent >= self.after / 2:
                 missing[rank] = f"rank {rank} has sent no heartbeat for {silent:.0f} s; it was last seen at {where}"
             elif passed < moment.passed:
-                # Operations of FSDP are not tracked, so outside of `World`'s operations this rank may not be waiting.
+                # The collective operations of FSDP are not tracked. So outside of `World`'s operations it is not
+                # certain that this rank waits.
                 missing[rank] = f"rank {rank} {'has not arrived' if moment.inside else 'is behind'}; it is at {where}"
         reporter = min(rank for rank in range(self.size) if rank not in missing)
         return list(missing.values()) if reporter == self.rank else []
@@ -346,8 +353,8 @@ def wait_log_seconds() -> float:
 
 @contextmanager
 def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch]:
-    """Runs a watchdog with a separate connection to the store, because a blocking request blocks all others on a
-    connection."""
+    """Runs a watchdog inside the `with` block. The watchdog has its own connection to the store, because a blocking
+    request blocks all others on the same connection."""
     after = wait_log_seconds()
     with ExitStack() as stack:
         store = _store(size)

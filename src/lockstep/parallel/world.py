@@ -1,4 +1,4 @@
-"""The processes of a run: this rank, its process groups, and the collective operations of the training loops."""
+"""The processes of a run (`World`): this rank, its process groups and the collective operations of training."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lockstep.parallel.watchdog import Watch, watching
 
 T = TypeVar("T")
 
-# A rank that waits longer than this for the others fails with an error.
+# Timeout of collective operations: a rank that waits longer than this for other ranks fails with an error.
 TIMEOUT = timedelta(minutes=30)
-# Backend for host tensors, on every device.
+# Backend of collective operations on host tensors, for every device type.
 HOST_COLLECTIVE = "gloo"
 HOST = f"cpu:{HOST_COLLECTIVE}"
 _turns = count()
@@ -34,16 +34,16 @@ _turns = count()
 
 @dataclass(frozen=True)
 class Counter:
-    """A counter in the store that all ranks share."""
+    """A counter in the rendezvous store, which all ranks can increase."""
 
     key: str
 
     def take(self, count: int) -> int:
-        """Increases the counter by `count`; returns the previous value. No two ranks get the same value."""
+        """Increases the counter by `count` and returns the previous value. No two calls get the same value."""
         return int(_store().add(self.key, count)) - count
 
     def remove(self) -> None:
-        """Deletes the counter from the store."""
+        """Deletes the counter from the rendezvous store."""
         _store().delete_key(self.key)
 
 
@@ -53,21 +53,24 @@ def _store() -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """This rank and its process groups. The rows of an update are split over `dp_size` data-parallel replicas. The
-    ranks of a context- or tensor-parallel group form one replica and return the same results."""
+    """Describes this rank and its process groups. The rows of an update are split over `dp_size` data-parallel
+    replicas. The ranks of a context- or tensor-parallel group form one data-parallel replica and return the same
+    results."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     watch: Watch | None = field(default=None, compare=False, repr=False)
     context: ContextGroup | None = None
-    """The context-parallel group of this rank, which splits every micro-batch; None without one."""
+    """The context-parallel group of this rank, which splits every micro-batch. None without context parallelism."""
     tensor: int = 1
-    """Tensor-parallel size: so many neighbouring ranks split the modules of a model and see the same micro-batches."""
+    """Tensor-parallel size: the number of neighbouring ranks that split the modules of a model and process the same
+    micro-batches."""
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """The data-parallel group: the ranks that have this rank's index in their context- or tensor-parallel group."""
+    """The data-parallel group: the ranks that have the same index in their context- or tensor-parallel group as this
+    rank."""
     turn: int = 0
-    """How often this process joined a process group before."""
+    """How often this process joined a process group before this world."""
 
     @property
     def _ranks_per_replica(self) -> int:
@@ -79,23 +82,23 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """The index of this rank's replica."""
+        """The index of this rank's data-parallel replica."""
         return self.rank // self._ranks_per_replica
 
     @property
     def engines(self) -> int:
-        """The number of ranks, or tensor-parallel groups, that generate independently."""
+        """The number of rollout engines. Each rank, or each tensor-parallel group, is one engine."""
         return self.size // self.tensor
 
     @property
     def engine(self) -> int:
-        """The index of this rank's engine."""
+        """The index of this rank's rollout engine."""
         return self.rank // self.tensor
 
     @property
     def is_tp_rank0(self) -> bool:
         """Whether this is the first rank of its tensor-parallel group. All ranks of a group generate the same
-        responses; only this rank returns them."""
+        responses; only the first rank returns them."""
         return self.rank % self.tensor == 0
 
     @property
@@ -104,32 +107,34 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums values over the data-parallel replicas, on the host in double precision, which is exact for counts."""
+        """Sums values over the data-parallel replicas. The sum is computed on the host in fp64, which is exact for
+        counts."""
         if self.dp_size == 1:
             return list(values)
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a host tensor over the replicas, in place (all-reduce)."""
+        """Sums a host tensor over the data-parallel replicas, in place (all-reduce)."""
         if self.dp_size > 1:
             with self._watched("an all-reduce"):
                 dist.all_reduce(tensor, group=self.dp_group)
         return tensor
 
     def max_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Computes the elementwise maximum of a host tensor over the replicas, in place (all-reduce)."""
+        """Computes the elementwise maximum of a host tensor over the data-parallel replicas, in place (all-reduce)."""
         if self.dp_size > 1:
             with self._watched("an all-reduce"):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.dp_group)
         return tensor
 
     def ranks_of(self, dp_rank: int) -> range:
-        """Returns the ranks of a replica."""
+        """Returns the ranks of the data-parallel replica `dp_rank`."""
         each = self.size // self.dp_size
         return range(dp_rank * each, (dp_rank + 1) * each)
 
     def exchange(self, parcels: Sequence[T]) -> list[T]:
-        """Sends the object `parcels[i]` to rank i; returns the objects for this rank, in rank order (all-to-all)."""
+        """Sends the object `parcels[i]` to rank i. Returns the objects that this rank received, ordered by sender
+        (all-to-all)."""
         if self.size == 1:
             return list(parcels)
         packed = [pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL) for parcel in parcels]
@@ -143,7 +148,7 @@ class World:
         return [pickle.loads(part.numpy().tobytes()) for part in arriving.split(received.tolist())]
 
     def gather(self, value: T) -> list[T]:
-        """Returns the objects of all ranks, in rank order (all-gather)."""
+        """Returns the `value` of each rank, in rank order (all-gather)."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -152,7 +157,7 @@ class World:
         return values  # type: ignore[return-value]
 
     def counters(self, count: int) -> list[Counter]:
-        """Creates shared counters in the store. All ranks must call it."""
+        """Creates counters that all ranks share in the rendezvous store. All ranks must call this function."""
         name = self.gather(secrets.token_hex(8))[0]
         return [Counter(f"lockstep/counter/{name}/{number}") for number in range(count)]
 
@@ -167,17 +172,17 @@ class World:
         return group
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Names the current stage of this rank, for log messages of ranks that wait for it."""
+        """Names the stage of this rank inside the `with` block. Ranks that wait for this rank log the name."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
 
     def progress(self, next_part: str | None = None) -> None:
-        """Reports progress within a long stage, so that the run does not count as stalled; optionally names the next
-        part."""
+        """Reports progress within a long stage, so that the watchdog does not end the run as stalled. `next_part` may
+        name what comes next."""
         if self.watch is not None:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """Marks the begin of the first step. Afterwards the watchdog no longer counts CPU use as progress."""
+        """Must be called when the first step begins. Afterwards the watchdog no longer counts CPU use as progress."""
         if self.watch is not None:
             self.watch.started()
 
@@ -187,9 +192,10 @@ class World:
 
 @contextmanager
 def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
-    """Joins the world that torchrun's environment describes; without it, the world is this single process.
+    """Joins the process group that torchrun's environment variables describe. Without these variables the world is this
+    single process.
 
-    `stall` says when the run counts as stalled and is ended; None means never.
+    `stall` says after which time without progress the run is ended. None means never.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -203,7 +209,7 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
         backend = HOST if device_backend == HOST else f"{HOST},{device_backend}"
         meeting = f"all {size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if launcher_holds_store():
-            # The watchdog starts before the process group, so that joining is watched too.
+            # The watchdog starts before the process group, so that it also logs a wait for ranks that have not joined.
             watch = stack.enter_context(watching(rank, size, stall))
             with watch.collective("joining"), log_wait(f"{meeting} (this is rank {rank})"):
                 store = connected_store("world", TIMEOUT)
@@ -231,7 +237,8 @@ def refuse_ranks(context: int, processes: int) -> None:
 
 
 def with_context(world: World, device: Device, context: int, layout: str) -> World:
-    """Returns the world with its ranks in groups of `context`. All ranks must call it."""
+    """Returns the world with its ranks in context-parallel groups of size `context`. All ranks must call this
+    function."""
     refuse_ranks(context, world.size)
     if context == 1:
         return world
@@ -239,7 +246,7 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
     groups = [tuple(ranks[first : first + context]) for first in range(0, world.size, context)]
     # A data-parallel group has the ranks with the same index in every context-parallel group.
     dp_members = [tuple(ranks[first::context]) for first in range(context)]
-    # Every rank must create every group.
+    # torch.distributed requires that every rank creates every process group.
     cp_groups = [dist.new_group(members, backend=device.collective, timeout=TIMEOUT) for members in groups]
     dp_groups = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in dp_members]
     dp_rank, index = divmod(world.rank, context)
@@ -247,12 +254,14 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
     return replace(world, context=group, dp_group=dp_groups[index])
 
 
-# A problem found on one rank must be raised on all, because the others would hang in their next collective operation.
+# A problem that one rank finds must be raised on all ranks. If only one rank raised it, the other ranks would hang in
+# their next collective operation.
 
 
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
-    """Runs the body on every rank; if any rank finds problems with `what`, all ranks raise all of them."""
+    """Collects the problems that the `with` block raises on any rank. All ranks then raise all of these problems
+    together. `what` says what the problems are about, such as weights."""
     problems: list[Problem] = []
     try:
         yield
@@ -260,5 +269,5 @@ def refused_together(what: str) -> Iterator[None]:
         problems = refusal.problems
     every: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, problems)
-    # Several ranks with slices of one tensor may report the same problem.
+    # Duplicates are removed, because several ranks with slices of one tensor may report the same problem.
     refuse_all(list(dict.fromkeys(problem for rank_problems in every for problem in rank_problems)), what)

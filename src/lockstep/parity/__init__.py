@@ -1,1 +1,1 @@
-"""Tests whether two runs train in step, and locates the first difference. May be imported only by the command line."""
+"""Tests whether two runs train alike, and locates their first difference. May be imported only by the command line."""

@@ -1,1 +1,1 @@
-"""The checklist: runs common manual checks on the first recorded step."""
+"""The checklist of `lockstep replay --checklist`: runs common manual checks on the first recorded step."""

@@ -1,4 +1,4 @@
-"""`lockstep replay --checklist`: runs the usual manual checks on the first recorded step if two devices disagree."""
+"""`lockstep replay --checklist` runs the usual manual checks on the first recorded step when two devices disagree."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from lockstep.types import Rollout
 __all__ = ["CheckItem", "as_json", "run_checklist", "show"]
 
 RESULT = "checklist.json"
-# The largest relative difference between weights whose dtype differs between the sides.
+# Largest allowed relative difference between the recorded and the loaded weights if their dtypes differ.
 ROUNDED = 5e-3
-# The number of tokens at the start of each response that are compared.
+# Only this many tokens at the start of each response are compared with the recorded response.
 FIRST_TOKENS = 20
 MARKS = {True: "passed", False: "FAILED", None: "-"}
 
 
 class Checklist(Replay):
-    """Runs the first step twice from the recorded weights, to see whether it repeats, then runs the trials.
+    """Runs the first step twice from the recorded weights, to see whether its results repeat. Then runs the trials.
 
-    The second run of the step uses recorded responses instead of generated ones.
+    Both runs of the step train on the recorded responses. Only the first run also generates responses, which test the
+    engine.
     """
 
     def __init__(self, tape: TapeFolder):
@@ -57,7 +58,7 @@ class Checklist(Replay):
         if 1 not in self.tape.steps():
             raise Refusal.at(
                 str(self.tape.path),
-                "the first step is not on the tape",
+                "the recording (tape) does not contain the first step",
                 "record the run again: tape=true run.name=NEW",
                 code="missing-on-tape",
             )
@@ -76,7 +77,8 @@ class Checklist(Replay):
         return Bench(training, self.tape.read_step(1), rollouts, start, tolerance)
 
     def _start(self, models: Models) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Returns the weights before the step, and the names of the model folder's weights that differ from them."""
+        """Returns the recorded weights before the step, and the names of the weights in the model folder that differ
+        from them."""
         if 1 not in self.tape.weighed():
             return {name: tensor.clone() for name, tensor in weights_of(models.learners).items()}, []
         taped = self.tape.read_weights(1)
@@ -118,12 +120,12 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
 
 
 def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
-    """Runs all checklist items with the recipe keys in `overrides`. Ranks other than 0 get an empty list."""
+    """Runs all checklist items. `overrides` are changed recipe keys. Ranks other than 0 get an empty list."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
     loop = Checklist(tape)
-    # This is the recipe that trained the first step.
+    # A resumed run may have several recipes; the first one trained the first step.
     with reserved_name(source, "checklist") as name:
         folder = run_replay(loop, replayed_recipe(source, name, overrides, parts_of(source)[0].recipe), console)
     if folder is None:
@@ -134,11 +136,11 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
 
 
 def judged(loop: Checklist, a: TapeSide, b: TapeSide) -> list[CheckItem]:
-    """Returns all items: comparisons of the replayed step with the recorded one, and the trials."""
+    """Returns all checklist items: the comparisons of the replayed step with the recorded one, and the trials."""
     recorded, (replayed, again) = a.tape.read_step(1), loop.replayed
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
     if loop.generated and a.drawn_by != b.drawn_by:
-        why = f"{a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} is different"
+        why = f"{a.drawn_by} sampled the recorded responses, and {b.drawn_by} has different sampling noise"
         responses = [CheckItem("first tokens", None, "", why), rewards(recorded, replayed)]
     elif loop.generated:
         responses = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, replayed)]
@@ -174,7 +176,7 @@ def as_json(items: Sequence[CheckItem]) -> dict[str, Any]:
 
 
 def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]) -> CheckItem:
-    """Compares this side's model folder with that of the recorded run."""
+    """Compares the model folder of this device with that of the recorded run."""
     name, ours, theirs = "starting weights", a["model"], b["model"]
     parts = [part for part in ours if ours[part] is not None and theirs.get(part) is not None]
     other = [part for part in parts if ours[part] != theirs[part]]
@@ -184,7 +186,7 @@ def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]
         means = "the two sides do not start from the same model: copy the folder, and run this again first"
         return CheckItem(name, False, "; ".join(found), means)
     if "weights" not in parts:
-        return CheckItem(name, None, "", "one side's model is not a local folder, so its files cannot be compared")
+        return CheckItem(name, None, "", "the model of one side is not a local folder, so its files cannot be compared")
     return CheckItem(name, True, f"the same {', '.join(parts)}", "both sides start from the same model")
 
 
@@ -203,7 +205,7 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
         measured += "" if same == len(ours) else "; where responses diverge it was a tie"
         return CheckItem("first tokens", True, measured, "the engines generate the same tokens from the same weights")
     means = (
-        f"the engine generates something else from the same weights, and no tie explains it ({check.where}): see "
+        f"the engine generates other tokens from the same weights, and no tie explains it ({check.where}): see "
         "prefill and decode; if that passes, check sampling (seed, temperature, top-p, end tokens)"
     )
     return CheckItem("first tokens", False, measured, means)
@@ -230,7 +232,7 @@ def rewards(recorded: StepRecord, replayed: StepRecord) -> CheckItem:
 
 
 def first_update(recorded: StepRecord, replayed: StepRecord, tolerance: Tolerance) -> CheckItem:
-    """Compares the loss and gradient norm of each learner's first update."""
+    """Compares the loss and gradient norm of the first update of each trained model (policy, critic)."""
     checks = [check for pair in _firsts(recorded, replayed) for check in _update_checks(recorded, *pair, tolerance)]
     measured = "; ".join(
         f"{check.what} {check.where} (differs by {check.error:.2g}, allowed {check.allowed:.2g})" for check in checks
@@ -257,7 +259,8 @@ def _firsts(recorded: StepRecord, replayed: StepRecord) -> list[tuple[dict[str, 
 
 def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance) -> list[Check]:
     learner = a["learner"]
-    # A loss may be 0 where its slopes are not (centred advantages), so the error is scaled by the slopes.
+    # With centred advantages a loss may be 0 although its gradients are not. So the error is relative to the sum of
+    # absolute token gradients, if that is larger.
     pulls = float(recorded.tensors[f"{learner}/0/pulls"].double().abs().sum())
     figures = {"loss": (max(abs(a["loss"]), pulls, 1e-12), tolerance.loss + tolerance.logprob)}
     if "grad_norm" in a and "grad_norm" in b:
@@ -272,7 +275,8 @@ def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], t
 
 
 def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
-    """Reports whether the step repeats bit for bit. It never fails, because devices need not be deterministic."""
+    """Reports whether the step gives bitwise the same results twice. This item never fails, because devices need not be
+    deterministic."""
     names = sorted(replayed.tensors.keys() | again.tensors.keys())
     differ = [
         n
@@ -284,7 +288,7 @@ def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
             "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
         )
     measured = f"{len(differ)} of {len(names)} tensors differ when the step runs twice"
-    means = "for information: some kernels here are not deterministic; run.deterministic=true selects others"
+    means = "for information: some kernels are not deterministic; run.deterministic=true selects deterministic ones"
     return CheckItem("repeatability", None, measured, means)
 
 

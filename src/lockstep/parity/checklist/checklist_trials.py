@@ -1,6 +1,6 @@
-"""Checklist items that need a live run: trials on a few sequences of the recorded step.
+"""Checklist items that run the models: trials on a few sequences of the recorded step.
 
-Trials run on every rank. Each trial restores the weights that it started with.
+Trials run on every rank. After a trial the models have the weights from before the trial.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lockstep.train.step import Learner
 from lockstep.train.training import Training
 from lockstep.types import Example, Failure, MicroBatch, Prompt, Question, Rollout, Score, Sums
 
-# The maximum number of sequences, prompts and samples in a trial.
+# The maximum number of sequences, of prompts, and of samples per prompt in a trial.
 SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
-# The number of updates with learning rate 0.
+# Number of updates in the trial with learning rate 0.
 STANDSTILL = 3
-# To distinguish old weights from new ones, an update must change log-probabilities by this multiple of the tolerance.
+# To distinguish old weights from new ones, an update must change log-probs by this multiple of the tolerance.
 VISIBLE = 10
-# The learning rates tested for such an update: the recipe's, then each ten times larger.
+# Number of learning rates that are tried for such an update: the recipe's rate first, then each ten times larger.
 RATES = 5
 
 OFFLINE = "an offline method generates nothing"
@@ -42,7 +42,8 @@ OFFLINE = "an offline method generates nothing"
 
 @dataclass(frozen=True)
 class CheckItem:
-    """The result of one item. If it does not apply or proves nothing, `passed` is None and `means` gives the reason."""
+    """The result of one checklist item. If the item does not apply or proves nothing, `passed` is None and `means` says
+    why."""
 
     name: str
     passed: bool | None
@@ -52,7 +53,8 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Bench:
-    """A run at the recorded step. `start`: the weights before it. `rollouts`: its responses (empty if offline)."""
+    """A run that is set up to repeat the recorded step. `start` has the weights before the step. `rollouts` has the
+    recorded responses of the step; it is empty for an offline method."""
 
     training: Training
     record: StepRecord
@@ -92,11 +94,12 @@ class Bench:
         return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
-        """Returns the learner's output for each target (for a policy, the log-probability)."""
+        """Returns the model's output for each target token. For a policy it is the log-prob."""
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
-        """Runs an update that raises the outputs, so its gradient is never 0. It does not use the run's loss."""
+        """Runs an update that increases the model's outputs instead of the run's loss, so that its gradient is never
+        0."""
         learner.forward_backward(self.arranged(self.examples).batches, _raise_outputs)
         learner.optim_step(rate)
 
@@ -107,7 +110,8 @@ def _raise_outputs(output: Any, batch: MicroBatch) -> Sums:
 
 @dataclass(frozen=True)
 class EngineAndTrainer:
-    """The engine's responses to recorded prompts; `trainer_K` are the learner's log-probabilities of their tokens."""
+    """The rollout engine's responses to recorded prompts. `trainer_K` has the trainer's log-probs of the response
+    tokens."""
 
     experience: Experience
     trainer_K: torch.Tensor
@@ -121,7 +125,7 @@ class EngineAndTrainer:
         return root_mean_square(self.rollout_logprobs_K, self.trainer_K)
 
     def later(self) -> EngineAndTrainer:
-        """Returns a copy without the first token of each response."""
+        """Returns a copy without the log-probs of the first token of each response."""
         first_K = torch.zeros(len(self.rollout_logprobs_K), dtype=torch.bool)
         first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
         rest = replace(self.experience, rollout_logprobs_K=self.rollout_logprobs_K[~first_K])
@@ -141,7 +145,8 @@ class _Unjudged:
 
 
 def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAndTrainer:
-    """Generates responses to the first recorded prompts with the recorded run's sampling noise, and scores them."""
+    """Generates responses to the first recorded prompts with the sampling noise of the recorded run. The trainer then
+    computes the log-probs of these responses."""
     generator, recipe = bench.training.generator, bench.recipe
     prompts: dict[int, Prompt] = {rollout.prompt_index: rollout.prompt for rollout in bench.rollouts}
     chosen = sorted(prompts)[:PROMPTS]
@@ -164,7 +169,7 @@ def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAnd
 
 
 def engine_items(bench: Bench) -> list[CheckItem]:
-    """Returns the items that need an engine."""
+    """Returns the checklist items that need a rollout engine."""
     if not bench.rollouts:
         return [_none("weight sync", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
     bench.restore()
@@ -180,7 +185,8 @@ def engine_items(bench: Bench) -> list[CheckItem]:
 def _tried(
     name: str, bench: Bench, before: EngineAndTrainer, item: Callable[[Bench, EngineAndTrainer], CheckItem]
 ) -> CheckItem:
-    """Runs an item. If a serving engine fails its weight sync check, the item fails instead of the run."""
+    """Runs a checklist item. If an inference server fails its weight sync check, the item fails, but the run does
+    not."""
     try:
         return item(bench, before)
     except Refusal as refusal:
@@ -196,9 +202,10 @@ def _none(name: str, why: str) -> CheckItem:
 
 
 def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
-    """Checks that after an update the engine's responses fit the new weights and do not fit the old ones."""
+    """Checks that after an update the engine's log-probs match the trainer's new weights, and not the old weights."""
     name, learner = "weight sync", bench.models.trained
-    # A difference that existed before the update is reported by another item.
+    # A difference between engine and trainer that existed before the update is allowed here, because
+    # `prefill_and_decode` reports it.
     allowed = max(bench.tolerance.logprob, 2 * before.difference)
     rate = _visible_rate(bench, VISIBLE * allowed)
     if rate is None:
@@ -227,8 +234,8 @@ def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
         means = "the engine still generates with the weights from before the update: check the weight sync"
     else:
         means = (
-            "the engine generates neither with the new weights nor with the old ones: a part of them (a layer, an "
-            "adapter, tied embeddings) is not sent, or arrives changed"
+            "the engine generates neither with the new weights nor with the old ones: a part of the weights (a layer, "
+            "an adapter, tied embeddings) is not sent, or arrives changed"
         )
     return CheckItem(name, False, measured, means)
 
@@ -238,7 +245,8 @@ def _rates(bench: Bench) -> list[float]:
 
 
 def _visible_rate(bench: Bench, least: float) -> float | None:
-    """Returns the first learning rate whose update changes the trainer's log-probabilities by `least`, and keeps it."""
+    """Returns the first learning rate whose update changes the trainer's log-probs by more than `least`, or None. Keeps
+    the updated weights."""
     learner, update = bench.models.trained, bench.arranged(bench.examples)
     bench.restore()
     old_K = bench.answers(learner, update)
@@ -251,7 +259,8 @@ def _visible_rate(bench: Bench, least: float) -> float | None:
 
 
 def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
-    """Checks that updates with learning rate 0 change neither the trainer nor its difference from the engine."""
+    """Checks that updates with learning rate 0 change neither the trainer's outputs nor the difference between engine
+    and trainer."""
     bench.restore()
     update, allowed = bench.arranged(bench.examples), bench.tolerance.logprob
     old = {learner.name: bench.answers(learner, update) for learner in bench.models.learners}
@@ -284,9 +293,9 @@ def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
 
 
 def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
-    """Checks prefill by the first token of each response, and decode, which uses the KV cache, by the later tokens.
+    """Checks prefill on the first token of each response. Checks decode, which uses the KV cache, on the later tokens.
 
-    `complete` contains responses from the recorded weights.
+    `complete` has complete responses that the engine generated with the recorded weights.
     """
     bench.restore()
     name, allowed = "prefill and decode", bench.tolerance.logprob
@@ -312,11 +321,12 @@ def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
 
 
 def padding(bench: Bench) -> CheckItem:
-    """Compares the outputs for the same sequences packed in one row and padded in pairs."""
+    """Compares the model's outputs for the same sequences in packed rows and in padded micro-batches of two rows."""
     bench.restore()
     allowed, learner = bench.tolerance.logprob, bench.models.trained
     packed_K = bench.answers(learner, bench.packed())
-    # A value head initialised with 0 outputs 0 for everything, so it must learn something before it can be tested.
+    # A value head of zeros outputs 0 for every token. So a value head is trained until its outputs change, before it is
+    # tested.
     if bool((packed_K == packed_K[0]).all()) and _visible_rate(bench, least=1.0) is None:
         bench.restore()
         return CheckItem(

@@ -1,1 +1,1 @@
-"""Comparison of two runs or logs: errors, statistical test and verdict. May be imported by `parity` and `cli`."""
+"""Compares two runs or logs: errors, statistical test and verdict. May be imported by `parity` and `cli`."""

@@ -1,7 +1,7 @@
-"""Aligns two curves on the same steps: common steps, means over logging intervals, and shifted step counts.
+"""Aligns the curves of two runs: finds common steps, averages over logging intervals, and detects shifted step counts.
 
-transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. A side
-that logs every step is averaged over the same steps before the comparison.
+transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If the
+other run logs every step, its values are averaged over the same steps before the comparison.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""With fewer values it is impossible to detect whether they are means."""
+"""With fewer values it is not tested whether a curve consists of means over several steps."""
 CLEARLY = 2.0
-"""A match (means or single steps, or one shift) must be this many times closer than its alternatives."""
+"""The best explanation of two curves (means or single steps, or one shift) must have an error this many times smaller
+than the alternatives."""
 MIN_SHIFT_STEPS = 8
-"""With fewer common steps, curves may agree under a shift by chance."""
+"""A shift needs at least this many common steps, because with fewer steps curves may agree by chance."""
 NEAREST_SHIFTS = 4
-"""The number of shifts, those with the smallest distances, that are examined one by one."""
+"""Only this many shifts, those with the smallest squared distances, are examined exactly."""
 LONGEST_SHIFTED = 2**22
 """No shift is searched in logs that span more steps than this."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two curves on their common steps. Values may be NaN or infinite."""
+    """The values of two curves, A and B, on their common steps. Values may be NaN or infinite."""
 
     steps: np.ndarray
     a: np.ndarray
@@ -35,17 +36,18 @@ class Pair:
 
     @property
     def finite(self) -> np.ndarray:
-        """The steps where both values are finite; the error metrics use these."""
+        """A mask of the steps at which the values of both curves are finite. The error metrics use these steps."""
         return np.isfinite(self.a) & np.isfinite(self.b)
 
     @property
     def one_sided(self) -> np.ndarray:
-        """The steps where only one value is finite; the curves count as different there."""
+        """A mask of the steps at which only one curve has a finite value. The curves count as different at these
+        steps."""
         return np.isfinite(self.a) != np.isfinite(self.b)
 
     @property
     def left_out(self) -> int:
-        """The number of steps at which neither value is finite."""
+        """The number of steps at which neither curve has a finite value."""
         return len(self.steps) - int((self.finite | self.one_sided).sum())
 
 
@@ -58,14 +60,14 @@ def align(a: Series, b: Series) -> Pair:
 def common_steps(steps: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the intersection of all step arrays."""
     first, *others = steps
-    # Usually all are equal, and the equality test is quicker than the intersection.
+    # Usually all step arrays are equal, and the equality test is quicker than the intersection.
     for each in others:
         first = first if np.array_equal(first, each) else np.intersect1d(first, each, assume_unique=True)
     return first
 
 
 def values_at(series: Series, steps: np.ndarray) -> np.ndarray:
-    """Returns the values at `steps`, NaN for a missing step."""
+    """Returns the curve's values at `steps`, with NaN for a missing step."""
     if np.array_equal(series.steps, steps):
         return series.values.astype(np.float64)
     values = np.full(len(steps), np.nan)
@@ -79,7 +81,8 @@ def values_at(series: Series, steps: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run. `mean`: whether its values are means since the previous step; None if unknown."""
+    """One metric of one run. `mean` says whether each value is the mean of all steps since the previous value. None if
+    unknown."""
 
     series: Series
     mean: bool | None = None
@@ -87,7 +90,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Matched:
-    """Both curves on comparable steps, the number of steps that only one side has, and how a side was averaged."""
+    """The curves of both sides on comparable steps. `only_a` and `only_b` count the steps that only one side has.
+    `averaged` says whether and how a side was averaged."""
 
     a: list[Series]
     b: list[Series]
@@ -97,7 +101,8 @@ class Matched:
 
     @property
     def explanation(self) -> str:
-        """Describes what was averaged and left out; "" if both sides logged the same steps."""
+        """Describes which side was averaged and how many steps were left out. The description is empty if both sides
+        logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
             for count, side in ((self.only_a, "A"), (self.only_b, "B"))
@@ -107,8 +112,9 @@ class Matched:
 
 
 def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
-    """Aligns the first run of each side and treats its repeats alike. A side is averaged only if the other side logs
-    means (by its format or by detection) and if all steps of these means are present."""
+    """Aligns the first runs of both sides, and treats further runs of a side in the same way. A side is averaged only
+    if the other side logs means over several steps, and if all steps of these means are present. Whether values are
+    means is known from the log format or detected by `_detected_means`."""
     a, b = a_runs[0], b_runs[0]
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
@@ -137,9 +143,10 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
 
 
 def averaged(coarse: Series, fine: Curve) -> Series | None:
-    """Averages `fine` over each interval of `coarse` in which `fine` has every step; None if there is no such interval.
+    """Averages `fine` over each logging interval of `coarse` in which `fine` has every step. Returns None if there is
+    no such interval.
 
-    If the values of `fine` are means themselves, each one is weighted by its number of steps.
+    If the values of `fine` are means themselves, each value is weighted by the number of its steps.
     """
     starts, ends = intervals(coarse)
     cell_starts, cell_ends = intervals(fine.series) if fine.mean else (fine.series.steps - 1, fine.series.steps)
@@ -147,20 +154,21 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
     first, last = np.searchsorted(cell_ends, starts, "right"), np.searchsorted(cell_ends, ends, "right")
     upto = np.concatenate([[0], np.cumsum(lengths)])
     covered = (last > first) & (upto[last] - upto[first] == ends - starts)
-    # Cells do not overlap. If they have as many steps as the interval, and the first one starts with it, they fill it.
+    # The cells (steps of one value of `fine`) do not overlap. If they have as many steps as the interval of `coarse`
+    # and start where it starts, they cover it.
     covered[covered] = cell_starts[first[covered]] == starts[covered]
     if not covered.any():
         return None
     bounds = np.stack([first[covered], last[covered]], axis=1).ravel()
     with np.errstate(invalid="ignore"):
-        # The appended 0 allows an interval to end at the last step.
+        # `reduceat` needs an index below the length, so a 0 is appended for an interval that ends at the last step.
         sums = np.add.reduceat(np.append(fine.series.values * lengths, 0.0), bounds)[::2]
     return Series(coarse.steps[covered], sums / (ends - starts)[covered])
 
 
 def intervals(series: Series) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps of each mean, as (after this step, up to this step). The first interval is as long as the
-    second, unless it would begin before the first step."""
+    """Returns the steps over which each value is a mean, as two arrays: the step before the interval and its last step.
+    The first interval is as long as the second, but begins at the first step at the earliest."""
     ends = series.steps
     starts = np.concatenate([[0], ends[:-1]])
     if len(ends):
@@ -169,14 +177,16 @@ def intervals(series: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _averaged_run(run: Curve, coarse: Series) -> Series:
-    """Averages the run over the intervals of `coarse`. A run that logs at the same steps already contains means."""
+    """Averages the run over the logging intervals of `coarse`. A run that logs at the same steps as `coarse` already
+    consists of means, so it is returned unchanged."""
     if np.array_equal(run.series.steps, coarse.steps):
         return run.series
     return averaged(coarse, run) or run.series
 
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
-    """Returns the errors, as text, that show that `coarse` contains means; None if it does not."""
+    """Tests whether the values of `coarse` are means of several steps of `fine`. If they are, returns as text the
+    errors that show it; otherwise None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
@@ -188,7 +198,7 @@ def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
 
 
 def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarray:
-    """Returns whether each step belongs to a mean that was compared."""
+    """Returns for each step whether it belongs to an interval of `coarse` that was compared."""
     starts, ends = intervals(coarse)
     index = np.searchsorted(ends, steps, "left")
     inside = index < len(ends)
@@ -197,10 +207,11 @@ def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
 
 
 def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
-    """Describes the planned steps for which a side has no number: at the end, at the start and in between; "" if none.
-    For a side that logs every ten steps, the nine steps in between do not count as missing."""
+    """Describes the planned steps for which a side has no finite value: at the end, at the start and in between.
+    Returns an empty string if there are none. If a side logs every ten steps, the nine steps in between are not
+    missing."""
     last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
-    # Step 0 is not an update: some frameworks log an evaluation before the first update.
+    # Step 0 is ignored, because some frameworks log an evaluation as step 0 before the first update.
     first = min((int(each.steps[each.steps > 0][0]) for each in (a, b) if (each.steps > 0).any()), default=0)
     parts = [f"{side} {gap}" for side, series in (("A", a), ("B", b)) for gap in _missing(series, first, last)]
     return ", ".join(parts)
@@ -222,7 +233,8 @@ def _missing(series: Series, first: int, last: int) -> Iterator[str]:
 
 
 def usual_gap(series: Series) -> float:
-    """Returns the median number of steps between two values; for a single value, the number of steps before it."""
+    """Returns the median number of steps between two values of the curve. If it has a single value, returns the step of
+    that value."""
     steps = series.steps
     if not len(steps):
         return 1.0
@@ -234,7 +246,8 @@ def usual_gap(series: Series) -> float:
 
 @dataclass(frozen=True)
 class Shift:
-    """The shift of B's steps, and the mean error in percent with and without it (None: no common step)."""
+    """A shift of B's steps (`by`), and the mean error in percent with and without the shift. The error without shift is
+    None if there is no common step."""
 
     by: int
     steps: int
@@ -251,7 +264,8 @@ def shift_steps(log: Log, by: int) -> Log:
 
 
 def select_steps(log: Log, first: int, last: int) -> Log:
-    """Returns the log from step `first` to `last`, as if no more steps had been planned."""
+    """Returns a copy of the log with only the steps from `first` to `last`. The planned number of steps in the copy is
+    at most `last`."""
     metrics = {name: _selected(series, first, last) for name, series in log.metrics.items()}
     planned = None if log.planned is None else min(log.planned, last)
     return replace(
@@ -265,8 +279,8 @@ def _selected(series: Series, first: int, last: int) -> Series:
 
 
 def better_shift(a: Curve, b: Curve) -> Shift | None:
-    """Returns the shift of B's steps that makes the curves agree clearly better than any other; None if there is
-    none."""
+    """Returns the shift of B's steps with which the curves agree clearly better than with any other shift. Returns None
+    if there is no such shift."""
     needed = max(MIN_SHIFT_STEPS, min(_finite_count(a.series), _finite_count(b.series)) // 2)
     if _finite_count(a.series) < needed or _finite_count(b.series) < needed or _mean_error(a, b)[0] == 0:
         return None
@@ -287,7 +301,8 @@ def better_shift(a: Curve, b: Curve) -> Shift | None:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A curve with one entry per step: its values (0 if missing), and a mask (1 if there is a value)."""
+    """A curve with one array entry per step. `values` is 0 at a missing step. `there` is 1 where there is a value, else
+    0."""
 
     first: int
     values: np.ndarray
@@ -302,7 +317,8 @@ class _Dense:
         return _Dense(int(series.steps[0]), values, there)
 
     def averaged(self, steps: int) -> _Dense:
-        """Returns at each step the mean of the last `steps` steps, if none of them is missing."""
+        """Returns a curve of moving averages: each value is the mean of the last `steps` steps, if none of these is
+        missing."""
         sums, counts = (
             np.cumsum(one)[steps - 1 :] - np.concatenate([[0], np.cumsum(one)[:-steps]])
             for one in (self.values, self.there)
@@ -312,11 +328,11 @@ class _Dense:
 
 
 def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
-    """Returns 0, the shifts with the smallest distances, and their neighbours. If one curve has fewer steps, the other
-    one is also averaged, because the sparse curve may contain means."""
+    """Returns the shifts to examine: 0, the shifts with the smallest distances, and their neighbours. If one curve logs
+    fewer steps, shifts of the averaged other curve are included, because the sparse curve may consist of means."""
     if any(int(one.steps[-1] - one.steps[0]) >= LONGEST_SHIFTED for one in (a, b)):
         return {0}
-    level = float(a.values[np.isfinite(a.values)].mean())  # values near 0 lose less precision in sums of squares
+    level = float(a.values[np.isfinite(a.values)].mean())  # subtracted to keep precision in sums of squares
     in_a, in_b = _Dense.of(a, level), _Dense.of(b, level)
     found = _nearest_shifts(in_a, in_b, needed)
     gap_a, gap_b = int(usual_gap(a)), int(usual_gap(b))
@@ -328,12 +344,14 @@ def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
 
 
 def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
-    """Returns the shifts of B with the smallest mean squared distances over at least `needed` common steps. The sums
-    over common steps are cross-correlations, which an FFT computes for all shifts at once."""
+    """Returns the shifts of B's steps with the smallest mean squared distance between the curves. A shift needs at
+    least `needed` common steps. The sums over common steps are cross-correlations, which an FFT computes for all shifts
+    at once."""
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Returns at index s the sum of left[i + s] x right[i]; negative shifts are at the end."""
+        """Returns the cross-correlation: at index s the sum over i of left[i + s] x right[i]. Negative s are at the end
+        of the array."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
     positions = np.arange(-(len(b.values) - 1), len(a.values))
@@ -347,7 +365,7 @@ def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
 
 
 def _mean_error(a: Curve, b: Curve) -> tuple[float, int]:
-    """Returns the mean error over the steps at which both are finite, and the number of these steps."""
+    """Returns the mean absolute error over the steps at which both curves are finite, and the number of these steps."""
     matched = match([a], [b])
     pair = align(matched.a[0], matched.b[0])
     both = pair.finite
