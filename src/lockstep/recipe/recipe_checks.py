@@ -1,4 +1,4 @@
-"""Checks for invalid combinations of keys, and defaults that depend on other keys."""
+"""Checks a recipe for invalid combinations of keys, and fills in defaults that depend on other keys."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
             why = f"{recipe.rollout.engine} does not support tensor parallelism"
             yield unfit("rollout.engine", why, f"use native, {alone}")
         if recipe.rollout.function is not None:
-            why = "each tensor-parallel rank would run it, and their requests must be identical"
+            why = "each tensor-parallel rank would run the function, and the requests of all ranks must be identical"
             yield unfit("rollout.function", why, f"remove it, {alone}")
 
 
 DEFAULT_TOKENS = 4096
-# Data keys that only offline methods read, and the remedy for an online method.
+# Keys of `data` that only offline methods read, each with the remedy that an online run shows.
 OFFLINE_ROWS = {
     **dict.fromkeys(
         (
@@ -93,7 +93,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
 def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tape.record and recipe.model.lora is not None and recipe.model.lora.dropout:
         yield unfit(
-            "tape", "a replay cannot reproduce dropout on another device", "set model.lora.dropout=0 for a tape"
+            "tape", "a replay cannot reproduce dropout on another device", "set model.lora.dropout=0 to record a tape"
         )
     if recipe.tape.record and recipe.parallel.context_parallel > 1:
         yield unfit(
@@ -140,8 +140,8 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
             path = sources[weighted.index(False)].path
             yield Problem(
                 f"data.{key}",
-                f"{path} has no weight but others have",
-                "give every source a weight, or none",
+                f"{path} has no weight, but other sources have one",
+                "give a weight to every source, or to no source",
                 code="wrong-count",
             )
 
@@ -156,7 +156,10 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem(
-            "optim.warmup", f"{optim.warmup} warm-up steps leave no step of {run.steps} to train", code="no-steps-left"
+            "optim.warmup",
+            f"{optim.warmup} warm-up steps are at least run.steps={run.steps}, so no step would remain "
+            "after the warm-up",
+            code="no-steps-left",
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Problem("optim.betas", f"{optim.betas} must be in [0, 1)", code="out-of-range")
@@ -227,7 +230,7 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
 
 
 def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of offloading a model that the run does not have, or together with a tape."""
+    """Yields a problem for each offload key whose model the run does not have, or that a tape forbids."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
         yield unfit("parallel.offload", "a tape cannot record offloaded state", "set it to none for a tape")
@@ -248,7 +251,7 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that the method would silently ignore."""
+    """Yields a problem for each key that is set in a group that the method does not read."""
     for section in OPTIONAL_SECTIONS:
         if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
@@ -287,7 +290,8 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that the loss does not read. A stored recipe has all keys, so values are compared."""
+    """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. A
+    recipe from a run folder sets every key, so being set is no criterion."""
     settings, fields = recipe.preference, type(recipe.preference).model_fields
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
@@ -297,7 +301,7 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem(
                 "preference.label_smoothing",
-                "exo_pair takes its logarithm, so it must not be 0",
+                "loss exo_pair takes the logarithm of label_smoothing, so it must not be 0",
                 "set it, for example to 0.001",
                 code="out-of-range",
             )
@@ -310,7 +314,7 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.val.n > 1 and not recipe.val.temperature:
         yield Problem(
             "val.n",
-            f"{recipe.val.n} greedy answers would all be the same",
+            f"the {recipe.val.n} greedy answers to a question would all be equal",
             "set val.temperature",
             code="identical-samples",
         )
@@ -327,7 +331,9 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield unused("val.rules", "an online run scores answers with its rewards", "use reward.rules")
     if recipe.data.overlong == "truncate_right":
         yield unfit(
-            "data.overlong", "a prompt truncated at its end loses the question", "use truncate_left, drop or error"
+            "data.overlong",
+            "a prompt that is truncated at its end may lose the question",
+            "use truncate_left, drop or error",
         )
     yield from algorithm_problems(recipe)
     yield from _offline_row_problems(recipe)
@@ -335,7 +341,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that an online method ignores. A stored recipe has all keys, so values are compared."""
+    """Yields a problem for each key that only offline methods read and that differs from its default. A recipe from a
+    run folder sets every key, so being set is no criterion."""
     sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
     groups: dict[str, Section] = {"data": recipe.data, **sources}
     for where, group in groups.items():
@@ -378,9 +385,10 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     """Returns the default rollout correction for stale responses and for serving engines.
 
-    For stale responses, the loss clips against the policy that generated them. An importance weight alone lets the
-    policy drift away (measured in docs/online.md), so it is used only if the loss does not clip. A serving engine has
-    the current weights, so the mismatch is only rounding and the weight is sufficient.
+    For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
+    lets the policy drift away (measured in docs/online.md), so it is the default only for losses that do not clip. A
+    serving engine has the current weights, so its log-probs differ only by rounding and an importance weight is
+    sufficient.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:

@@ -19,7 +19,7 @@ def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of prompts per update, samples per prompt and sampling."""
+    """Yields problems of the keys for prompts per update, samples per prompt, and sampling."""
     batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
         yield unused("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
@@ -45,7 +45,7 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
-            f"{algorithm.advantage} compares the samples of a prompt and needs at least 2",
+            f"{algorithm.advantage} compares the samples of a prompt and needs at least 2 samples",
             "set it to 2 or more",
             code="out-of-range",
         )
@@ -67,14 +67,15 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.max_staleness and isinstance(limit, float):
         yield unfit(
             key,
-            "compares with the current policy, and with rollout.max_staleness an older policy generated the responses",
-            "remove it; rollout_corr/k3 shows the divergence of the two",
+            "compares log-probs with the current policy, but with rollout.max_staleness an older policy generated the "
+            "responses",
+            "remove it; the metric rollout_corr/k3 shows the divergence of the two policies",
         )
 
 
 def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of a weight sync that does not match the engine (a server, an asynchronous process or
-    neither)."""
+    """Yields a problem if `rollout.weight_sync` does not match the engine: a server, an asynchronous process or
+    neither."""
     rollout, served = recipe.rollout, ENGINES[recipe.rollout.engine].served
     mode, key = rollout.weight_sync, "rollout.weight_sync"
     if mode == "auto":
@@ -105,7 +106,7 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
                 )
         return
     if rollout.url is not None:
-        # The other keys of the section also apply to a server that is already running.
+        # The other keys of `rollout.server` also apply to a server that lockstep did not start.
         for key in ("devices", "tensor_parallel", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
@@ -125,8 +126,9 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
     if rollout.truncated_sampling not in ("refuse", *row.scored):
         yield Problem(
             "rollout.truncated_sampling",
-            f"engine {rollout.engine} returns log-probs of the truncated distribution, which the trainer would not use",
-            "use mask: the trainer truncates too",
+            f"engine {rollout.engine} returns log-probs of the truncated distribution, but the trainer would use the "
+            "full distribution",
+            "use mask, with which the trainer truncates too",
             code="truncated-sampling",
         )
     for key in ("top_p", "top_k", "min_p"):
