@@ -157,8 +157,7 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem(
             "optim.warmup",
-            f"{optim.warmup} warm-up steps are at least run.steps={run.steps}, so no step would remain "
-            "after the warm-up",
+            f"{optim.warmup} warm-up steps leave no step of {run.steps} after the warm-up",
             code="no-steps-left",
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
