@@ -226,7 +226,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise Refusal.at(
             where,
-            f"is not a sequence classification model; its architecture is {', '.join(kinds) or 'not stated'}",
+            f"is not a sequence classification model; its architecture is {', '.join(kinds) or 'of no stated kind'}",
             "train a reward model, or give the path of one",
             code="wrong-model-kind",
         )
