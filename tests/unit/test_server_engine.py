@@ -562,7 +562,7 @@ def test_a_push_to_an_engine_that_died_ends_and_leaves_no_weights_behind(
     assert "/health: answered 503" in str(caught.value)
     told = capfd.readouterr().err
     assert f"waiting for {server.address}/collective_rpc" in told
-    assert "/health answers 503; it counts as lost after" in told
+    assert "/health answers 503; the server is regarded as lost after" in told
     assert not list(Path("/dev/shm").glob(f"lockstep-weights-{os.getpid()}-*"))
 
 

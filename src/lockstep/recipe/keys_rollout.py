@@ -227,8 +227,8 @@ class RolloutSettings(Section):
         "processes) broadcast the weights. `memory`: with `max_staleness`, the weights pass through shared memory of "
         "the host; a vLLM server on the same machine maps the device memory of the run. `files`: a serving engine "
         "reads the weights from files. `auto` with `max_staleness`: `collective` if the generating process has a "
-        "separate device, otherwise `memory`. `auto` with a server: `memory` if the run started the server on the "
-        "run's device and the device supports sharing, otherwise `files`.",
+        "separate device, otherwise `memory`. `auto` with a server: `memory` if a run with one process starts a vLLM "
+        "server on its own device and this device can share memory, otherwise `files`.",
         effect=Effect("harmless", "the same weights over another transport; a weight check verifies them"),
         resumable=True,
     )

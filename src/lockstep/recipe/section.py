@@ -1,5 +1,4 @@
-"""The base class of recipe sections, and the declaration of a key with the effect of a different value on the
-metrics."""
+"""The base class of recipe sections, and the declaration of a key and of its effect on the metrics of two runs."""
 
 from __future__ import annotations
 

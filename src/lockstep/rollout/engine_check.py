@@ -1,5 +1,4 @@
-"""Checks with the loaded model and with a miniature of it that the engine and the trainer compute the same
-log-probs."""
+"""Checks that engine and trainer compute the same log-probs, with the loaded model and with a small copy of it."""
 
 from __future__ import annotations
 
