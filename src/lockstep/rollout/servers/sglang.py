@@ -1,4 +1,4 @@
-"""The adapter of SGLang, written for version 0.5.23 and tested with 0.5.17 on an NVIDIA GPU (SGLang has no CPU build)."""
+"""The adapter of SGLang, written for version 0.5.23 and tested with 0.5.17 on an NVIDIA GPU (there is no CPU build)."""
 
 from __future__ import annotations
 
