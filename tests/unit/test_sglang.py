@@ -505,7 +505,11 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
     ("flags", "rank", "why"),
     [
         ((), None, "the server cannot release memory: start it with --enable-memory-saver"),
-        (("--enable-memory-saver",), 4, "it does not accept LoRA adapters, but the run has one of rank 4"),
+        (
+            ("--enable-memory-saver",),
+            4,
+            "the server does not accept LoRA adapters, but the run has an adapter of rank 4",
+        ),
         (
             ("--enable-memory-saver", "--enable-lora"),
             4,

@@ -23,10 +23,10 @@ class Parallel(Section):
     stall_seconds: float | None = Field(
         None,
         gt=0,
-        description="Stop the run if no process makes progress for this many seconds. The run reports where each "
-        "process is and writes their stacks to the run folder. Choose a value above the duration of the longest "
-        "stage of a training step. Before the first step, a process that computes or reads from disk makes progress. "
-        "Default: a stalled run is not stopped, but a collective times out after 30 minutes.",
+        description="Stop the run if no process makes progress for this many seconds. The run reports the stage of "
+        "each process and writes the stack traces to the run folder. Choose a value above the duration of the "
+        "longest stage of a training step. Before the first step, a process that computes or reads from disk makes "
+        "progress. Default: a stalled run is not stopped, but a collective times out after 30 minutes.",
     )
     max_restarts: int = Field(
         0,
@@ -36,7 +36,8 @@ class Parallel(Section):
     )
     elastic: bool = Field(
         False,
-        description="Ray: restart with fewer devices if the cluster has lost some, instead of waiting for them.",
+        description="With launcher `ray`: restart with fewer devices if the cluster has lost devices, instead of "
+        "waiting until they return.",
         read_where=("parallel.launcher", ("ray",)),
     )
     shard: int | None = Field(
@@ -60,7 +61,7 @@ class Parallel(Section):
     )
     offload_critic: Offload = Field("none", description="Same as `parallel.offload`, for the critic.")
     offload_reference: bool = Field(
-        False, description="Keep the weights of the reference in host memory, except during its forward passes."
+        False, description="Keep the weights of the reference model in host memory, except during its forward passes."
     )
     offload_teacher: bool = Field(False, description="Same as `parallel.offload_reference`, for the teacher.")
     offload_reward: bool = Field(
@@ -69,9 +70,9 @@ class Parallel(Section):
     tensor_parallel: int = Field(
         1,
         ge=1,
-        description="Tensor parallelism: number of processes that split the modules of every layer, by attention "
-        "heads, in training and generation. The model must have a tensor-parallel plan. `shard` x `replicate` x "
-        "`tensor_parallel` is the number of processes.",
+        description="Tensor parallelism: number of processes that split the modules of every layer, in training and "
+        "generation. Attention is split by heads. The model must have a tensor-parallel plan. `shard` x `replicate` "
+        "x `tensor_parallel` is the number of processes.",
     )
     context_parallel: int = Field(
         1,

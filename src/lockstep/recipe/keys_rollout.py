@@ -103,14 +103,14 @@ class RolloutSettings(Section):
     sleep: bool = Field(
         False,
         description="The serving engine releases its memory while the run trains.",
-        effect=Effect("harmless", "the engine releases its memory and reloads the weights"),
+        effect=Effect("harmless", "the engine only releases its memory and reloads the same weights"),
         resumable=True,
     )
     function: str | None = Field(
         None,
         description="Your function that generates a full response turn by turn: `path/to/file.py:name`. The function "
         "requests each turn of the policy from the engine.",
-        effect=Effect("matters", "a different function, or the same one at another path; compare the samples"),
+        effect=Effect("matters", "the function differs, or only its path; compare the samples"),
     )
     function_timeout: float = Field(
         600.0,
@@ -132,7 +132,7 @@ class RolloutSettings(Section):
     temperature: float = Field(
         1.0,
         gt=0,
-        description="Divides the logits, both in the engine and in the trainer's log-probabilities.",
+        description="Sampling temperature. It divides the logits in the engine and in the trainer's log-probabilities.",
         effect=SAMPLING,
     )
     top_p: float = Field(
@@ -218,7 +218,7 @@ class RolloutSettings(Section):
         ge=0,
         description="With `max_staleness`: index of the device on which the separate process generates. With several "
         "ranks on a machine, local rank r uses this index plus r. Default: the training device.",
-        effect=Effect("harmless", "the same model on another device of the same kind"),
+        effect=Effect("harmless", "the same model generates on another device of the same type"),
         resumable=True,
     )
     weight_sync: Literal["auto", "memory", "files", "collective"] = Field(
@@ -229,7 +229,7 @@ class RolloutSettings(Section):
         "reads the weights from files. `auto` with `max_staleness`: `collective` if the generating process has a "
         "separate device, otherwise `memory`. `auto` with a server: `memory` if a run with one process starts a vLLM "
         "server on its own device and this device can share memory, otherwise `files`.",
-        effect=Effect("harmless", "the same weights over another transport; a weight check verifies them"),
+        effect=Effect("harmless", "the same weights are sent by another transport; a weight check verifies them"),
         resumable=True,
     )
     max_logprob_diff: float | Literal["auto"] | None = Field(

@@ -203,7 +203,7 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 
 
 def method_text(name: str) -> str | None:
-    """Returns the defaults of a method as YAML; None if there is no such method."""
+    """Returns the defaults of a method as YAML, or None if there is no such method."""
     if name not in OFFLINE and name not in ONLINE:
         return None
     return yaml.dump({"method": name, **method_defaults(name)}, Dumper=_Dumper, sort_keys=False)
@@ -305,7 +305,7 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
 
 
 def _first_of_each_key(problems: list[Problem]) -> list[Problem]:
-    """Keeps one problem per key: a value that matches no branch of a union fails once per branch."""
+    """Keeps one problem per key, because pydantic reports a value that matches no branch of a union once per branch."""
     return list({problem.where: problem for problem in reversed(problems)}.values())[::-1]
 
 

@@ -78,7 +78,8 @@ class Measure:
         return self.name.startswith(_VALIDATION)
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Returns the measured value; None if it is missing or not finite, so that such a value is never the best."""
+        """Returns the measured value, or None if it is missing or not finite, so that such a value is never the
+        best."""
         value = metrics.get(self.name)
         return value if value is not None and math.isfinite(value) else None
 
@@ -115,7 +116,11 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields a problem for each metric in the recipe that the run will not have, or whose direction is undefined."""
     stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
-        yield conflict("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
+        yield conflict(
+            "checkpoint.best",
+            "checkpoint.keep_best=0 keeps no best checkpoint",
+            "remove checkpoint.best or checkpoint.keep_best",
+        )
     if settings.best is not None:
         yield from _problems_of("checkpoint.best", settings.best, recipe)
     elif settings.keep_best:

@@ -11,7 +11,7 @@ from lockstep.recipe.schema import Recipe
 
 def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield conflict("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
+        yield conflict("rm.loss", "ranking plackett_luce defines its loss", "remove rm.loss, or set rm.ranking=pairs")
 
 
 def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -26,7 +26,7 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "batch.rows_per_update",
             "KTO estimates the KL from mismatched pairs of rows, and an update of one row has no such pair",
-            "set it to 2 or more",
+            "set batch.rows_per_update to 2 or more",
             code="too-few-rows",
         )
     if recipe.preference.reference_free and recipe.preference.reference:
@@ -40,7 +40,7 @@ def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
     if settings.teacher is None:
         yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher", code="not-set")
     if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield unused("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+        yield unused("distill.mix", f"divergence {settings.divergence} does not read distill.mix", "remove it")
 
 
 METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {

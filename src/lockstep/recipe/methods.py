@@ -1,4 +1,4 @@
-"""The training methods. A method is a named set of defaults; values in the recipe override them.
+"""The training methods. A method is a named set of default values of recipe keys; values in the recipe override them.
 
 An online method consists of its defaults only. An offline method also lists the keys it reads; its loss is in
 `methods/`.
@@ -30,7 +30,7 @@ class OfflineRow:
     judges: bool = False
     """Whether the trained model scores responses and cannot generate, as a reward model does."""
     preference: str | None = None
-    """The entry of PREFERENCE_READS for a method with a fixed loss; None if `preference.loss` selects the entry."""
+    """The entry of PREFERENCE_READS for a method with a fixed loss, or None if `preference.loss` selects the entry."""
 
 
 def _pairs(**preference: Any) -> OfflineRow:

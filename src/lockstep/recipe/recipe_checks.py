@@ -27,7 +27,7 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
         why = (
             f"{parallel.tensor_parallel} cannot be combined with parallel.context_parallel={parallel.context_parallel}"
         )
-        yield conflict(key, why, "set one of the two to 1")
+        yield conflict(key, why, "set parallel.tensor_parallel or parallel.context_parallel to 1")
     for name in ("offload", "offload_critic"):
         if getattr(parallel, name) in ("params", "all"):
             yield unfit(f"parallel.{name}", "tensor-parallel weights cannot be offloaded", f"use optimizer, {alone}")
@@ -104,7 +104,7 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of the load-balancing loss, which needs full micro-batches and full layers on one rank."""
+    """Yields problems of the load-balancing loss. Every rank needs full micro-batches and full layers to compute it."""
     for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
         if recipe.model.aux_loss_coef and ranks > 1:
@@ -232,7 +232,11 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields a problem for each offload key whose model the run does not have, or that a tape forbids."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
-        yield unfit("parallel.offload", "a tape cannot record offloaded state", "set it to none for a tape")
+        yield unfit(
+            "parallel.offload",
+            "a tape cannot record offloaded state",
+            "set parallel.offload and parallel.offload_critic to none to record a tape",
+        )
     critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
     offloads = {
         "offload_critic": (parallel.offload_critic != "none", critic, "critic"),
@@ -254,7 +258,7 @@ def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
     for section in OPTIONAL_SECTIONS:
         if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
-                yield unused(f"{section}.{key}", f"method {recipe.method} does not read it", "remove it")
+                yield unused(f"{section}.{key}", f"method {recipe.method} does not read this key", "remove it")
 
 
 def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -295,18 +299,20 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
         if key not in preference_reads(recipe) and getattr(settings, key) != fields[key].default:
-            yield unused(f"preference.{key}", f"{chosen} does not read it", "remove it")
+            yield unused(f"preference.{key}", f"{chosen} does not read this key", "remove it")
     if OFFLINE[recipe.method].preference is None:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem(
                 "preference.label_smoothing",
                 "loss exo_pair takes the logarithm of label_smoothing, so it must not be 0",
-                "set it, for example to 0.001",
+                "set preference.label_smoothing, for example to 0.001",
                 code="out-of-range",
             )
         reads_alpha = "alpha" in preference_reads(recipe)
         if reads_alpha and settings.divergence != "alpha" and settings.alpha != fields["alpha"].default:
-            yield unused("preference.alpha", f"divergence {settings.divergence} does not read it", "remove it")
+            yield unused(
+                "preference.alpha", f"divergence {settings.divergence} does not read preference.alpha", "remove it"
+            )
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -319,7 +325,7 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     for key, off in (("top_p", 1.0), ("top_k", 0)):
         if getattr(recipe.val, key) != off and not recipe.val.temperature:
-            yield unused(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove it")
+            yield unused(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove this key")
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -327,7 +333,9 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.data.val:
         yield unused("data.val", "online methods validate on questions", "use val.questions")
     if recipe.val.rules:
-        yield unused("val.rules", "an online run scores answers with its rewards", "use reward.rules")
+        yield unused(
+            "val.rules", "an online run scores validation answers with the rewards of the run", "use reward.rules"
+        )
     if recipe.data.overlong == "truncate_right":
         yield unfit(
             "data.overlong",

@@ -45,9 +45,9 @@ class LossRow:
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. These losses need
     the old log-probs before the first update."""
     trust_region: bool = False
-    """Whether the clip stops the gradient of tokens that moved too far from the old policy, with bounds wide enough for
-    several updates. If true, the engine's log-probs of stale responses can serve as old log-probs. False if the clip
-    bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
+    """Whether the clip stops the gradient of tokens that have moved too far from the old policy, and its bounds are
+    wide enough for several updates. If true, the engine's log-probs of stale responses can serve as old log-probs.
+    False if the clip bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ _imported: dict[str, ModuleType] = {}
 
 
 def import_plugins(values: Mapping[str, Any]) -> list[Problem]:
-    """Imports the plug-ins of an unchecked recipe; returns a problem for each one that fails."""
+    """Imports the plug-ins of an unchecked recipe; returns a problem for each plug-in that fails."""
     run = values.get("run")
     named = run.get("plugins") if isinstance(run, Mapping) else None
     # A value that is not a list of strings is skipped here; the schema check reports it.
@@ -170,7 +170,7 @@ def import_plugins(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def plugin_file(word: str) -> Path | None:
-    """Returns the source file of an imported plug-in; None if the module has no file."""
+    """Returns the source file of an imported plug-in, or None if the module has no file."""
     file = getattr(_imported.get(word), "__file__", None)
     return None if file is None else Path(file)
 
@@ -201,7 +201,7 @@ def _import(word: str) -> Problem | None:
                 "install what it needs",
                 code="import-failed",
             )
-        remedy = "install it, or give its file: path/to/file.py"
+        remedy = "install the module, or give its file: path/to/file.py"
         return Problem(f"{KEY} {word}", "no such module", remedy, code="import-failed")
     except Exception as error:  # noqa: BLE001 - a user module may raise any exception; it is reported as a problem
         return Problem(

@@ -76,7 +76,8 @@ def warn_renamed(key: str) -> None:
 
 
 def new_attribute(name: str, fields: Iterable[str]) -> str | None:
-    """Returns the current name of the field that had the old name `name`; None if no field of `fields` had it."""
+    """Returns the current name of the field that had the old name `name`, or None if no field of `fields` had this
+    name."""
     names = [new.rpartition(".")[2] for old, new in RENAMED.items() if old.rpartition(".")[2] == name]
     return next((new for new in names if new in fields), None)
 
@@ -116,5 +117,5 @@ def _contains(values: Any, key: str, group: str) -> bool:
 
 def _both(old: str) -> Problem:
     return Problem(
-        RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}", code="conflicting-keys"
+        RENAMED[old], f"is the new name of {old}, and both keys are given", f"remove {old}", code="conflicting-keys"
     )

@@ -1,6 +1,7 @@
 """The recipe schema: every key with its default, range and description.
 
-The larger groups of recipe keys are in the `keys_*.py` files. `docs/recipe.md` is generated from all of them.
+The larger groups of recipe keys are in the `keys_*.py` files. `docs/recipe.md` is generated from the descriptions of
+all keys.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class RunSettings(Section):
     max_idle_updates: int | None = Field(
         10,
         ge=0,
-        description="Stop after this many consecutive steps whose updates change nothing: zero gradients, all "
-        "advantages zero, or every token masked. 0 or `null` never stops.",
+        description="Stop after this many consecutive steps whose updates change nothing, because all gradients or "
+        "advantages are zero or every token is masked. With 0 or `null`, such steps do not stop the run.",
         effect=Effect("harmless", "changes only where the run ends"),
         resumable=True,
     )
@@ -99,14 +100,14 @@ class RunSettings(Section):
     deterministic: bool = Field(
         False,
         description="Use the device's deterministic kernels. On an NVIDIA device in bf16 or fp16, generation and "
-        "training then compute bit-identical values for a token.",
+        "training then compute bit-identical log-probabilities of a token.",
         effect=Effect("matters", "nondeterministic kernels add noise between runs"),
         resumable=True,
     )
     plugins: list[str] = Field(
         default_factory=list,
         description="Your modules that add estimators, losses, methods, engines or trackers: names of installed "
-        "modules, or `path/to/file.py`. They are imported before the recipe is checked.",
+        "modules, or `path/to/file.py`. Plug-ins are imported before the recipe is checked.",
         effect=Effect(
             "matters", "a name in the recipe may refer to other code; compare the checksums of the plug-in files"
         ),
@@ -150,8 +151,8 @@ class Lora(Section):
     )
     adapter: str | None = Field(
         None,
-        description="Adapter to continue training: a PEFT folder, a run that trained one, or a checkpoint of that "
-        "run. This adapter determines rank, alpha, dropout and layers. `model.adapter: FOLDER` is short for "
+        description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
+        "such a run. This adapter determines rank, alpha, dropout and layers. `model.adapter: FOLDER` is short for "
         "`model.lora.adapter: FOLDER`. The reference model is still the model without an adapter.",
         effect=FOLDER,
     )
@@ -201,7 +202,7 @@ class Model(Section):
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
-        "embedding kernels; `sdpa` uses plain PyTorch for all of them.",
+        "embedding kernels; `sdpa` uses plain PyTorch operations instead of these kernels.",
         effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
     )
 
@@ -310,7 +311,8 @@ class Val(Section):
         1.0,
         gt=0,
         le=1,
-        description="Sample from the most likely tokens with this total probability. Needs a temperature.",
+        description="Nucleus sampling of answers: sample from the most likely tokens with this total probability. "
+        "Needs a temperature.",
     )
     top_k: int = Field(
         0, ge=0, description="Sample from this many most likely tokens; 0 means all. Needs a temperature."
@@ -384,7 +386,7 @@ class Recipe(Section):
     )
     critic: Critic = Field(
         default_factory=Critic,
-        effect=Effect("blocks", "the critic, and with it the advantages, are trained differently"),
+        effect=Effect("blocks", "the critic is trained differently, which changes the advantages"),
     )
     preference: Preference = Field(
         default_factory=Preference, effect=Effect("blocks", "the same pairs give a different loss")
@@ -425,5 +427,5 @@ class Recipe(Section):
 
     @property
     def line_tokens(self) -> int | None:
-        """The tokens of one packed micro-batch over all context-parallel devices; None for padded micro-batches."""
+        """The tokens of one packed micro-batch over all context-parallel devices, or None for padded micro-batches."""
         return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context_parallel

@@ -30,8 +30,8 @@ class Effect(NamedTuple):
 
 
 NAME = Effect("harmless", "only a name")
-COLUMN = Effect("matters", "other columns may be read; compare the counts of kept rows and tokens")
-LIMIT = Effect("matters", "other rows may be truncated or dropped; compare the counts of kept rows and tokens")
+COLUMN = Effect("matters", "the runs may read other columns; compare the numbers of kept rows and tokens")
+LIMIT = Effect("matters", "the runs may truncate or drop other rows; compare the numbers of kept rows and tokens")
 FOLDER = Effect("matters", "the folder differs; if its weights differ, the values differ")
 STORED = Effect("harmless", "changes what is stored or shown, not what is computed")
 UPDATE = Effect("blocks", "the same gradient gives a different update")
@@ -41,7 +41,7 @@ SAMPLING = Effect("blocks", "responses are sampled from a different distribution
 REWARD = Effect("blocks", "the same response gets a different reward")
 CACHE = Effect("harmless", "changes memory and speed of generation; the sampled tokens are the same")
 MICRO = Effect("harmless", "changes only the micro-batches; the loss is normalised over the full update")
-SPREAD = Effect("harmless", "changes where parts of a model are stored; the sums over all ranks are the same")
+SPREAD = Effect("harmless", "changes where the shards of a model are stored; the sums over all ranks are the same")
 
 
 class Section(BaseModel):
@@ -71,7 +71,7 @@ def Field(
 
     `effect`: how a different value of the key affects the metrics of two runs. `resumable`: the value may change when a
     run is resumed; a key with a harmless effect is always resumable. `read_where`: another key, and the values of that
-    key with which this key has an effect; None if this key is always read.
+    key with which this key has an effect, or None if this key is always read.
     """
     facts: Any = {"effect": effect, "resumable": resumable, "read_where": read_where}
     return pydantic.Field(*default, json_schema_extra=facts, **rules)

@@ -191,8 +191,8 @@ def _indistinct_warning(name: str, source: str, trials: Sequence[_Trial], score:
     remedy = (
         "Check the rule of this data source and its ground truths"
         if name == "rule"
-        else "If it expects another format, put a right answer in that format into extra_info.answer; a reward that is "
-        "the same for all answers trains nothing"
+        else "If the reward expects another format, put a right answer in that format into extra_info.answer; a "
+        "reward that is the same for all answers trains nothing"
     )
     return (
         f"reward {name}: data source {source}: the empty answer and right answers both score {score:g} on all of "

@@ -54,7 +54,7 @@ class Target:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
 
     def shown_log(self, index: int) -> str | None:
-        """Returns the log path that a failure message shows; None if the run folder does not exist."""
+        """Returns the log path that a failure message shows, or None if the run folder does not exist."""
         log = self.log(index)
         return str(log) if log is not None and log.parent.parent.is_dir() else None
 
@@ -88,7 +88,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         try:
             pickled = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
-            return self._target.failed(self._index, f"the row cannot be sent to its process: {error}")
+            return self._target.failed(self._index, f"the row cannot be sent to the process of the function: {error}")
         self._calls += 1
         message = HEADER.pack(self._calls, len(pickled)) + pickled
         reply = self._reply(self._target.time_limit, "reward.time_limit", message)
@@ -191,12 +191,12 @@ class LocalCalls:
             # The function gets a copy of the row, as in another process, so that it cannot change the row.
             copied = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
-            return Raised(f"the row cannot be copied for it: {error}")
+            return Raised(f"the row cannot be copied for the function: {error}")
         return answer(self._function, copied, self._path)
 
 
 _CLOSED = Raised("the run ended before it was scored")
-_INVALID = Raised("wrote something other than its answer to the connection of its process", spent=True)
+_INVALID = Raised("wrote something other than its score to the connection of its process", spent=True)
 
 
 class FunctionPart(RewardPart):

@@ -92,7 +92,7 @@ def read_line(line: bytes) -> tuple[int, Reply]:
 
 
 def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
-    """Returns the decoded reply; None if a field of the JSON line is invalid."""
+    """Returns the decoded reply, or None if a field of the JSON line is invalid."""
     reply: Reply
     if kind == "Given":
         reply = Given(fields["score"], fields["more"])
@@ -110,7 +110,7 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
 
 
 def number(value: Any) -> float | None:
-    """Returns the value as a float; None for text and for anything that is not a finite number."""
+    """Returns the value as a float, or None for text and for anything that is not a finite number."""
     if not isinstance(value, SupportsFloat):
         return None
     try:
@@ -181,7 +181,7 @@ HEADER = struct.Struct(">QQ")
 
 
 def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
-    """Loads the function, then answers calls until the connection is closed."""
+    """Loads the user's reward function, then answers calls until the connection is closed."""
     connection, worker = worker_socket(descriptor), os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
@@ -212,7 +212,7 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
 
 
 def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
-    """Loads the function, or returns why it cannot be loaded."""
+    """Loads the user's reward function, or returns why it cannot be loaded."""
     try:
         return as_reward_function(get_function(run_file(path), name, call, path), name, call)
     except Unloadable as error:
@@ -237,7 +237,7 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
     try:
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
-        return Raised(f"the row cannot be read by its process: {describe_error(error, path)}")
+        return Raised(f"the process of the function cannot read the row: {describe_error(error, path)}")
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:

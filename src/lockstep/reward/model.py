@@ -186,7 +186,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     refuse_not_finite(dict(model.named_parameters()), where)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if largest >= rows:
-        why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"
+        why = f"its tokenizer has a token with id {largest}, but its embedding has only {rows} rows"
         raise Refusal.at(
             where, why, "use the tokenizer that the reward model was trained with", code="other-vocabulary"
         )
@@ -227,7 +227,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
         raise Refusal.at(
             where,
             f"is not a sequence classification model; its architecture is {', '.join(kinds) or 'of no stated kind'}",
-            "train a reward model, or give the path of one",
+            "train a reward model, or give the path of a reward model",
             code="wrong-model-kind",
         )
     if config.num_labels != 1:

@@ -67,7 +67,7 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
         raise Refusal.at(
             where,
             f"is not a process reward model: it has no {PROCESS}",
-            'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
+            'train one with method prm, or write this file: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
             code="wrong-model-kind",
         )
     from transformers import AutoModelForCausalLM

@@ -51,8 +51,8 @@ _ENDING = "the run ended before it was scored"
 
 @dataclass
 class Endpoint:
-    """One endpoint and its failures. `retry_at`: the time when a batch may try a skipped endpoint again; None while the
-    endpoint is in use."""
+    """One endpoint and its failures. `retry_at`: the time when a batch may try a skipped endpoint again, or None while
+    the endpoint is in use."""
 
     address: str
     failures: int = 0
@@ -73,7 +73,7 @@ class Endpoints:
         return [endpoint.address for endpoint in self._endpoints]
 
     def choose(self) -> Endpoint | None:
-        """Returns a skipped endpoint whose pause is over, else the next endpoint in use; None if all endpoints are
+        """Returns a skipped endpoint whose pause is over, else the next endpoint in use, or None if all endpoints are
         skipped."""
         with self._lock:
             now = time.monotonic()
@@ -293,7 +293,7 @@ class RemotePart(RewardPart):
         """Logs that a batch waits for a failing endpoint, once per reason."""
         if waited >= TELL_SECONDS and (endpoint.address, why) not in self._logged:
             self._logged.add((endpoint.address, why))
-            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is retried")
+            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; the request is retried")
 
     def _request(self, items: list[str]) -> tuple[bytes, str]:
         """Returns the body of the request, and the key of the scores in the response."""
@@ -353,7 +353,7 @@ def _refused(answer: HttpResponse) -> str:
     if 300 <= answer.status < 400:
         location = answer.headers.get("location")
         return short(f"answered {answer.status} {answer.reason}: redirects of a POST are not followed") + (
-            f"; set the address of its target, {short(location)!r}" if location else ""
+            f"; set the address of the redirect target, {short(location)!r}" if location else ""
         )
     return answer.error()
 

@@ -98,7 +98,7 @@ def _plain(latex: str) -> str:
 
 
 def _as_number(latex: str) -> str | None:
-    """Returns an integer, decimal or fraction as a reduced fraction; None for other terms."""
+    """Returns an integer, decimal or fraction as a reduced fraction, or None for other terms."""
     match = _LATEX_NUMBER.fullmatch(_plain(latex))
     if not match or not any(match.groups()[1:]):
         return None
@@ -121,7 +121,8 @@ def extract_answer(text: str, *, strict: bool = True) -> str | None:
     """Returns the final number of a text as plain digits: the number after the last `####` or, if not `strict`, the
     last number.
 
-    `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. None if there is no such number.
+    `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. The result is None if the text has no final
+    number.
     """
     matches = (_MARKED if strict else _ANY).findall(text)
     return re.sub(r"[\s$,]", "", matches[-1]).removeprefix("+") if matches else None
@@ -196,7 +197,7 @@ class Rule:
     example: Callable[[str], str]
     """Writes a ground truth as a correct answer in the format of the rule."""
     truth_problem: Callable[[str], str | None] = _empty
-    """Returns why a ground truth is invalid; None if it is valid."""
+    """Returns why a ground truth is invalid, or None if it is valid."""
     isolated: str | None = None
     """`file.py:name` of a reward function with the same result, which runs in a separate process; set if the rule may
     hang."""
@@ -279,7 +280,7 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
 
 
 def _is_part(one: str, other: str) -> bool:
-    """Returns whether one name is the other plus a word: `MATH` and `MATH-Hard`."""
+    """Returns whether one name is the other name plus a word, such as `MATH` and `MATH-Hard`."""
     short, long = sorted((one, other), key=len)
     return long.startswith(short) and not long[len(short)].isalnum()
 

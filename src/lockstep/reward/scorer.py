@@ -182,7 +182,7 @@ class Scorer:
         return report
 
     def rule_of(self, source: str) -> Rule | None:
-        """Returns the rule of a data source, even if the component `rule` has no weight; None if the source has no
+        """Returns the rule of a data source, even if the component `rule` has no weight, or None if the source has no
         rule."""
         return rule_for(source, self._rules) if source in rules_at_hand(self._rules) else None
 

@@ -369,7 +369,7 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
     return sorted(gathered, key=lambda rollout: (rollout.prompt_index, rollout.sample))
 
 
-# Conversion of validation questions to prompts, and the protocol that judges their answers.
+# The conversion of validation questions to prompts, and the interface of the object that scores the answers.
 
 # The random keys of validation prompts start here, above all keys of training prompts.
 FIRST_KEY = 2**40
@@ -386,8 +386,8 @@ class Examiner(Judge, Protocol):
 
 
 def prompt_format(recipe: Recipe) -> Data | None:
-    """Returns the data settings that define the prompt format of an online run; None for an offline run, which uses the
-    chat template."""
+    """Returns the data settings that define the prompt format of an online run, or None for an offline run, which uses
+    the chat template."""
     return recipe.data if recipe.method in ONLINE else None
 
 

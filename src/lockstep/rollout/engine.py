@@ -57,7 +57,7 @@ def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rol
             key,
             f"{', '.join(map(str, invalid[:8]))}: not in the vocabulary of the model (0 to {vocabulary - 1}), so such "
             "a token would never end a response",
-            "use ids of this model's tokenizer, or remove them",
+            "use token ids of this model's tokenizer, or remove the unknown ids",
             code="unknown-token",
         )
 
@@ -139,7 +139,7 @@ class Further(Protocol):
     """The length of the longest prompt in tokens."""
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns requests for at most `room` more responses; empty if none are left."""
+        """Returns requests for at most `room` more responses, or an empty list if no requests are left."""
         ...
 
 

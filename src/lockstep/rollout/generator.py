@@ -59,7 +59,7 @@ class Generator:
             self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self.responder: Engine = self.engine if settings.function is None else self._function_engine(settings)
-        """The engine, or a user's rollout function that calls it."""
+        """The engine, or a `FunctionEngine` that calls the user's rollout function and the engine."""
 
     def _function_engine(self, settings: RolloutSettings) -> FunctionEngine:
         assert settings.function is not None
@@ -160,7 +160,7 @@ class Generator:
         return "" if check is None else f"; weight check: {check}"
 
     def sleep(self) -> None:
-        """Makes the server release its memory while the run trains."""
+        """Makes a serving engine release its memory while the run trains."""
         if self.served:
             self.engine.release_memory()
 

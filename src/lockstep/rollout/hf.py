@@ -62,7 +62,7 @@ class HfEngine(SharedWeights):
                 yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
-        """Truncates a response at its end token; `generate` continues until the whole batch has ended."""
+        """Truncates a response at its end token, because `generate` continues until the whole batch has ended."""
         for length in range(1, len(ids) + 1):
             why = why_ended(ids[:length], 0, sampling, self.decode)
             if why:

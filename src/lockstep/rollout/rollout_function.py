@@ -209,7 +209,7 @@ class FunctionEngine:
                 turn.answered.set()
 
     def _next(self, inbox: queue.SimpleQueue[_Turn | _Done]) -> _Turn | _Done | None:
-        """Returns the next message from a call of the function; None after `seconds` without a message."""
+        """Returns the next message from a call of the function, or None after `seconds` without a message."""
         try:
             return inbox.get(timeout=self.seconds)
         except queue.Empty:
@@ -218,7 +218,7 @@ class FunctionEngine:
     def _timed_out(self, response: _Response) -> Refusal:
         return self.function.refuse(
             f"did not respond for {self.seconds:g} s, for {response.prompt.question.origin}",
-            "add a timeout to it, or raise rollout.function_timeout; the last checkpoint is untouched",
+            "add a timeout to the function, or raise rollout.function_timeout; the last checkpoint is untouched",
             code="function-too-slow",
         )
 

@@ -241,7 +241,7 @@ class NativeEngine(SharedWeights):
         return runner
 
     def ready_layers(self) -> GeneratingLayers | None:
-        """Returns the device's fused decoder layers with current weights; None if the device has no such layers."""
+        """Returns the device's fused decoder layers with current weights, or None if the device has no such layers."""
         # A policy that does not use the device's attention kernel also uses no fused layers.
         if not self._layers_tried and self.policy.kernel == self.device.attention and self._group is None:
             decoder = inner_decoder(self.policy.causal_lm)

@@ -1,7 +1,7 @@
 """The online engine of `lockstep serve`. Requests with different sampling can be added and cancelled between rounds.
 
 One KV cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs
-are used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
+are used; otherwise an eager pass decodes one token per sequence. Call all methods of the engine from one thread.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DrawnToken:
 
 @dataclass(eq=False)
 class LiveSample(SequenceState):
-    """A sequence with its sampling parameters. `likeliest` is the number of likeliest tokens to return per position;
-    None means no log-probs."""
+    """A sequence with its sampling parameters. `likeliest` is the number of likeliest tokens to return per position, or
+    None if the request needs no log-probs."""
 
     sampling: Sampling = field(default_factory=lambda: Sampling(1))
     likeliest: int | None = None
@@ -143,7 +143,8 @@ class LiveEngine:
         return 1 if runner is None else runner.passes
 
     def _runner_for(self, sequences: Sequence[LiveSample]) -> Runner | None:
-        """Returns the runner with CUDA graphs for these sequences; None if the sequences cannot use the same graphs."""
+        """Returns the runner with CUDA graphs for these sequences, or None if the sequences cannot use the same
+        graphs."""
         engine = self.engine
         if not engine.device.graph_capture:
             return None
@@ -226,7 +227,7 @@ def _rows_by_sampling(sequences: Sequence[LiveSample]) -> dict[Sampling, list[in
 
 
 def _graph_sampling(sequence: LiveSample) -> Sampling | None:
-    """Returns the sampling parameters that a CUDA graph depends on; None if the sequence cannot use a graph."""
+    """Returns the sampling parameters that a CUDA graph depends on, or None if the sequence cannot use a graph."""
     if sequence.likeliest is not None or sequence.sampling.repetition_penalty != 1:
         return None
     return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())

@@ -42,7 +42,7 @@ class Round:
 
     sequences: Sequence[SequenceState]
     width: int | None
-    """Number of rows of the CUDA graph; None if the round runs eagerly."""
+    """Number of rows of the CUDA graph, or None if the round runs eagerly."""
     rows: Sequence[int]
     tokens_BA: Callable[[], torch.Tensor]
     logprobs_BA: Callable[[], torch.Tensor]
@@ -54,7 +54,7 @@ class Round:
 
 
 class Runner:
-    """Runs prefill and decode passes. CUDA graphs depend on the parameters of `sampling`, but not on its length limits.
+    """Runs prefill and decode passes. The captured CUDA graphs depend on `sampling`, but not on its length limits.
 
     At most `rows` sequences of at most `longest` tokens decode at once.
     """
@@ -63,7 +63,7 @@ class Runner:
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
-        """The device's fused decoder layers; None if the device has no such layers."""
+        """The device's fused decoder layers, or None if the device has no such layers."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy that does not use the device's attention kernel uses the plain PyTorch sampler.
@@ -202,8 +202,8 @@ class Runner:
         return seen
 
     def _captured_width(self, batch: int) -> int | None:
-        """Returns the number of rows of the CUDA graph for a batch of this size, and captures the graph if needed; None
-        if capturing is impossible."""
+        """Returns the number of rows of the CUDA graph for a batch of this size, and captures the graph if needed.
+        Returns None if capturing is impossible."""
         if self.batch is None:
             return None
         exact = _bucket(batch)

@@ -311,7 +311,8 @@ class Scheduler:
             part.blocks.append(self.pool.take())
 
     def _extend(self, sequence: SequenceState, stop: int) -> bool:
-        """Allocates blocks for the first `stop` tokens of a running sequence; returns False if it was preempted."""
+        """Allocates blocks for the first `stop` tokens of a running sequence; returns False if the sequence was
+        preempted."""
         missing = -(-stop // self.block) - len(sequence.blocks)
         while self.pool.free < missing:
             if self._evict_prefix(sequence.request):

@@ -35,7 +35,7 @@ class Channel(Protocol):
     def address(self) -> str: ...
 
     def get(self, path: str, seconds: float | None = None) -> Any:
-        """Returns the parsed JSON of the response; None for an empty body."""
+        """Returns the parsed JSON of the response, or None for an empty body."""
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any: ...
 
@@ -54,7 +54,7 @@ class WantedSample:
 @dataclass(frozen=True)
 class Answer:
     """The answer to a `WantedSample`. If the model generated an end token, it is the last entry of `ids`. `version` is
-    the version of the weights that generated the tokens; None if the engine does not report it."""
+    the version of the weights that generated the tokens, or None if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -155,7 +155,7 @@ class ServerNeeds:
     """Name of the device class (`device/`)."""
     sleep: bool = False
     lora_rank: int | None = None
-    """Rank of the LoRA adapter; None without an adapter."""
+    """Rank of the LoRA adapter, or None if the run has no adapter."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class ServerAdapter(Protocol):
     gone_statuses: tuple[int, ...]
     """HTTP statuses of GET /health that mean that the engine behind the HTTP server is dead."""
     bucket_bytes: int | None
-    """Maximum number of bytes that one call of `receive` may transfer; None if one call can receive all tensors."""
+    """Maximum number of bytes that one call of `receive` may transfer, or None if one call can receive all tensors."""
 
     def install(self, device: str) -> str:
         """Returns the command that installs the engine for a device class in a separate environment."""

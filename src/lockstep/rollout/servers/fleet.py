@@ -161,7 +161,7 @@ class Fleet:
                 await asyncio.sleep(_HEALTH_PAUSE)
                 continue
             if answer.version is not None and answer.version != self.version:
-                why = f"its weights have version {answer.version}, not {self.version}: it was restarted"
+                why = f"its weights have version {answer.version}, not {self.version}: the server was restarted"
                 self._lose(server, why, events_queue)
                 continue
             events_queue.put(Done(number, answer))

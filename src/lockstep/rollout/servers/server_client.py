@@ -95,7 +95,8 @@ class RequestBatcher:
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Builds one request body in which each prompt is sent once; `token_ids` of a sample is the index of its prompt."""
+    """Builds one request body that contains each prompt once. In this body, `token_ids` of a sample is the index of its
+    prompt."""
     numbers: dict[tuple[int, ...], int] = {}
     indexed = [
         {**sample, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))} for sample in samples
@@ -175,7 +176,7 @@ class HealthCheck:
     gone_statuses: tuple[int, ...] = ()
     """HTTP statuses of `/health` that mean a dead engine, or a dead server behind a proxy."""
     ended: Callable[[], str | None] = lambda: None
-    """Returns how the process of a server that lockstep started has ended; None while the process runs."""
+    """Returns how the process of a server that lockstep started has ended, or None while the process runs."""
     why: str = ""
     """Why the last check failed; empty if it succeeded."""
     _since: float = 0.0

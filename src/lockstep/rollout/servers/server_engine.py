@@ -160,7 +160,7 @@ class ServerEngine:
             if version != self.fleet.version:
                 raise Refusal.at(
                     f"rollout.engine {self.server_adapter.name} at {server.client.address}",
-                    f"its weights changed to version {version} while it generated with {self.fleet.version}",
+                    f"its weights changed to version {version} while it generated with version {self.fleet.version}",
                     RESUME_REMEDY,
                     code="weights-changed",
                 )

@@ -142,7 +142,8 @@ class ServerManager:
     # -- lost servers
 
     def restart(self, server: Server) -> None:
-        """Restarts a server that has ended or hangs, if lockstep started it; the user must restart other servers."""
+        """Restarts a server that has ended or hangs, if lockstep started this server; the user must restart all other
+        servers."""
         server.since = time.monotonic()
         if server.process is None:
             return
@@ -210,7 +211,7 @@ class ServerManager:
         if metadata.dtype not in (None, dtype):
             raise Refusal.at(
                 where,
-                f"it computes in {metadata.dtype}, the trainer in {dtype}",
+                f"the server computes in {metadata.dtype}, but the trainer computes in {dtype}",
                 f"start it with {dtype}",
                 code="unfit-server",
             )
@@ -230,7 +231,7 @@ def refusal_kind(*, lost: bool) -> type[Refusal]:
 
 
 def named_servers(settings: RolloutSettings) -> list[str] | None:
-    """Returns the addresses in `rollout.url`; None if the run starts a server."""
+    """Returns the addresses in `rollout.url`, or None if the run starts a server."""
     if settings.url is None:
         return None
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
@@ -242,7 +243,9 @@ def named_servers(settings: RolloutSettings) -> list[str] | None:
             )
         with_secrets(address, "rollout.url")
     if not addresses:
-        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it", code="empty-value")
+        raise Refusal.at(
+            "rollout.url", "the list is empty", "write http://host:port, or remove rollout.url", code="empty-value"
+        )
     return addresses
 
 

@@ -170,7 +170,7 @@ def _write_key_file(key: str, args: Sequence[str]) -> Path:
     for flag in ("--config", "--api-key", "--admin-api-key"):
         if any(word == flag or word.startswith(f"{flag}=") for word in args):
             why = f"{flag} is reserved: lockstep passes the API key to the server in a config file"
-            remedy = f"pass the other flags of that file as args, and set {KEY_VARIABLE} to choose the key"
+            remedy = f"pass other server flags in rollout.server.args, and set {KEY_VARIABLE} to choose the key"
             raise Refusal.at("rollout.server.args", why, remedy, code="reserved-flag")
     file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
     file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")

@@ -65,7 +65,7 @@ class Sglang:
     def flags(self, needs: ServerNeeds) -> list[str]:
         """Returns the flags that every SGLang server needs, no matter whether lockstep or the user starts the
         server."""
-        # SGLang ignores seeds without this flag.
+        # SGLang ignores the seeds of requests without this flag.
         words = ["--enable-deterministic-inference"]
         return [*words, *(word for flag in self.settings(needs) for word in flag.split())]
 
@@ -308,7 +308,9 @@ class Sglang:
         if info.get("speculative_algorithm") is not None:
             wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without one")
         if needs.lora_rank is not None and not info.get("enable_lora"):
-            wrong.append(f"it does not accept LoRA adapters, but the run has one of rank {needs.lora_rank}")
+            wrong.append(
+                f"the server does not accept LoRA adapters, but the run has an adapter of rank {needs.lora_rank}"
+            )
         if needs.sleep and (kept := _keeps_memory(info, discard_weights=needs.lora_rank is None)):
             wrong.append(kept)
         dtype, longest = info.get("dtype"), info.get("context_length")
@@ -321,7 +323,7 @@ class Sglang:
 
 
 def _keeps_memory(info: Any, *, discard_weights: bool) -> str | None:
-    """Returns why the server cannot release its memory while the run trains (`rollout.sleep`); None if it can."""
+    """Returns why the server cannot release its memory while the run trains (`rollout.sleep`), or None if it can."""
     if not info.get("enable_memory_saver"):
         return "the server cannot release memory: start it with --enable-memory-saver"
     if not discard_weights and not info.get("enable_weights_cpu_backup"):
@@ -363,7 +365,7 @@ def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) ->
     if kind == "length":
         raise ServerFailed(
             f"a response was cut after {len(ids)} of {wanted.max_tokens} tokens: SGLang's --context-length, its KV "
-            "cache or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for it"
+            "cache or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for the response"
         )
     # For NaN logits, SGLang reports a stop string that the request does not have.
     raise ServerFailed(f"a response ended for an unexpected reason: {kind} ({matched})")

@@ -245,7 +245,7 @@ class Vllm:
             wrong.append("the server cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
         if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
             takes = f"LoRA adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no LoRA adapters"
-            wrong.append(f"it accepts {takes}, but the run has one of rank {needs.lora_rank}")
+            wrong.append(f"the server accepts {takes}, but the run has an adapter of rank {needs.lora_rank}")
         return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
 
 

@@ -126,7 +126,7 @@ def repeat_noise(first: CheckResult, second: CheckResult) -> float:
 
 
 def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
-    """Returns why a weight check fails; None if it passes. `before` is the last check of the same server."""
+    """Returns why a weight check fails, or None if it passes. `before` is the last check of the same server."""
     off = now.off
     if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
         at = int((now.rollout_logprobs_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
@@ -136,7 +136,7 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
             f"{now.rollout_logprobs_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
         )
     if before is not None and _is_unchanged(now, before, noise):
-        return "its log-probs of the weight check match the weights before the last update"
+        return "its log-probs of the weight check still match the weights before the last update"
     return None
 
 

@@ -56,7 +56,7 @@ class WeightSync:
         self.checked: dict[str, CheckResult] = {}
         """The last weight check of each server by its address."""
         self.bounds: Bounds | None = None
-        """Bounds of the weight check, calibrated by the first two pushes; None before the calibration."""
+        """Bounds of the weight check, calibrated by the first two pushes, or None before the calibration."""
         self.by_memory = by_memory(
             self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
         )
@@ -69,7 +69,7 @@ class WeightSync:
 
     @property
     def adapter(self) -> str | None:
-        """The name of the current LoRA adapter on the servers; None without LoRA."""
+        """The name of the current LoRA adapter on the servers, or None without LoRA."""
         return None if self.manager.lora_rank is None else f"lockstep-{self.fleet.version}"
 
     @property
@@ -321,7 +321,8 @@ class WeightSync:
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
                 raise ServerFailed(
-                    f"{server.client.address}: it answered the weight check with weights of version {answer.version}"
+                    f"{server.client.address}: the server answered the weight check with weights of version "
+                    f"{answer.version}"
                 )
         with self._timed("score"):
             return checked(self.policy, self.device.torch_device(self.world.local_rank), requests, answers)

@@ -291,15 +291,15 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
     if server_devices is None or run_device in server_devices:
         raise Refusal.at(
             KEY,
-            f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
-            f"device {run_device}",
+            f"{device.collective} cannot connect two processes on one {device.name} device; the run and the engine "
+            f"share device {run_device}",
             f"{REMEDY}, or choose other devices with rollout.server.devices",
             code="device-in-use",
         )
 
 
 def first_visible(device: Device) -> int | None:
-    """Returns the index of rank 0's device on this machine; None if the visible-devices variable has no indices."""
+    """Returns the index of rank 0's device on this machine, or None if the visible-devices variable has no indices."""
     visible = os.environ.get(device.visible_variable or "", "")
     first = visible.partition(",")[0].strip()
     return 0 if not visible else int(first) if first.isdigit() else None
@@ -351,8 +351,8 @@ class SharedMemory:
 
 
 def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Returns why a tensor cannot be shared without a copy; None if it can. Copies are avoided, because the device may
-    lack the memory."""
+    """Returns why a tensor cannot be shared without a copy, or None if it can. Copies are avoided, because the device
+    may lack the memory."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):

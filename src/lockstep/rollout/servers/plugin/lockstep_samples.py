@@ -39,7 +39,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
     where `token_ids` is the index of a prompt. The response has one line of JSON per sample, in the order in which the
-    samples finish: `{number, answer}` or `{number, status, error}`. GET shows that the route exists.
+    samples finish: `{number, answer}` or `{number, status, error}`. A GET request shows that the route exists.
 
     Every request except GET and HEAD of /health needs the key in the server's environment variable
     LOCKSTEP_SERVER_KEY."""
@@ -183,7 +183,7 @@ def _logprobs(final: Any) -> list[float]:
 
 
 def _adapter(models: Any, model: str) -> Any:
-    """Returns the LoRA request for a model name; None for the base model."""
+    """Returns the LoRA request for a model name, or None for the base model."""
     return None if models.is_base_model(model) else models.lora_requests[model]
 
 

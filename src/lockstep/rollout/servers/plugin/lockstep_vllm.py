@@ -35,7 +35,7 @@ def _returns_errors(work: Callable[..., dict[str, Any]]) -> Callable[[Any, str],
 
 
 class WeightExtension:
-    """Methods that vLLM adds to its worker class; `self` is a vLLM worker."""
+    """Methods that vLLM adds to its worker class, so that `self` is a vLLM worker."""
 
     @_returns_errors
     def lockstep_facts(self) -> dict[str, Any]:
