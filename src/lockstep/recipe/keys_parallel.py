@@ -13,12 +13,13 @@ class Parallel(Section):
     devices: int | None = Field(
         None,
         ge=1,
-        description="Number of processes that `lockstep train` starts, one per device. Default: `lockstep train` "
-        "starts no process; it trains in its own process, which may be a rank of torchrun or `srun`.",
+        description="Number of processes that `lockstep train` starts, one per device. Default: no process is "
+        "started, and the command trains in its own process, which may be a rank of torchrun or `srun`.",
     )
     launcher: Literal["local", "ray"] = Field(
         "local",
-        description="Where `lockstep train` starts the processes: `local` on this machine, `ray` on a Ray cluster.",
+        description="Where `lockstep train` starts the processes. With `local` it starts them on this machine, with "
+        "`ray` on a Ray cluster.",
     )
     stall_seconds: float | None = Field(
         None,
@@ -126,6 +127,6 @@ class Tape(Section):
     )
     weights: bool | None = Field(
         None,
-        description="Keep weights and optimizer state at snapshots, for teacher-forced replays. Default: `true` "
-        "for models with at most 16 million trained parameters.",
+        description="Keep weights and optimizer state at snapshots, for teacher-forced replays. Default: weights are "
+        "kept for models with at most 16 million trained parameters.",
     )

@@ -10,11 +10,11 @@ from pydantic_core import PydanticCustomError
 from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
-_WHERE = Effect("harmless", "changes only where the engine runs")
+_WHERE = Effect("harmless", "affects only on which machine or device the engine runs")
 _HOW = Effect(
     "matters", "the engine starts with other settings, so log-probs differ by rounding or more; compare the log-probs"
 )
-_LIMIT = Effect("harmless", "changes only when the run stops")
+_LIMIT = Effect("harmless", "affects only whether and when the run stops")
 
 
 class ServerSettings(Section):
@@ -96,7 +96,7 @@ class RolloutSettings(Section):
         None,
         description="Address of a running serving engine, or a list of addresses among which the run divides the "
         "requests. Default: lockstep starts a server with the settings of `rollout.server`.",
-        effect=Effect("harmless", "changes only where the engine runs"),
+        effect=Effect("harmless", "affects only on which machine or device the engine runs"),
         resumable=True,
     )
     server: ServerSettings = Field(default_factory=ServerSettings)
@@ -115,8 +115,8 @@ class RolloutSettings(Section):
     function_timeout: float = Field(
         600.0,
         gt=0,
-        description="Timeout in seconds for the code of `rollout.function` between two turns of the policy. If it is "
-        "exceeded, the response fails.",
+        description="Timeout in seconds for the code of `rollout.function` between two turns of the policy. If the "
+        "function exceeds this timeout, the response fails.",
         effect=Effect(
             "harmless", "changes the metrics only if a response exceeds the timeout; see the metric reward/failed"
         ),
@@ -132,7 +132,8 @@ class RolloutSettings(Section):
     temperature: float = Field(
         1.0,
         gt=0,
-        description="Sampling temperature. It divides the logits in the engine and in the trainer's log-probabilities.",
+        description="Sampling temperature, which divides the logits in the engine and in the trainer's "
+        "log-probabilities.",
         effect=SAMPLING,
     )
     top_p: float = Field(
@@ -143,7 +144,12 @@ class RolloutSettings(Section):
         "least this total probability.",
         effect=SAMPLING,
     )
-    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0 means all.", effect=SAMPLING)
+    top_k: int = Field(
+        0,
+        ge=0,
+        description="Sample only from this many of the most likely tokens; 0 means from all tokens.",
+        effect=SAMPLING,
+    )
     min_p: float = Field(
         0.0,
         ge=0,
@@ -155,8 +161,9 @@ class RolloutSettings(Section):
     truncated_sampling: Literal["refuse", "mask", "ignore"] = Field(
         "refuse",
         description="How the trainer computes log-probabilities if `top_p`, `top_k` or `min_p` truncates sampling. "
-        "`mask`: with the same truncation. `ignore`: under the full distribution, which biases the importance "
-        "ratios. `refuse`: the run stops with an error that asks for `mask` or `ignore`.",
+        "`mask`: log-probabilities with the same truncation as in sampling. `ignore`: log-probabilities under the "
+        "full distribution, which biases the importance ratios. `refuse`: the run stops with an error that asks for "
+        "`mask` or `ignore`.",
         effect=Effect("blocks", "the trainer computes log-probabilities under a different distribution"),
     )
     stop: list[Annotated[str, AfterValidator(_stop_text)]] = Field(
@@ -226,9 +233,9 @@ class RolloutSettings(Section):
         description="How weights reach the process that generates. `collective`: the devices (on a CPU, the "
         "processes) broadcast the weights. `memory`: with `max_staleness`, the weights pass through shared memory of "
         "the host; a vLLM server on the same machine maps the device memory of the run. `files`: a serving engine "
-        "reads the weights from files. `auto` with `max_staleness`: `collective` if the generating process has a "
-        "separate device, otherwise `memory`. `auto` with a server: `memory` if a run with one process starts a vLLM "
-        "server on its own device and this device can share memory, otherwise `files`.",
+        "reads the weights from files. With `max_staleness`, `auto` selects `collective` if the generating process "
+        "has a separate device, otherwise `memory`. With a server, `auto` selects `memory` if a run with one process "
+        "starts a vLLM server on its own device and this device can share memory, otherwise `files`.",
         effect=Effect("harmless", "the same weights are sent by another transport; a weight check verifies them"),
         resumable=True,
     )
@@ -238,7 +245,7 @@ class RolloutSettings(Section):
         "generated tokens. The run stops before the updates of a step if the difference is larger, or if the k3 "
         "estimate of the KL divergence exceeds half of this value. `auto` checks only serving engines, with 0.005 in "
         "fp32, 0.03 in fp16 and 0.1 in bf16, divided by `temperature` if that is below 1. `null`: no check.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        effect=Effect("harmless", "affects only whether and when the run stops"),
         resumable=True,
     )
     max_probs_diff: float | None = Field(
@@ -246,6 +253,6 @@ class RolloutSettings(Section):
         gt=0,
         description="Stop the run if the mean difference between the engine's and the trainer's probabilities of the "
         "generated tokens exceeds this value.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        effect=Effect("harmless", "affects only whether and when the run stops"),
         resumable=True,
     )

@@ -63,8 +63,8 @@ def preference_reads(recipe: Recipe) -> tuple[str, ...]:
 
 
 def reference_kind(recipe: Recipe) -> str:
-    """Returns the kind of reference model: `none`, `adapter` (the policy without its adapter), `model` (a separate
-    model) or `disk` (precomputed log-probs)."""
+    """Returns the kind of reference model, which is `none`, `adapter` (the policy without its adapter), `model` (a
+    separate model) or `disk` (precomputed log-probs)."""
     if recipe.method in ONLINE:
         used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
     elif "preference" in sections_read(recipe.method):

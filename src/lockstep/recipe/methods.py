@@ -50,7 +50,7 @@ OFFLINE: dict[str, OfflineRow] = {
     "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
-    # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities; `average: false` uses their sums.
+    # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities, or on their sums with `average: false`.
     "ipo": _pairs(loss="ipo", average=True),
     # Meng et al. 2024 (arXiv 2405.14734).
     "simpo": _pairs(loss="simpo", beta=2.0, gamma=1.0),
@@ -132,7 +132,8 @@ ONLINE: dict[str, dict[str, Any]] = {
     # takes effect.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
     # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): the student generates, and the reward of a
-    # token is its log-ratio of teacher to student. There is no other reward; `algorithm.kl.reference` is the teacher.
+    # token is its log-ratio of teacher to student. No other reward is used, and `algorithm.kl.reference` is the
+    # teacher.
     "on_policy_distill": {
         "rollout": {"n": 1},
         "reward": {"weights": {"rule": 0.0}},

@@ -71,7 +71,7 @@ OFFLINE_ROWS = {
 def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run = recipe.run
     if run.epochs is not None and run.steps is not None:
-        yield conflict("run.steps", "cannot be combined with run.epochs", "remove one of the two")
+        yield conflict("run.steps", "cannot be combined with run.epochs", "remove run.steps or run.epochs")
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _optim_problems(recipe)
@@ -104,7 +104,8 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of the load-balancing loss. Every rank needs full micro-batches and full layers to compute it."""
+    """Yields problems of the load-balancing loss. Computing it needs full micro-batches and full layers on every
+    rank."""
     for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
         if recipe.model.aux_loss_coef and ranks > 1:
@@ -129,7 +130,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
             "data.max_tokens",
             f"{data.max_tokens} exceeds batch.tokens={batch.tokens}"
             + (f" on each of {context} devices" if context > 1 else "")
-            + ": such a row does not fit into a micro-batch",
+            + ": a row of this length does not fit into a micro-batch",
             f"raise batch.tokens to {-(-data.max_tokens // context)} or lower data.max_tokens",
             code="over-batch-tokens",
         )
@@ -171,9 +172,9 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if val.at_start and not (data.val or val.questions):
         yield needs("val.at_start", "nothing to validate on", "set data.val or val.questions")
     if val.question_rows and not val.questions:
-        yield needs("val.question_rows", "val.questions is not set", "set val.questions, or remove it")
+        yield needs("val.question_rows", "val.questions is not set", "set val.questions, or remove this key")
     if val.rules and not val.questions:
-        yield needs("val.rules", "val.questions is not set", "set val.questions, or remove it")
+        yield needs("val.rules", "val.questions is not set", "set val.questions, or remove this key")
 
 
 def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -42,12 +42,12 @@ class LossRow:
     tokenwise: bool = False
     """Whether the loss of a token is independent of all other tokens of the update."""
     selection_keys: Mapping[str, str] | None = None
-    """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. These losses need
-    the old log-probs before the first update."""
+    """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Losses that
+    select tokens need the old log-probs before the first update."""
     trust_region: bool = False
     """Whether the clip stops the gradient of tokens that have moved too far from the old policy, and its bounds are
-    wide enough for several updates. If true, the engine's log-probs of stale responses can serve as old log-probs.
-    False if the clip bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
+    wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale responses can serve as
+    old log-probs. It is false if the clip bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class EngineRow:
     opener: str
     """`package.module:name` of the engine's `open_engine`."""
     paged: bool = False
-    """Whether the engine uses lockstep's paged KV cache. If true, a preflight check generates with a miniature model of
-    the same architecture. Models whose rotary embedding depends on the sequence length are refused beyond the length up
-    to which cached keys stay valid."""
+    """Whether the engine uses lockstep's paged KV cache. If `paged` is true, a preflight check generates with a
+    miniature model of the same architecture. Models whose rotary embedding depends on the sequence length are refused
+    beyond the length up to which cached keys stay valid."""
     divided: bool = False
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     server_adapter: str = ""
@@ -144,7 +144,7 @@ def loss_row(name: str) -> LossRow:
 
 
 def drawn_by(engine: str) -> str:
-    """Returns the owner of the random generator that samples the tokens: `lockstep`, or the name of a serving
+    """Returns the owner of the random generator that samples the tokens, which is `lockstep` or the name of a serving
     engine."""
     return engine if ENGINES.get(engine, ENGINES["native"]).served else "lockstep"
 

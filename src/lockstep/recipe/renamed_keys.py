@@ -41,7 +41,7 @@ def current_key(key: str) -> str:
 
 
 def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[str, Any], list[Problem]]:
-    """Returns nested values with the new names of keys, and a warning for each old name.
+    """Returns nested values with the new names of keys, and warns about each old name.
 
     `group`: the dotted key of the group that contains the values. Also returns a problem for each key that is set by
     both its old and its new name.

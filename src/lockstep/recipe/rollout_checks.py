@@ -69,7 +69,7 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
             key,
             "compares log-probs with the current policy, but with rollout.max_staleness an older policy generated the "
             "responses",
-            "remove it; the metric rollout_corr/k3 shows the divergence of the two policies",
+            "remove this key; the metric rollout_corr/k3 shows the divergence of the two policies",
         )
 
 
@@ -131,7 +131,7 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
             "rollout.truncated_sampling",
             f"engine {rollout.engine} returns log-probs of the truncated distribution, but the trainer would use the "
             "full distribution",
-            "use mask, with which the trainer truncates too",
+            "use mask, so that the trainer truncates too",
             code="truncated-sampling",
         )
     for key in ("top_p", "top_k", "min_p"):

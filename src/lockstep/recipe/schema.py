@@ -43,8 +43,9 @@ def _as_tape(value: Any) -> Any:
 
 class EarlyStopping(Section):
     metric: str = Field(
-        description="Metric that must improve: `val/loss`, `val/accuracy`, `reward` or any other metric of the "
-        "run. Add `max` or `min` after the name if the name does not imply the direction."
+        description="Metric that must improve, for example `val/loss`, `val/accuracy`, `reward` or any other metric "
+        "of the run. Add `max` or `min` after the name of the metric if the name does not imply whether higher is "
+        "better."
     )
     patience: int = Field(
         ge=1,
@@ -79,7 +80,7 @@ class RunSettings(Section):
     early_stopping: EarlyStopping | None = Field(
         None,
         description="Stop the run when a metric no longer improves.",
-        effect=Effect("harmless", "changes only where the run ends"),
+        effect=Effect("harmless", "affects only at which step the run ends"),
         resumable=True,
     )
     max_idle_updates: int | None = Field(
@@ -87,7 +88,7 @@ class RunSettings(Section):
         ge=0,
         description="Stop after this many consecutive steps whose updates change nothing, because all gradients or "
         "advantages are zero or every token is masked. With 0 or `null`, such steps do not stop the run.",
-        effect=Effect("harmless", "changes only where the run ends"),
+        effect=Effect("harmless", "affects only at which step the run ends"),
         resumable=True,
     )
     resume: Literal["auto", "never", "required"] = Field(
@@ -115,8 +116,9 @@ class RunSettings(Section):
     )
     allow_fallback: bool = Field(
         True,
-        description="Whether operators that the device lacks may run on the CPU. The run counts and lists these "
-        "operators. With `false`, the first such operator stops the run. The check runs in the first step.",
+        description="Whether operators that the device lacks may run on the CPU. The run counts and lists the "
+        "operators that ran on the CPU. With `false`, the first operator that the device lacks stops the run. The "
+        "run checks its operators in the first step.",
         effect=Effect("harmless", "an operator that the device lacks runs on the CPU or stops the run"),
         resumable=True,
     )
@@ -152,8 +154,8 @@ class Lora(Section):
     adapter: str | None = Field(
         None,
         description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
-        "such a run. This adapter determines rank, alpha, dropout and layers. `model.adapter: FOLDER` is short for "
-        "`model.lora.adapter: FOLDER`. The reference model is still the model without an adapter.",
+        "such a run. This adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short for "
+        "`model.lora.adapter`. The reference model is still the model without an adapter.",
         effect=FOLDER,
     )
 
@@ -170,8 +172,8 @@ class Model(Section):
     )
     master_weights: bool | None = Field(
         None,
-        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: `true` for bf16 "
-        "and fp16.",
+        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: the copies are kept "
+        "if `model.dtype` is bf16 or fp16.",
         effect=Effect("matters", "without fp32 copies, small updates are lost to rounding"),
     )
     lora: Lora | None = Field(
@@ -315,7 +317,10 @@ class Val(Section):
         "Needs a temperature.",
     )
     top_k: int = Field(
-        0, ge=0, description="Sample from this many most likely tokens; 0 means all. Needs a temperature."
+        0,
+        ge=0,
+        description="Sample only from this many of the most likely tokens; 0 means from all tokens. Needs a "
+        "temperature.",
     )
 
 
@@ -324,10 +329,10 @@ class CheckpointSettings(Section):
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     best: str | None = Field(
         None,
-        description="Metric that ranks the checkpoints: `val/loss`, `val/accuracy`, `reward` or any other metric of "
-        "the run. Add `max` or `min` after the name if the name does not imply the direction. If `best` is set, the "
-        "run exports its best checkpoint at the end. Default: if only `keep_best` is set, `val/loss` ranks the "
-        "checkpoints.",
+        description="Metric that ranks the checkpoints, for example `val/loss`, `val/accuracy`, `reward` or any other "
+        "metric of the run. Add `max` or `min` after the name of the metric if the name does not imply whether "
+        "higher is better. If `best` is set, the run exports its best checkpoint at the end. Default: if only "
+        "`keep_best` is set, `val/loss` ranks the checkpoints.",
     )
     keep_best: int = Field(
         0,

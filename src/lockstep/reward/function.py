@@ -195,7 +195,7 @@ class LocalCalls:
         return answer(self._function, copied, self._path)
 
 
-_CLOSED = Raised("the run ended before it was scored")
+_CLOSED = Raised("the run ended before the response was scored")
 _INVALID = Raised("wrote something other than its score to the connection of its process", spent=True)
 
 

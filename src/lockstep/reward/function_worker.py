@@ -207,7 +207,7 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
                 number_of_call, length = HEADER.unpack(header)
                 calls.put((number_of_call, stream.read(length)))
     finally:
-        # Exit immediately; the supervisor kills the children of the function.
+        # Exit immediately; the supervisor kills the child processes of the function.
         os._exit(0)
 
 

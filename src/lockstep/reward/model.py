@@ -104,7 +104,7 @@ class BatchedPart(RewardPart):
 
     def close(self) -> None:
         for entry in self._taken():
-            entry.future.set_result(Failure(self.name, "the run ended before it was scored"))
+            entry.future.set_result(Failure(self.name, "the run ended before the response was scored"))
 
     def _taken(self) -> list[Waiting]:
         with self._lock:

@@ -43,10 +43,10 @@ KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
 MAX_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429
 SERVER_ERROR = 500
-# Consecutive failures after which an endpoint is skipped, and for how many seconds.
+# Number of consecutive failures after which an endpoint is skipped, and the number of seconds for which it is skipped.
 MAX_FAILURES = 3
 SKIP_SECONDS = 30.0
-_ENDING = "the run ended before it was scored"
+_ENDING = "the run ended before the response was scored"
 
 
 @dataclass
@@ -210,8 +210,8 @@ class RemotePart(RewardPart):
         self._gathered = []
 
     def _end(self, why: str) -> bool:
-        """Stops accepting responses and fails all waiting responses. Returns False if an earlier call has already done
-        so."""
+        """Stops accepting responses and fails all waiting responses. Returns False if an earlier call has already
+        stopped this component."""
         with self._lock:
             first = self._closed is None
             self._closed = self._closed or why

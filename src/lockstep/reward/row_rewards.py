@@ -59,7 +59,7 @@ _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
     """Returns which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models
-    require no column: they get those that exist."""
+    require no column and get the columns that exist."""
     weights, _ = active_weights(settings)
     if weights.get("rule"):  # a rule with weight 0 is optional
         return EVERYTHING

@@ -19,16 +19,16 @@ from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
-# A comparison can run forever, and `math_score` has no time limit. So the scorer runs it in a process that can be
-# killed (`math_judge.py`).
+# A comparison can run forever, and `math_score` has no time limit. So the scorer runs `math_score` in a process that
+# can be killed (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
     r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
 )
 # Majority votes compare an answer with more characters than this as text.
 _LONGEST_VOTE = 1000
-# Exceptions that math-verify raises if two terms cannot be compared, such as a matrix and an interval. Such terms are
-# not equal.
+# Exceptions that math-verify raises if two terms, such as a matrix and an interval, cannot be compared. Terms that
+# cannot be compared are not equal.
 _NOT_COMPARABLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError, KeyError, IndexError)
 
 
@@ -243,7 +243,7 @@ def _is_installed(name: str) -> bool:
 
 
 def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None) -> bool:
-    """Returns whether a rule of these data sources needs a separate process that can be killed."""
+    """Returns whether the rule of any of these data sources needs a separate process that can be killed."""
     return any(rule_for(source, rules).isolated for source in sources)
 
 

@@ -1,1 +1,1 @@
-"""Rollout engines and the collection of scored responses. `methods`, `train` and higher layers may import it."""
+"""Rollout engines and collection of scored responses. `methods`, `train` and higher layers may import this package."""

@@ -153,8 +153,8 @@ class Shares:
     def help(self, count: int, *, idle: bool) -> list[int]:
         """Starts and returns up to `count` prompts of the rank with the most unstarted prompts.
 
-        If that rank has started no prompt yet, it may have room for all of its prompts. So only an `idle` rank takes
-        prompts from it.
+        A rank that has started no prompt yet may have room for all of its prompts. So only an `idle` rank takes prompts
+        from such a rank.
         """
         if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []

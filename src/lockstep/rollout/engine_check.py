@@ -92,7 +92,7 @@ def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch
 
 
 # The comparison of the engine with the trainer on the loaded model: sequences have at most LONGEST_TRIED tokens, and
-# responses NEW_TOKENS_TRIED. One prompt has a single token, and the other prompt is as long as this limit allows.
+# responses NEW_TOKENS_TRIED. One prompt has a single token, and the other prompt is as long as LONGEST_TRIED allows.
 LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 

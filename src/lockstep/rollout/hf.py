@@ -1,4 +1,4 @@
-"""The `hf` engine: uses transformers' `generate`. It is slow and serves as the reference for faster engines.
+"""The `hf` engine uses transformers' `generate`, is slow, and serves as the reference for faster engines.
 
 The `hf` engine uses the native engine's sampler and random noise, so both engines give the same samples up to rounding.
 """

@@ -6,8 +6,8 @@ policy. The calls of the function run concurrently in threads, and the turns for
 batch. The sampling noise of a turn depends only on prompt, sample and turn, so thread timing has no effect.
 
 A response is truncated (stop reason `length`) when it reached `rollout.max_tokens`, or when the function returns `(ids,
-trained, True)`. A response is not truncated because one `generate` call reached its own smaller `max_tokens`. If a call
-of the function raises, stalls or returns an invalid value, only its response fails.
+trained, True)`. If only one `generate` call reaches its own smaller `max_tokens`, the response is not truncated. If a
+call of the function raises, stalls or returns an invalid value, only its response fails.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class FunctionEngine:
     def _failed(self, response: _Response, refusal: Refusal) -> Completion:
         if not self.tolerant:
             raise refusal
-        # The report of the caller names the data row, so it is removed here.
+        # The report of the caller names the data row, so the name of the row is removed here.
         why = refusal.problems[0].why.removesuffix(f", for {response.prompt.question.origin}")
         return Completion(response.number, response.sample, [], [], FAILED, failure=why)
 
@@ -320,7 +320,7 @@ def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response)
     """Returns the engine's log-prob of each policy token (0 for other tokens), and the stop reason.
 
     Raises ValueError if a token is marked as the policy's, but the policy did not generate it after exactly the
-    preceding tokens. The log-prob of such a token would be wrong.
+    preceding tokens. The log-prob of a token after other preceding tokens would be wrong.
     """
     prompt = list(response.request.ids)
     logprobs, stop, position = [0.0] * len(ids), "environment", 0

@@ -94,8 +94,8 @@ class BlockPool:
 
 @dataclass
 class Work:
-    """The work of one round, in this order: KV-cache blocks to copy, token spans to prefill up to a position, sequences
-    to decode."""
+    """The work of one round: first the KV-cache blocks to copy, then the token spans to prefill up to a position, then
+    the sequences to decode."""
 
     budget: int
     """Number of tokens that can still be prefilled in this round."""

@@ -14,8 +14,8 @@ from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
-# The largest log-prob that is accepted. It is above 0, because rounding can make the log-prob of a token with
-# probability 1 slightly positive.
+# The largest accepted log-prob is above 0, because rounding can make the log-prob of a token with probability 1
+# slightly positive.
 _MOST_LOGPROB = 0.01
 
 

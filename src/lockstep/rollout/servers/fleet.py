@@ -17,7 +17,7 @@ from lockstep.rollout.servers.server_process import ServerProcess
 # Maximum number of requests for one sample, if servers fail.
 TRIES = 6
 # Maximum number of concurrent samples per server, if each sample is a separate HTTP request. If one request contains
-# many samples, there is no limit, because the server queues them.
+# many samples, there is no limit, because the server queues the samples.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _POLL_SECONDS = 1.0

@@ -150,8 +150,8 @@ class _AnswerLines:
 
 
 T = TypeVar("T")
-# The environment variable with the API key of the servers. If it is not set, servers that lockstep starts get a random
-# key. The API key is not a recipe key, because recipes are stored and shown.
+# The environment variable with the API key of the servers. If this variable is not set, servers that lockstep starts
+# get a random key. The API key is not a recipe key, because recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
 # vLLM's environment variable for the API key of its /v1 routes.
 ENGINE_KEY = "VLLM_API_KEY"
@@ -170,7 +170,7 @@ TELL_SECONDS, GONE_SECONDS = 10.0, 35.0
 
 @dataclass(eq=False)
 class HealthCheck:
-    """The health of one server, shared by all requests to this server. Use it only in the event loop."""
+    """The health of one server, shared by all requests to this server. Use a `HealthCheck` only in the event loop."""
 
     address: str
     gone_statuses: tuple[int, ...] = ()

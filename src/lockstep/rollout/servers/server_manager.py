@@ -225,8 +225,8 @@ class ServerManager:
 
 
 def refusal_kind(*, lost: bool) -> type[Refusal]:
-    """Returns the error class: `LostProcess` if the run may succeed when it is resumed, `Refusal` if it would fail
-    again."""
+    """Returns the error class, which is `LostProcess` if the run may succeed when it is resumed, or `Refusal` if it
+    would fail again."""
     return LostProcess if lost else Refusal
 
 

@@ -174,8 +174,8 @@ class Vllm:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
 
     def version(self, client: Channel) -> str:
-        """Returns the weight version that the workers report. If the engine reports another version, which is part of
-        its answers, the result contains both."""
+        """Returns the weight version that the workers report. If the engine, whose version is part of every answer,
+        reports another version, the result contains both versions."""
         versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
         if len(versions) > 1:
             raise ServerFailed(f"{client.address}: its workers have weights of several versions: {sorted(versions)}")

@@ -20,7 +20,8 @@ from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
-# The sampling temperature of a weight check. It differs enough from 1 to detect log-probs without temperature scaling.
+# The sampling temperature of a weight check, which differs enough from 1 to detect log-probs without temperature
+# scaling.
 TEMPERATURE = 0.7
 
 
@@ -33,7 +34,7 @@ class Bounds:
     largest: float
 
 
-# Bounds of the log-prob difference between engine and trainer for equal weights. They are ROOM times the larger
+# Bounds of the log-prob difference between engine and trainer for equal weights. The bounds are ROOM times the larger
 # difference that two checks of the same weights found, clamped to LEAST and MOST.
 LEAST = {
     torch.float32: Bounds(2e-5, 1e-4),

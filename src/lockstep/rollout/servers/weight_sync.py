@@ -105,7 +105,8 @@ class WeightSync:
         try:
             self.server_adapter.healthy(server.client)
             if not self.world.main:
-                # Rank 0 sends the weights. Until the server has the current version, this rank does not use it.
+                # Rank 0 sends the weights. Until the server has the current version of the weights, this rank does not
+                # use the server.
                 server.up = self.server_adapter.version(server.client) == self.fleet.version
                 return
             if not self.manager.accept_late(server):
@@ -301,8 +302,8 @@ class WeightSync:
                 link.close(notify=server.process is None)
 
     def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:
-        # A server that fails at the first push would fail again, so the error is final. A later failure may be
-        # temporary.
+        # A server that fails at the first push would fail again, so the error is final. A failure after the first push
+        # may be temporary.
         lost = error.lost and self.bounds is not None
         return refusal_kind(lost=lost).at(
             f"rollout.engine {self.server_adapter.name} at {server.client.address}",
@@ -316,7 +317,7 @@ class WeightSync:
     def _check(self, server: Server, sampling: Sampling | None = None) -> CheckResult:
         requests = check_requests(self.policy, self.adapter, sampling)
         with self._timed("probe"):
-            # The samples are submitted together, so that they form one HTTP request.
+            # The samples of the weight check are submitted together, so that they form one HTTP request.
             answers = self.manager.clients.start(self._sampled(server, requests)).result()
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:

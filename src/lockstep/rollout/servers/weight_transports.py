@@ -196,7 +196,8 @@ class WeightLink:
         for _, tensor in weights:
             sent = tensor.detach().to(dtype).contiguous()
             self._group.broadcast(sent, RUN).wait()
-            # `wait` may return before the tensor is sent. The memory of `sent` must not be reused before that.
+            # `wait` may return before the tensor is sent, and the memory of `sent` must not be reused before the tensor
+            # is sent.
             self.device.synchronise()
 
     def _run_both(self, theirs: Callable[[], None], ours: Callable[[], Any], server_name: str, limit: float) -> Any:
@@ -247,8 +248,8 @@ def _start_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Iterator[Weights]:
-    """Divides the weights into buckets of at most `max_bytes`. A larger tensor is a bucket by itself. If `max_bytes` is
-    None, there is one bucket."""
+    """Divides the weights into buckets of at most `max_bytes`. A tensor larger than `max_bytes` is a bucket by itself.
+    If `max_bytes` is None, there is one bucket."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -352,7 +353,7 @@ class SharedMemory:
 
 def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     """Returns why a tensor cannot be shared without a copy, or None if it can. Copies are avoided, because the device
-    may lack the memory."""
+    may not have enough memory for them."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):

@@ -1,1 +1,1 @@
-"""Modules that vLLM imports. Its Python may not have lockstep installed, so this folder is on its PYTHONPATH."""
+"""Modules that vLLM imports. vLLM's Python may not have lockstep installed, so this folder is on its PYTHONPATH."""

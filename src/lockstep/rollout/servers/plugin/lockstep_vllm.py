@@ -17,8 +17,8 @@ from lockstep_group import Arriving, bit_sum, left, met  # type: ignore[import-n
 from lockstep_shared import opened  # type: ignore[import-not-found]
 from safetensors import safe_open
 
-# The weight version of a server that has just started. vLLM's default value could be mistaken for a version of another
-# run.
+# The weight version of a server that has just started. The default value of vLLM could be mistaken for a version of
+# another run.
 FRESH = "as started"
 
 
@@ -75,8 +75,8 @@ class WeightExtension:
     def lockstep_take(
         self, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str, places: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Loads all weights of the model from the run's memory. If that memory cannot be mapped, changes nothing and
-        returns the reason as `unopened`, so that the run can use files."""
+        """Loads all weights of the model from the run's memory. If the run's memory cannot be mapped, changes nothing
+        and returns the reason as `unopened`, so that the run can use files."""
         try:
             tensors = _opened(self, names, shapes, dtype, places)
             # The checksums verify that the right memory was mapped.
@@ -101,7 +101,9 @@ class WeightExtension:
         if copies != 1:
             # Workers of different data-parallel copies have the same ranks, and the process group has ranks for only
             # one copy.
-            raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files")
+            raise ValueError(
+                f"the server has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files"
+            )
         _leave(self)
         self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
         return {"rank": self.rank + 1}  # type: ignore[attr-defined]
@@ -144,8 +146,8 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _close_reload(worker: Any, model: Any) -> None:
-    """Closes a reload that raised an exception. Otherwise vLLM would count its tensors together with the tensors of the
-    next reload. Layers that are not complete drop their new tensors and keep the previous tensors."""
+    """Closes a reload that raised an exception. If it stayed open, vLLM would count its tensors together with the
+    tensors of the next reload. Layers that are not complete drop their new tensors and keep the previous tensors."""
     try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -247,8 +249,8 @@ def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
 
 
 def _repack_heads(model: Any) -> None:
-    """On a CPU, vLLM computes logits with a packed copy of the output head, which a reload of a tied embedding does not
-    update. This function updates the copy. It does nothing on other devices."""
+    """Updates the packed copy of the output head with which vLLM computes logits on a CPU, because a reload of a tied
+    embedding does not update this copy. Has no effect on other devices."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
