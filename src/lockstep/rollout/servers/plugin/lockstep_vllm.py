@@ -2,8 +2,8 @@
 broadcast in a process group of the run and all workers, or from shared memory.
 
 The extension runs in the server's Python, which may not have lockstep installed, so it may only import torch,
-safetensors, vLLM and files of this folder. vLLM's route `/collective_rpc` calls a method with its arguments as one JSON
-string. The method returns a dict; if it fails, the dict has the key `error`.
+safetensors, vLLM and files of this folder. The route `/collective_rpc` of vLLM calls a method with its arguments as one
+JSON string. The method returns a dict; if it fails, the dict has the key `error`.
 """
 
 from __future__ import annotations
