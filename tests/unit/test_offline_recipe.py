@@ -92,7 +92,7 @@ def test_sections_of_other_methods_are_refused(recipe, method: str) -> None:
     for key in unread:
         problem = only(refused(recipe(method), *own, f"{key}={OTHERS[key]}"))
         assert problem.where == key
-        assert problem.why == f"method {method} does not read it"
+        assert problem.why == f"method {method} does not read this key"
         assert problem.remedy == "remove it"
 
 
@@ -117,14 +117,17 @@ def test_keys_that_a_loss_does_not_read_are_refused(recipe, loss: str) -> None:
         else:
             problem = only(refused(recipe("dpo"), *words))
             assert problem.where == key
-            assert problem.why == f"loss {loss} does not read it"
+            assert problem.why == f"loss {loss} does not read this key"
 
 
 def test_what_the_new_pair_losses_cannot_do(recipe) -> None:
     problem = only(refused(recipe("dpo"), "preference.loss=exo_pair"))
-    assert (problem.where, problem.remedy) == ("preference.label_smoothing", "set it, for example to 0.001")
+    assert (problem.where, problem.remedy) == (
+        "preference.label_smoothing",
+        "set preference.label_smoothing, for example to 0.001",
+    )
     problem = only(refused(recipe("dpo"), "preference.alpha=0.3"))
-    assert (problem.where, problem.why) == ("preference.alpha", "divergence reverse_kl does not read it")
+    assert (problem.where, problem.why) == ("preference.alpha", "divergence reverse_kl does not read preference.alpha")
 
 
 def test_what_each_loss_reads_is_what_its_formula_has() -> None:
@@ -146,7 +149,7 @@ def test_what_each_loss_reads_is_what_its_formula_has() -> None:
 def test_keys_that_kto_does_not_read_are_refused(recipe) -> None:
     for name in ("label_smoothing", "gamma", "average", "nll", "precompute", "loss", "divergence", "ld_alpha"):
         problem = only(refused(recipe("kto"), f"preference.{name}={OTHERS[f'preference.{name}']}"))
-        assert (problem.where, problem.why) == (f"preference.{name}", "kto does not read it")
+        assert (problem.where, problem.why) == (f"preference.{name}", "kto does not read this key")
     for name in ("beta", "reference", "reference_free", "desirable", "undesirable"):
         load_recipe(recipe("kto"), [f"preference.{name}={OTHERS[f'preference.{name}']}"])
 
@@ -191,9 +194,9 @@ def test_columns_that_a_method_has_not_are_refused(tmp_path: Path, method: str) 
 
 def test_keys_without_effect_are_refused(recipe) -> None:
     problem = only(refused(recipe("rm"), "rm.loss=logexp", "rm.ranking=plackett_luce"))
-    assert (problem.where, problem.remedy) == ("rm.loss", "remove it, or set rm.ranking=pairs")
+    assert (problem.where, problem.remedy) == ("rm.loss", "remove rm.loss, or set rm.ranking=pairs")
     problem = only(refused(recipe("distill"), *TEACHER, "distill.mix=0.3"))
-    assert (problem.where, problem.why) == ("distill.mix", "divergence forward does not read it")
+    assert (problem.where, problem.why) == ("distill.mix", "divergence forward does not read distill.mix")
     load_recipe(recipe("distill"), [*TEACHER, "distill.mix=0.3", "distill.divergence=jsd"])
 
 

@@ -258,10 +258,10 @@ def test_the_others_do_with_one_sample(base: str, advantage: str) -> None:
 @pytest.mark.parametrize(
     ("word", "key", "said"),
     [
-        ("rollout.n=4", "rollout.n", "does not read it"),
-        ("reward.function=f.py:f", "reward.function", "does not read it"),
-        ("algorithm.entropy=0.1", "algorithm.entropy", "does not read it"),
-        ("critic.lr=1", "critic.lr", "does not read it"),
+        ("rollout.n=4", "rollout.n", "does not read this key"),
+        ("reward.function=f.py:f", "reward.function", "does not read this key"),
+        ("algorithm.entropy=0.1", "algorithm.entropy", "does not read this key"),
+        ("critic.lr=1", "critic.lr", "does not read this key"),
         ("batch.prompts=4", "batch.prompts", "batch.rows_per_update"),
         ("batch.prompts_per_update=4", "batch.prompts_per_update", "batch.rows_per_update"),
         ("data.max_prompt_tokens=9", "data.max_prompt_tokens", "data.max_tokens"),
@@ -276,7 +276,7 @@ def test_what_an_offline_method_cannot_do(base: str, word: str, key: str, said: 
 
 def test_truncated_sampling_is_refused_with_the_reason_and_both_ways_out(base: str) -> None:
     (problem,) = refused(base, "rollout.top_k=20", "rollout.top_p=0.9")
-    assert "the trainer scores the full one" in problem.why
+    assert "the trainer would use the full distribution" in problem.why
     assert "ratio" in problem.why
     assert "ignore" in problem.remedy
     for choice in ("mask", "ignore"):

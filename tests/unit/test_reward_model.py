@@ -157,7 +157,7 @@ def test_other_models_are_refused(tiny_folder, folder, tmp_path) -> None:
     two = write_reward_model(tiny_folder, tmp_path / "two", labels=2)
     with pytest.raises(Refusal, match="gives 2 labels; a reward is one number"):
         load_reward_model(str(two), CPU)
-    with pytest.raises(Refusal, match="not a sequence classification model but Qwen2ForCausalLM"):
+    with pytest.raises(Refusal, match="not a sequence classification model; its architecture is Qwen2ForCausalLM"):
         load_reward_model(str(tiny_folder), CPU)
     with pytest.raises(Refusal, match=r"reward\.model .*no such folder"):
         load_reward_model(str(tmp_path / "missing"), CPU)

@@ -99,7 +99,7 @@ def test_nothing_written_earns_nothing_and_the_placeholder_itself_is_a_failure(f
 def test_a_text_over_the_context_is_a_failure(folder: Path) -> None:
     (found,) = settled(ProcessPart(str(folder), "\n", CPU), "1\n" * 3000)
     assert isinstance(found, Failure)
-    assert "more than its context" in found.why
+    assert "more than the model's context" in found.why
 
 
 def test_a_folder_without_its_words_is_refused(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ def test_bad_ground_truths_of_all_rows_are_refused() -> None:
 
 def test_rules_that_are_set_but_do_not_count_are_told(user) -> None:
     with opened(function=f"{user}:score", rules={"arithmetic": "exact"}) as scorer:
-        assert scorer.dry_run([question()]).lines[-1].startswith("reward rule: does not count")
+        assert scorer.dry_run([question()]).lines[-1].startswith("reward rule: reward.rules has no effect")
 
 
 def test_overlong_penalty() -> None:

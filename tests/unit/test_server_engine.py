@@ -126,7 +126,7 @@ def raw_scores(policy: Policy, prompt: list[int], ids: list[int]) -> list[float]
     [
         ("lockstep_facts", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode is raw_logprobs"),
         ("lockstep_facts", {"vocabulary": 300}, "[other-vocabulary]: its vocabulary has 300"),
-        ("lockstep_facts", {"dtype": "bfloat16"}, "[unfit-server]: it computes in bfloat16"),
+        ("lockstep_facts", {"dtype": "bfloat16"}, "[unfit-server]: the server computes in bfloat16"),
         ("lockstep_facts", {"quantization": "fp8"}, "[unfit-server]: its weights are quantized (fp8)"),
         (
             "lockstep_facts",
@@ -162,8 +162,8 @@ def test_what_a_server_says_of_itself(
 @pytest.mark.parametrize(
     ("lora_rank", "why"),
     [
-        (None, "it accepts no LoRA adapters, but the run has one of rank 8"),
-        (4, "it accepts LoRA adapters of rank 4 at most"),
+        (None, "the server accepts no LoRA adapters, but the run has an adapter of rank 8"),
+        (4, "the server accepts LoRA adapters of rank 4 at most"),
     ],
 )
 def test_a_server_without_room_for_the_adapter_is_refused_with_the_flags(
@@ -562,7 +562,7 @@ def test_a_push_to_an_engine_that_died_ends_and_leaves_no_weights_behind(
     assert "/health: answered 503" in str(caught.value)
     told = capfd.readouterr().err
     assert f"waiting for {server.address}/collective_rpc" in told
-    assert "/health answers 503; it counts as lost after" in told
+    assert "/health answers 503; the server is regarded as lost after" in told
     assert not list(Path("/dev/shm").glob(f"lockstep-weights-{os.getpid()}-*"))
 
 

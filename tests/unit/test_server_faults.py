@@ -112,7 +112,7 @@ def test_an_end_that_was_not_asked_for_is_refused() -> None:
     with pytest.raises(ServerFailed, match="not an end token"):
         checked_answer(Answer([4], [-1.0], "token"), WANTED, 8)
     plain = replace(WANTED, sampling=Sampling(max_tokens=3))
-    with pytest.raises(ServerFailed, match="a stop text"):
+    with pytest.raises(ServerFailed, match="a stop string"):
         checked_answer(Answer([4], [-1.0], "string"), plain, 8)
 
 

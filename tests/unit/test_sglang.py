@@ -504,8 +504,12 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
 @pytest.mark.parametrize(
     ("flags", "rank", "why"),
     [
-        ((), None, "it cannot release memory: start it with --enable-memory-saver"),
-        (("--enable-memory-saver",), 4, "it does not accept LoRA adapters, but the run has one of rank 4"),
+        ((), None, "the server cannot release memory: start it with --enable-memory-saver"),
+        (
+            ("--enable-memory-saver",),
+            4,
+            "the server does not accept LoRA adapters, but the run has an adapter of rank 4",
+        ),
         (
             ("--enable-memory-saver", "--enable-lora"),
             4,

@@ -1,4 +1,4 @@
-"""Recipe keys of the processes (data, tensor and context parallelism, offload, launcher) and of the tape."""
+"""Recipe keys of `parallel` (processes, parallelism, offload, launcher) and of `tape` (recording for a replay)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ class Parallel(Section):
     devices: int | None = Field(
         None,
         ge=1,
-        description="Number of processes that `lockstep train` starts, one per device. Default: it starts none and "
-        "trains in one process, or as a rank that torchrun or `srun` started.",
+        description="Number of processes that `lockstep train` starts, one per device. Default: no process is "
+        "started, and the command trains in its own process, which may be a rank of torchrun or `srun`.",
     )
     launcher: Literal["local", "ray"] = Field(
         "local",
-        description="Where `lockstep train` starts the processes: `local` on this machine, `ray` on a Ray cluster.",
+        description="Where `lockstep train` starts the processes. With `local` it starts them on this machine, with "
+        "`ray` on a Ray cluster.",
     )
     stall_seconds: float | None = Field(
         None,
         gt=0,
-        description="Stop the run if no process makes progress for this many seconds. The run reports where each "
-        "process is and writes their stacks to the run folder. Choose more than the longest stage of a step. A "
-        "slow start does not count. Default: never, but a collective times out after 30 minutes.",
+        description="Stop the run if no process makes progress for this many seconds. The run reports the stage of "
+        "each process and writes the stack traces to the run folder. Choose a value above the duration of the "
+        "longest stage of a training step. Before the first step, a process that computes or reads from disk makes "
+        "progress. Default: a stalled run is not stopped, but a collective times out after 30 minutes.",
     )
     max_restarts: int = Field(
         0,
@@ -35,30 +37,32 @@ class Parallel(Section):
     )
     elastic: bool = Field(
         False,
-        description="Ray: restart with fewer devices if the cluster has lost some, instead of waiting for them.",
+        description="With launcher `ray`: restart with fewer devices if the cluster has lost devices, instead of "
+        "waiting until they return.",
         read_where=("parallel.launcher", ("ray",)),
     )
     shard: int | None = Field(
         None,
         ge=1,
-        description="Number of processes that share one copy of a model, one shard each. Default: all processes, "
-        "or those that `parallel.replicate` and `parallel.tensor_parallel` leave.",
+        description="Number of processes that share one copy of a model, one shard each. Default: the number of "
+        "processes, divided by `parallel.replicate` and `parallel.tensor_parallel`.",
     )
     replicate: int | None = Field(
         None,
         ge=1,
         description="Number of copies of a model. `shard` x `replicate` (x `tensor_parallel`) is the number of "
-        "processes. Default: 1, or the number that `parallel.shard` leaves.",
+        "processes. Default: 1 copy; if `parallel.shard` is set, the number of processes divided by `shard` and "
+        "`tensor_parallel`.",
     )
     offload: Offload = Field(
         "none",
-        description="Which parts of the trained model are kept in host memory: `optimizer`: its moments and master "
-        "weights; `params`: its weights and gradients (several processes); `all`: both. Slower; the numbers are "
-        "the same.",
+        description="Which parts of the trained model are kept in host memory: `optimizer`: the optimizer moments and "
+        "the master weights; `params`: the weights and gradients (needs several processes); `all`: both. Offloading "
+        "makes a step slower and does not change its results.",
     )
     offload_critic: Offload = Field("none", description="Same as `parallel.offload`, for the critic.")
     offload_reference: bool = Field(
-        False, description="Keep the weights of the reference in host memory, except during its forward passes."
+        False, description="Keep the weights of the reference model in host memory, except during its forward passes."
     )
     offload_teacher: bool = Field(False, description="Same as `parallel.offload_reference`, for the teacher.")
     offload_reward: bool = Field(
@@ -67,55 +71,62 @@ class Parallel(Section):
     tensor_parallel: int = Field(
         1,
         ge=1,
-        description="Tensor parallelism: number of processes that split the modules of every layer, by attention "
-        "heads, in training and generation. The model must have a plan for it. `shard` x `replicate` x "
-        "`tensor_parallel` is the number of processes.",
+        description="Tensor parallelism: number of processes that split the modules of every layer, in training and "
+        "generation. Attention is split by heads. The model must have a tensor-parallel plan. `shard` x `replicate` "
+        "x `tensor_parallel` is the number of processes.",
     )
     context_parallel: int = Field(
         1,
         ge=1,
         description="Context parallelism: number of processes that split every micro-batch, for sequences too long "
-        "for one device. Each process gets `batch.tokens` of it. Must divide the number of processes.",
+        "for one device. Each process gets at most `batch.tokens` tokens of a micro-batch. The value must divide the "
+        "number of processes.",
         effect=MICRO,
         resumable=True,
     )
     context_layout: Literal["zigzag", "gather", "ulysses"] = Field(
         "zigzag",
-        description="How context parallelism splits a micro-batch. `zigzag`: keys and values pass around a ring, "
-        "with equal work per process; `gather`: one contiguous span per process, with gathered keys and values, "
-        "also for sliding windows; `ulysses`: tokens are exchanged for heads, for every kind of attention; the "
-        "number of heads must be divisible by `parallel.context_parallel`.",
+        description="How context parallelism splits a micro-batch. `zigzag`: ring attention, in which keys and values "
+        "pass from process to process, with equal work per process. `gather`: each process has one contiguous range "
+        "of tokens and gathers all keys and values; it supports sliding windows. `ulysses`: an all-to-all exchange "
+        "gives each process all tokens of some heads; it supports every kind of attention, and the number of heads "
+        "must be divisible by `parallel.context_parallel`.",
         effect=MICRO,
         resumable=True,
     )
 
     @property
     def group(self) -> int:
-        """Number of processes that share one slice of the rows."""
+        """Number of context- and tensor-parallel processes that train on the same rows."""
         return self.context_parallel * self.tensor_parallel
 
 
 class Tape(Section):
     record: bool = Field(
-        False, description="Record what a replay on another device needs. `tape=true` is short for it."
+        False,
+        description="Record a tape: what a replay of this run on another device needs. `tape=true` is short "
+        "for `tape.record=true`.",
     )
-    steps: int = Field(100, ge=1, description="Number of steps to record, from the first.")
+    steps: int = Field(100, ge=1, description="Number of steps to record, starting with the first step.")
     every: int = Field(
         10,
         ge=1,
         description="Steps between snapshots. A snapshot contains digests per module and parameter, and the weights "
-        "if they are kept.",
+        "if `tape.weights` is true.",
     )
     modules: list[str] = Field(
         ["*"],
-        description="Modules that a snapshot digests, as name patterns (`*.layers.0.*`). Each pattern must match.",
+        description="Modules whose inputs and outputs a snapshot records as digests, as name patterns "
+        "(`*.layers.0.*`). Each pattern must match at least one module.",
     )
     tensors: list[str] = Field(
         default_factory=list, description="Modules whose full inputs and outputs a snapshot keeps, as name patterns."
     )
-    rows: int = Field(4, ge=1, description="Number of sequences that a snapshot runs through the modules.")
+    rows: int = Field(
+        4, ge=1, description="Number of sequences that a snapshot runs through the model to record its modules."
+    )
     weights: bool | None = Field(
         None,
-        description="Keep weights and optimizer state at snapshots, for teacher-forced replays. Default: `true` "
-        "for models with at most 16 million trained parameters.",
+        description="Keep weights and optimizer state at snapshots, for teacher-forced replays. Default: weights are "
+        "kept for models with at most 16 million trained parameters.",
     )

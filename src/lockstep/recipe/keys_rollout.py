@@ -1,4 +1,4 @@
-"""Recipe keys of generation: the engine, sampling, and the server of a serving engine."""
+"""Recipe keys of the group `rollout`: the generation engine, sampling, and the server of a serving engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pydantic_core import PydanticCustomError
 from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
-_WHERE = Effect("harmless", "changes only where the engine runs")
-_HOW = Effect("matters", "the engine starts with other settings: rounding or larger differences; compare the log-probs")
-_LIMIT = Effect("harmless", "changes only when the run stops")
+_WHERE = Effect("harmless", "affects only on which machine or device the engine runs")
+_HOW = Effect(
+    "matters", "the engine starts with other settings, so log-probs differ by rounding or more; compare the log-probs"
+)
+_LIMIT = Effect("harmless", "affects only whether and when the run stops")
 
 
 class ServerSettings(Section):
@@ -37,29 +39,30 @@ class ServerSettings(Section):
     )
     python: str | None = Field(
         None,
-        description="Python interpreter that has the engine installed, such as `.venv-vllm/bin/python`; engines "
-        "pin their torch version. Default: the interpreter that runs lockstep.",
+        description="Python interpreter that has the engine installed, such as `.venv-vllm/bin/python`. Engines pin "
+        "their torch version, so they may need a separate environment. Default: the interpreter that runs lockstep.",
         effect=_HOW,
         resumable=True,
     )
     folder: str | None = Field(
         None,
-        description="Folder used to transfer weights to the engine. The run and the engine must see it under the "
-        "same path. Default: shared memory (`/dev/shm`), or the system's folder for temporary files.",
+        description="Folder used to transfer weights to the engine. The run and the engine must see this folder under "
+        "the same path. Default: a folder in shared memory (`/dev/shm`), or the system's folder for temporary files.",
         effect=_WHERE,
         resumable=True,
     )
     start_timeout: float = Field(
         1800.0,
         gt=0,
-        description="Timeout in seconds for the engine to respond after its start, or after it was lost.",
+        description="Timeout in seconds for the engine to respond after its start, or after the connection to it was "
+        "lost.",
         effect=_LIMIT,
         resumable=True,
     )
     request_timeout: float = Field(
         1800.0,
         gt=0,
-        description="Timeout in seconds for one response, and for loading weights.",
+        description="Timeout in seconds of one request to the engine for a response, and of one transfer of weights.",
         effect=_LIMIT,
         resumable=True,
     )
@@ -84,34 +87,39 @@ class RolloutSettings(Section):
         description="`native` is the built-in engine; `hf` is Hugging Face `generate` (slow, for comparison); "
         "`vllm` and `sglang` are servers with a separate copy of the weights (docs/engines.md).",
         effect=Effect(
-            "matters", "the same distribution with other kernels and, for a server, another random generator"
+            "matters",
+            "the engines sample from the same distribution, with other kernels and, for a server, another "
+            "random generator",
         ),
     )
     url: str | list[str] | None = Field(
         None,
-        description="Address of a running serving engine, or a list of addresses that share the requests. Default: "
-        "lockstep starts a server as set in `rollout.server`.",
-        effect=Effect("harmless", "changes only where the engine runs"),
+        description="Address of a running serving engine, or a list of addresses among which the run divides the "
+        "requests. Default: lockstep starts a server with the settings of `rollout.server`.",
+        effect=Effect("harmless", "affects only on which machine or device the engine runs"),
         resumable=True,
     )
     server: ServerSettings = Field(default_factory=ServerSettings)
     sleep: bool = Field(
         False,
         description="The serving engine releases its memory while the run trains.",
-        effect=Effect("harmless", "the engine releases its memory and reloads the weights"),
+        effect=Effect("harmless", "the engine only releases its memory and reloads the same weights"),
         resumable=True,
     )
     function: str | None = Field(
         None,
-        description="Your function that generates a full response turn by turn: `path/to/file.py:name`. It "
+        description="Your function that generates a full response turn by turn: `path/to/file.py:name`. The function "
         "requests each turn of the policy from the engine.",
-        effect=Effect("matters", "a different function, or the same one at another path; compare the samples"),
+        effect=Effect("matters", "the function differs, or only its path; compare the samples"),
     )
     function_timeout: float = Field(
         600.0,
         gt=0,
-        description="Timeout in seconds of `function` between two turns of the policy. After it, the response fails.",
-        effect=Effect("harmless", "matters only if a response fails; see reward/failed"),
+        description="Timeout in seconds for the code of `rollout.function` between two turns of the policy. If the "
+        "function exceeds this timeout, the response fails.",
+        effect=Effect(
+            "harmless", "changes the metrics only if a response exceeds the timeout; see the metric reward/failed"
+        ),
         resumable=True,
     )
     n: int = Field(8, ge=1, description="Responses per prompt.", effect=GROUPS)
@@ -124,26 +132,39 @@ class RolloutSettings(Section):
     temperature: float = Field(
         1.0,
         gt=0,
-        description="Divides the logits, both in the engine and in the trainer's log-probabilities.",
+        description="Sampling temperature, which divides the logits in the engine and in the trainer's "
+        "log-probabilities.",
         effect=SAMPLING,
     )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the most likely tokens with this total probability.", effect=SAMPLING
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling: sample from the smallest set of most likely tokens with at "
+        "least this total probability.",
+        effect=SAMPLING,
     )
-    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0 means all.", effect=SAMPLING)
+    top_k: int = Field(
+        0,
+        ge=0,
+        description="Sample only from this many of the most likely tokens; 0 means from all tokens.",
+        effect=SAMPLING,
+    )
     min_p: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Exclude tokens whose probability is below this fraction of the most likely token's.",
+        description="Exclude tokens whose probability is below this fraction of the probability of the most likely "
+        "token.",
         effect=SAMPLING,
     )
     truncated_sampling: Literal["refuse", "mask", "ignore"] = Field(
         "refuse",
-        description="How the trainer computes log-probabilities with `top_p`, `top_k` or `min_p`: `mask` with the "
-        "same truncation; `ignore` under the full distribution (the ratios are then biased); `refuse` stops with "
-        "an error until you choose.",
-        effect=Effect("blocks", "log-probabilities are of a different distribution"),
+        description="How the trainer computes log-probabilities if `top_p`, `top_k` or `min_p` truncates sampling. "
+        "`mask`: log-probabilities with the same truncation as in sampling. `ignore`: log-probabilities under the "
+        "full distribution, which biases the importance ratios. `refuse`: the run stops with an error that asks for "
+        "`mask` or `ignore`.",
+        effect=Effect("blocks", "the trainer computes log-probabilities under a different distribution"),
     )
     stop: list[Annotated[str, AfterValidator(_stop_text)]] = Field(
         default_factory=list,
@@ -158,77 +179,80 @@ class RolloutSettings(Section):
     max_sequences: int = Field(
         256,
         ge=1,
-        description="Native: maximum number of responses decoded at once on one device.",
+        description="Native engine: maximum number of responses decoded at once on one device.",
         effect=CACHE,
         resumable=True,
     )
     prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description="Native: prompt tokens per forward pass. Default: 8,192, or the most efficient number for the "
-        "device within an eighth of its memory.",
+        description="Native engine: prompt tokens per prefill pass. Default: 8,192, or the most efficient number for "
+        "the device that needs at most an eighth of its memory.",
         effect=CACHE,
         resumable=True,
     )
     block_tokens: int = Field(
-        16, ge=1, description="Native: tokens per block of the KV cache.", effect=CACHE, resumable=True
+        16, ge=1, description="Native engine: tokens per block of the KV cache.", effect=CACHE, resumable=True
     )
     cache_gb: float | None = Field(
         None,
         gt=0,
-        description="Native: size of the KV cache in GB. Default: as much as the step can use, at most half of "
-        "the free memory.",
+        description="Native engine: size of the KV cache in GB. Default: as large as the responses of a step can use, "
+        "at most half of the free device memory.",
         effect=CACHE,
         resumable=True,
     )
     free_cache: bool | None = Field(
         None,
-        description="Native: free the KV cache after each generation phase. `false` keeps it and the graphs "
-        "captured for it: faster if memory is plentiful. Default: keep it if graphs are captured and it takes at "
-        "most a twentieth of the memory.",
+        description="Native engine: free the KV cache after each generation phase. `false` keeps the cache and the "
+        "CUDA graphs captured for it, which is faster if memory is plentiful. Default: keep the cache if the device "
+        "captures graphs and the cache takes at most a twentieth of its memory.",
         effect=CACHE,
         resumable=True,
     )
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="Generate in a separate process per rank while the run trains. Its weights are at most this "
-        "many steps older than the weights that its responses train (0: it waits for them). Default: generation "
-        "and training alternate. Above 0, if the recipe does not set them, `algorithm.rollout_correction.bypass` "
-        "is `true` for a loss that clips, otherwise `algorithm.rollout_correction.weight` is `token`.",
+        description="Generate in a separate process per rank while the run trains. The weights that generate a "
+        "response are at most this many steps older than the weights that train on it; with 0, generation waits for "
+        "the current weights. Default: generation and training alternate in one process. A value above 0 changes two "
+        "defaults: for a loss that clips, `algorithm.rollout_correction.bypass` is `true`; for other losses, "
+        "`algorithm.rollout_correction.weight` is `token`.",
         effect=Effect("matters", "responses are sampled with weights of earlier steps; the lag depends on timing"),
     )
     worker_device: int | None = Field(
         None,
         ge=0,
-        description="With `max_staleness`: index of the device on which this process generates. With several "
+        description="With `max_staleness`: index of the device on which the separate process generates. With several "
         "ranks on a machine, local rank r uses this index plus r. Default: the training device.",
-        effect=Effect("harmless", "the same model on another device of the same kind"),
+        effect=Effect("harmless", "the same model generates on another device of the same type"),
         resumable=True,
     )
     weight_sync: Literal["auto", "memory", "files", "collective"] = Field(
         "auto",
-        description="How weights reach the process that generates. `collective`: a collective of the devices (on a "
-        "CPU: of the processes). `memory`: with `max_staleness` the shared memory of the host; a vLLM server on "
-        "the same machine opens the run's device memory. `files`: files, for a serving engine. `auto`: with "
-        "`max_staleness`, the collective if the generating process has a separate device, otherwise memory; for a "
-        "server, memory if the run started it on the run's device and the device supports sharing, otherwise files.",
-        effect=Effect("harmless", "the same weights over another transport; a weight check verifies them"),
+        description="How weights reach the process that generates. `collective`: the devices (on a CPU, the "
+        "processes) broadcast the weights. `memory`: with `max_staleness`, the weights pass through shared memory of "
+        "the host; a vLLM server on the same machine maps the device memory of the run. `files`: a serving engine "
+        "reads the weights from files. With `max_staleness`, `auto` selects `collective` if the generating process "
+        "has a separate device, otherwise `memory`. With a server, `auto` selects `memory` if a run with one process "
+        "starts a vLLM server on its own device and this device can share memory, otherwise `files`.",
+        effect=Effect("harmless", "the same weights are sent by another transport; a weight check verifies them"),
         resumable=True,
     )
     max_logprob_diff: float | Literal["auto"] | None = Field(
         "auto",
-        description="Stop before the updates of a step if the engine's log-probabilities of the generated tokens "
-        "differ from the trainer's by more than this on average, or if their divergence (k3) exceeds half of it. "
-        "`auto` checks serving engines: 0.005 in fp32, 0.03 in fp16, 0.1 in bf16, divided by a `temperature` below "
-        "1. `null`: no check.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        description="Largest mean difference between the engine's and the trainer's log-probabilities of the "
+        "generated tokens. The run stops before the updates of a step if the difference is larger, or if the k3 "
+        "estimate of the KL divergence exceeds half of this value. `auto` checks only serving engines, with 0.005 in "
+        "fp32, 0.03 in fp16 and 0.1 in bf16, divided by `temperature` if that is below 1. `null`: no check.",
+        effect=Effect("harmless", "affects only whether and when the run stops"),
         resumable=True,
     )
     max_probs_diff: float | None = Field(
         None,
         gt=0,
-        description="Stop if the mean difference between the engine's and the trainer's probabilities exceeds this.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        description="Stop the run if the mean difference between the engine's and the trainer's probabilities of the "
+        "generated tokens exceeds this value.",
+        effect=Effect("harmless", "affects only whether and when the run stops"),
         resumable=True,
     )

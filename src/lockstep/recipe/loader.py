@@ -97,7 +97,7 @@ def recipe_text(name_or_path: str) -> str:
 def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: bool = False) -> Recipe:
     """Reads a recipe, applies overrides and checks it. Raises one Refusal with all problems.
 
-    `stored`: the recipe is from a run folder, so secrets that an earlier version stored are masked.
+    `stored`: the recipe is from a run folder, so secrets that an earlier version of lockstep wrote into it are masked.
     """
     values = _mapping(name_or_path)
     if stored:
@@ -121,8 +121,9 @@ def _mapping(name_or_path: str) -> dict[str, Any]:
 def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Recipe:
     """Returns a recipe (object, file or built-in name) with overrides given as Python values.
 
-    A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). A Python function may replace
-    `path/to/file.py:name`: it is registered for the runs of this process, and the recipe stores its location.
+    A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). The value of a function key may be a
+    Python function instead of `path/to/file.py:name`. The function is registered for the runs of this process, and the
+    recipe stores its location.
     """
     if isinstance(recipe, Recipe):
         given = recipe.model_dump(mode="json", exclude_unset=True)
@@ -147,7 +148,7 @@ def checked_recipe(values: dict[str, Any]) -> Recipe:
 
 
 def value_text(value: Any) -> str:
-    """Returns one value as one line of YAML that `load_recipe` reads back to the same value."""
+    """Returns one value as one line of YAML, from which `load_recipe` restores the same value."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**20, sort_keys=False
     ).strip()
@@ -155,7 +156,7 @@ def value_text(value: Any) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Returns plain values as in a YAML file; a function becomes its path."""
+    """Converts a Python value to plain values as in a YAML file; a function becomes its path."""
     if isinstance(value, Mapping):
         return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -182,7 +183,7 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Returns the resolved recipe as YAML; `load_recipe` reads it back to the same recipe."""
+    """Returns the resolved recipe as YAML; `load_recipe` restores the same recipe from this text."""
     return yaml.dump(resolved(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -202,7 +203,7 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 
 
 def method_text(name: str) -> str | None:
-    """Returns the defaults of a method as YAML; None if there is no such method."""
+    """Returns the defaults of a method as YAML, or None if there is no such method."""
     if name not in OFFLINE and name not in ONLINE:
         return None
     return yaml.dump({"method": name, **method_defaults(name)}, Dumper=_Dumper, sort_keys=False)
@@ -281,14 +282,15 @@ def _expand_short_form(name: str, short: bool | None) -> Any:
 def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
     """Validates the schema, then the combinations of keys.
 
-    If the schema check fails, the bad keys are removed so that problems of combinations can be reported too.
+    If the schema check fails, the invalid keys are removed, so that invalid combinations of the other keys are reported
+    too.
     """
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as failure:
         problems = _first_of_each_key([_problem(error) for error in failure.errors()])
         rest = _without(values, [_plain_loc(error["loc"]) for error in failure.errors()])
-        # Required keys get a placeholder, so that a missing key does not hide other problems.
+        # Missing required keys get a placeholder value, so that the check of combinations can still run.
         for section, key in (("model", "path"), ("data", "train")):
             given = rest.get(section)
             rest[section] = {key: "unset", **(given if isinstance(given, dict) else {})}
@@ -296,19 +298,20 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
             partial = Recipe.model_validate(rest)
         except ValidationError:
             return None, problems
-        # A removed key must not also be reported as missing.
+        # A key that was removed because it is invalid must not also be reported as missing.
         reported = {problem.where for problem in problems}
         return None, problems + [new for new in combination_problems(partial) if new.where not in reported]
     return recipe, list(combination_problems(recipe))
 
 
 def _first_of_each_key(problems: list[Problem]) -> list[Problem]:
-    """Keeps one problem per key: a value that matches no branch of a union fails once per branch."""
+    """Keeps one problem per key, because pydantic reports a value that matches no branch of a union once per branch."""
     return list({problem.where: problem for problem in reversed(problems)}.values())[::-1]
 
 
 def _plain_loc(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Returns the location without the union branches that pydantic adds ('list[str]', 'literal[...]')."""
+    """Returns the location of a pydantic error without the union branches that pydantic adds ('list[str]',
+    'literal[...]')."""
     return tuple(part for part in loc if isinstance(part, int) or ("[" not in part and part not in ("int", "float")))
 
 
@@ -348,7 +351,7 @@ def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
 
 
 def described_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, str]:
-    """Returns every full key of the schema with its description."""
+    """Returns every dotted key of the schema with its description."""
     keys: dict[str, str] = {}
     for name, info in model.model_fields.items():
         full = f"{prefix}{name}"
@@ -466,7 +469,7 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
     if leaf in _ABSENT:
         return _ABSENT[leaf]
     near = [_ELSEWHERE[leaf]] if leaf in _ELSEWHERE else []
-    # Below this similarity, a hint is wrong more often than right (`stage` and `tape`).
+    # The cutoffs are high: for less similar names, "did you mean" is wrong more often than right (`stage` and `tape`).
     names_here = [*siblings, *(old[len(parent) :] for old in RENAMED if old.rpartition(".")[0] == parent.rstrip("."))]
     near = near or [current_key(parent + name) for name in difflib.get_close_matches(leaf, names_here, n=1, cutoff=0.7)]
     near = near or [current_key(key) for key in (*keys, *RENAMED) if key.split(".")[-1] == leaf]

@@ -25,14 +25,15 @@ class Facts:
 
 @cache
 def facts_of(key: str) -> Facts:
-    """Returns the properties of a dotted key, which inherits from its groups. List indices in the key are skipped."""
+    """Returns the declared properties of a dotted key; a key inherits properties from its groups. List indices in the
+    key are skipped."""
     facts = Facts()
     for field in _fields_along(key):
         declared: Any = field.json_schema_extra or {}
-        # Every key of a harmless group is harmless, for example the columns of validation rows.
+        # Every key of a group with a harmless effect is harmless, for example the columns of validation rows.
         harmless = facts.effect is not None and facts.effect.weight == "harmless"
         effect = facts.effect if harmless else declared.get("effect") or facts.effect
-        # A key that cannot change the metrics may change when a run resumes.
+        # A user may change a key on resume if the key cannot change the metrics.
         resumable = declared.get("resumable") or facts.resumable or (effect is not None and effect.weight == "harmless")
         facts = Facts(effect, resumable, declared.get("read_where"))
     return facts
@@ -77,12 +78,13 @@ class Measure:
         return self.name.startswith(_VALIDATION)
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Returns the measured value; None if it is missing or not finite, so it is never the best."""
+        """Returns the measured value, or None if it is missing or not finite, so that such a value is never the
+        best."""
         value = metrics.get(self.name)
         return value if value is not None and math.isfinite(value) else None
 
     def rank(self, value: float) -> float:
-        """Returns a sort key: lower is better."""
+        """Returns a sort key for a value of the metric: the best value has the lowest key."""
         return -value if self.highest else value
 
     def __str__(self) -> str:
@@ -90,7 +92,8 @@ class Measure:
 
 
 def measure_of(words: str) -> Measure:
-    """Parses `METRIC`, `METRIC max` or `METRIC min`. Raises ValueError if the direction is missing and not implied."""
+    """Parses `METRIC`, `METRIC max` or `METRIC min`. Raises ValueError if neither `max`/`min` nor the name gives the
+    direction."""
     name, *end = words.split()
     name = _SHORT.get(name, name)
     if end in (["max"], ["min"]):
@@ -110,10 +113,14 @@ def best_measure(recipe: Recipe) -> Measure:
 
 
 def measure_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of metrics that the run will not have, or whose direction is undefined."""
+    """Yields a problem for each metric in the recipe that the run will not have, or whose direction is undefined."""
     stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
-        yield conflict("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
+        yield conflict(
+            "checkpoint.best",
+            "checkpoint.keep_best=0 keeps no best checkpoint",
+            "remove checkpoint.best or checkpoint.keep_best",
+        )
     if settings.best is not None:
         yield from _problems_of("checkpoint.best", settings.best, recipe)
     elif settings.keep_best:
@@ -139,7 +146,7 @@ def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
         return
     name, online = measure.name, recipe.method in ONLINE
     if name == "val/loss" and online:
-        why = "val/loss is measured on rows, and online runs have none"
+        why = "val/loss is measured on the rows of data.val, and online runs have no such rows"
         remedy = "use reward, or val/accuracy with val.questions"
         yield Problem(
             key,

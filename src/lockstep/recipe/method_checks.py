@@ -1,4 +1,4 @@
-"""Checks the keys of a method: invalid combinations, and which reference model it uses."""
+"""Checks a method's keys for invalid combinations, and determines which reference model the method uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.recipe.schema import Recipe
 
 def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield conflict("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
+        yield conflict("rm.loss", "ranking plackett_luce defines its loss", "remove rm.loss, or set rm.ranking=pairs")
 
 
 def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -25,8 +25,8 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.batch.rows_per_update < 2:
         yield Problem(
             "batch.rows_per_update",
-            "KTO estimates the KL from mismatched pairs, and an update of one row has none",
-            "set it to 2 or more",
+            "KTO estimates the KL from mismatched pairs of rows, and an update of one row has no such pair",
+            "set batch.rows_per_update to 2 or more",
             code="too-few-rows",
         )
     if recipe.preference.reference_free and recipe.preference.reference:
@@ -40,7 +40,7 @@ def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
     if settings.teacher is None:
         yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher", code="not-set")
     if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield unused("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+        yield unused("distill.mix", f"divergence {settings.divergence} does not read distill.mix", "remove it")
 
 
 METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {
@@ -52,7 +52,7 @@ METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {
 
 
 def method_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of the keys that only this offline method reads."""
+    """Yields problems of the keys that only the recipe's offline method reads."""
     check = METHOD_CHECKS.get(recipe.method)
     return iter(()) if check is None else check(recipe)
 
@@ -63,7 +63,8 @@ def preference_reads(recipe: Recipe) -> tuple[str, ...]:
 
 
 def reference_kind(recipe: Recipe) -> str:
-    """Returns the kind of reference: `none`, `adapter` (policy without its adapter), `model` (separate) or `disk`."""
+    """Returns the kind of reference model, which is `none`, `adapter` (the policy without its adapter), `model` (a
+    separate model) or `disk` (precomputed log-probs)."""
     if recipe.method in ONLINE:
         used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
     elif "preference" in sections_read(recipe.method):
@@ -80,6 +81,6 @@ def reference_kind(recipe: Recipe) -> str:
 
 
 def reference_folder(recipe: Recipe) -> str:
-    """Returns the folder of the reference; by default, the folder of the policy."""
+    """Returns the folder of the reference model; by default, the folder of the policy."""
     named = recipe.algorithm.kl.reference if recipe.method in ONLINE else recipe.preference.reference
     return named or recipe.model.path

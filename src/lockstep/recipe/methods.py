@@ -1,4 +1,4 @@
-"""The training methods. A method is a named set of defaults; values in the recipe override them.
+"""The training methods. A method is a named set of default values of recipe keys; values in the recipe override them.
 
 An online method consists of its defaults only. An offline method also lists the keys it reads; its loss is in
 `methods/`.
@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.recipe.renamed_keys import stored_recipe
 
-# Keys of `data` that contain column names, by the kind of rows.
+# For each kind of training rows, the keys of `data` that contain column names.
 SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
 PAIR_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
 JUDGED_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key")
@@ -23,14 +23,14 @@ STEP_COLUMNS = ("messages_key", "prompt_key", "text_key", "steps_key", "label_ke
 class OfflineRow:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
-    """Groups of keys that only this kind of method reads."""
+    """Groups of recipe keys that this method reads in addition to the common groups."""
     columns: tuple[str, ...] = SUPERVISED_COLUMNS
     compares: bool = False
-    """Whether a row has two or more sequences, which must be in one micro-batch."""
+    """Whether a row has two or more sequences, which must be in the same micro-batch."""
     judges: bool = False
-    """Whether the trained model scores responses and does not generate."""
+    """Whether the trained model scores responses and cannot generate, as a reward model does."""
     preference: str | None = None
-    """The key in PREFERENCE_READS, for a method that reads `preference` with a fixed loss."""
+    """The entry of PREFERENCE_READS for a method with a fixed loss, or None if `preference.loss` selects the entry."""
 
 
 def _pairs(**preference: Any) -> OfflineRow:
@@ -50,7 +50,7 @@ OFFLINE: dict[str, OfflineRow] = {
     "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
-    # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities; `average: false` sums them.
+    # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities, or on their sums with `average: false`.
     "ipo": _pairs(loss="ipo", average=True),
     # Meng et al. 2024 (arXiv 2405.14734).
     "simpo": _pairs(loss="simpo", beta=2.0, gamma=1.0),
@@ -75,13 +75,15 @@ ONLINE: dict[str, dict[str, Any]] = {
         "rollout": {"n": 1},
         "algorithm": {"advantage": "gae", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001}},
     },
-    # Shao et al. 2024 (arXiv 2402.03300): group-normalised rewards, KL penalty in the loss.
+    # Shao et al. 2024 (arXiv 2402.03300): the advantage is the group-normalised reward; the KL penalty is in the loss.
     "grpo": {"algorithm": {"advantage": "grpo", "kl": {"where": "loss", "coefficient": 0.001}}},
-    # Liu et al. 2025 (arXiv 2503.20783): no division by the group's standard deviation nor by a response's length.
+    # Liu et al. 2025 (arXiv 2503.20783): GRPO without division by the group's standard deviation and the response
+    # length.
     "dr_grpo": {"algorithm": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"}},
-    # Williams 1992: sum of later rewards, no baseline.
+    # Williams 1992: a token's advantage is the sum of the rewards after it, without a baseline.
     "reinforce": {"rollout": {"n": 1}, "algorithm": {"advantage": "reinforce", "loss": "policy_gradient"}},
-    # Hu 2025 (arXiv 2501.03262): PPO's clip without a critic, k1 KL penalty in the reward, global whitening.
+    # Hu 2025 (arXiv 2501.03262): PPO's clipped loss without a critic, a k1 KL penalty in the reward, advantages
+    # whitened over the batch.
     "reinforce_pp": {
         "rollout": {"n": 1},
         "algorithm": {"advantage": "reinforce_pp", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001}},
@@ -89,7 +91,8 @@ ONLINE: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {
         "algorithm": {"advantage": "reinforce_pp_baseline", "kl": {"where": "loss", "estimator": "k2"}}
     },
-    # Ahmadian et al. 2024 (arXiv 2402.14740): the mean of the other samples as baseline.
+    # Ahmadian et al. 2024 (arXiv 2402.14740): the baseline is the mean reward of the other responses to the same
+    # prompt.
     "rloo": {
         "algorithm": {
             "advantage": "rloo",
@@ -98,7 +101,7 @@ ONLINE: dict[str, dict[str, Any]] = {
             "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001},
         }
     },
-    # Li et al. 2023 (arXiv 2310.10505): the greedy response as baseline.
+    # Li et al. 2023 (arXiv 2310.10505): the baseline is the reward of the greedy response.
     "remax": {
         "rollout": {"n": 1},
         "algorithm": {
@@ -107,11 +110,12 @@ ONLINE: dict[str, dict[str, Any]] = {
             "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001},
         },
     },
-    # Hao et al. 2025 (arXiv 2505.23585): the length-weighted baseline with the least variance, exactly on policy.
+    # Hao et al. 2025 (arXiv 2505.23585): the length-weighted baseline with the least variance; every update is on
+    # policy.
     "opo": {"algorithm": {"advantage": "opo", "loss": "policy_gradient"}},
     # Chu et al. 2025 (arXiv 2504.02546).
     "gpg": {"algorithm": {"advantage": "gpg", "loss": "policy_gradient"}},
-    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with tight clip bounds.
+    # Zheng et al. 2025 (arXiv 2507.18071): one importance ratio per sequence, with tight clip bounds.
     "gspo": {
         "algorithm": {
             "advantage": "grpo",
@@ -121,12 +125,15 @@ ONLINE: dict[str, dict[str, Any]] = {
             "clip_high": 0.0004,
         }
     },
-    # Yu et al. 2025 (arXiv 2503.14476): clip-higher, dynamic sampling, overlong shaping (set its buffer), token mean.
+    # Yu et al. 2025 (arXiv 2503.14476): clip-higher, dynamic sampling, token mean, and overlong shaping if its buffer
+    # is set.
     "dapo": {"algorithm": {"advantage": "grpo", "clip_high": 0.28, "dynamic_sampling": {"max_gen_batches": 3}}},
-    # MiniMax 2025 (arXiv 2506.13585): the clipped ratio as a constant weight; only the upper bound is used.
+    # MiniMax 2025 (arXiv 2506.13585): the clipped ratio is a constant weight of the gradient; only the upper bound
+    # takes effect.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
-    # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): responses of the student, each token
-    # rewarded by the teacher's log-ratio. There is no other reward; `algorithm.kl.reference` is the teacher.
+    # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): the student generates, and the reward of a
+    # token is its log-ratio of teacher to student. No other reward is used, and `algorithm.kl.reference` is the
+    # teacher.
     "on_policy_distill": {
         "rollout": {"n": 1},
         "reward": {"weights": {"rule": 0.0}},
@@ -144,7 +151,7 @@ _ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
 OPTIONAL_SECTIONS = tuple(
     dict.fromkeys([*_ONLINE_SECTIONS, *(section for row in OFFLINE.values() for section in row.sections)])
 )
-# Keys of `preference` that each loss reads. KTO has a fixed loss and is listed by method name.
+# Keys of `preference` that each loss reads. KTO has a fixed loss, so its entry has the name of the method.
 _COMMON = ("loss", "beta", "nll")
 _RANKED = (*_COMMON, "reference", "precompute", "ld_alpha")
 _REFERENCED = (*_RANKED, "average")
@@ -181,13 +188,13 @@ def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 def method_defaults(name: str) -> dict[str, Any]:
     """Returns the defaults of a method; empty for an undefined method, which the schema rejects."""
-    # A plug-in's defaults may use old names.
+    # The defaults of a plug-in's method may use old names of keys.
     defaults: dict[str, Any] = stored_recipe(dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {}))
     return defaults
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges `above` over `below`, recursively."""
+    """Merges two nested dicts recursively; values of `above` override values of `below`."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

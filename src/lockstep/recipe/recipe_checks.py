@@ -1,4 +1,4 @@
-"""Checks for invalid combinations of keys, and defaults that depend on other keys."""
+"""Checks a recipe for invalid combinations of keys, and fills in defaults that depend on other keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
         why = (
             f"{parallel.tensor_parallel} cannot be combined with parallel.context_parallel={parallel.context_parallel}"
         )
-        yield conflict(key, why, "set one of the two to 1")
+        yield conflict(key, why, "set parallel.tensor_parallel or parallel.context_parallel to 1")
     for name in ("offload", "offload_critic"):
         if getattr(parallel, name) in ("params", "all"):
             yield unfit(f"parallel.{name}", "tensor-parallel weights cannot be offloaded", f"use optimizer, {alone}")
@@ -41,12 +41,12 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
             why = f"{recipe.rollout.engine} does not support tensor parallelism"
             yield unfit("rollout.engine", why, f"use native, {alone}")
         if recipe.rollout.function is not None:
-            why = "each tensor-parallel rank would run it, and their requests must be identical"
+            why = "each tensor-parallel rank would run the function, and the requests of all ranks must be identical"
             yield unfit("rollout.function", why, f"remove it, {alone}")
 
 
 DEFAULT_TOKENS = 4096
-# Data keys that only offline methods read, and the remedy for an online method.
+# Keys of `data` that only offline methods read, each with the remedy that an online run shows.
 OFFLINE_ROWS = {
     **dict.fromkeys(
         (
@@ -71,7 +71,7 @@ OFFLINE_ROWS = {
 def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run = recipe.run
     if run.epochs is not None and run.steps is not None:
-        yield conflict("run.steps", "cannot be combined with run.epochs", "remove one of the two")
+        yield conflict("run.steps", "cannot be combined with run.epochs", "remove run.steps or run.epochs")
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _optim_problems(recipe)
@@ -93,7 +93,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
 def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tape.record and recipe.model.lora is not None and recipe.model.lora.dropout:
         yield unfit(
-            "tape", "a replay cannot reproduce dropout on another device", "set model.lora.dropout=0 for a tape"
+            "tape", "a replay cannot reproduce dropout on another device", "set model.lora.dropout=0 to record a tape"
         )
     if recipe.tape.record and recipe.parallel.context_parallel > 1:
         yield unfit(
@@ -104,7 +104,8 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of the load-balancing loss, which needs full micro-batches and full layers on one rank."""
+    """Yields problems of the load-balancing loss. Computing it needs full micro-batches and full layers on every
+    rank."""
     for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
         if recipe.model.aux_loss_coef and ranks > 1:
@@ -129,7 +130,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
             "data.max_tokens",
             f"{data.max_tokens} exceeds batch.tokens={batch.tokens}"
             + (f" on each of {context} devices" if context > 1 else "")
-            + ": such a row does not fit into a micro-batch",
+            + ": a row of this length does not fit into a micro-batch",
             f"raise batch.tokens to {-(-data.max_tokens // context)} or lower data.max_tokens",
             code="over-batch-tokens",
         )
@@ -140,8 +141,8 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
             path = sources[weighted.index(False)].path
             yield Problem(
                 f"data.{key}",
-                f"{path} has no weight but others have",
-                "give every source a weight, or none",
+                f"{path} has no weight, but other sources have one",
+                "give a weight to every source, or to no source",
                 code="wrong-count",
             )
 
@@ -156,7 +157,9 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem(
-            "optim.warmup", f"{optim.warmup} warm-up steps leave no step of {run.steps} to train", code="no-steps-left"
+            "optim.warmup",
+            f"{optim.warmup} warm-up steps leave no step of {run.steps} after the warm-up",
+            code="no-steps-left",
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Problem("optim.betas", f"{optim.betas} must be in [0, 1)", code="out-of-range")
@@ -169,9 +172,9 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if val.at_start and not (data.val or val.questions):
         yield needs("val.at_start", "nothing to validate on", "set data.val or val.questions")
     if val.question_rows and not val.questions:
-        yield needs("val.question_rows", "val.questions is not set", "set val.questions, or remove it")
+        yield needs("val.question_rows", "val.questions is not set", "set val.questions, or remove this key")
     if val.rules and not val.questions:
-        yield needs("val.rules", "val.questions is not set", "set val.questions, or remove it")
+        yield needs("val.rules", "val.questions is not set", "set val.questions, or remove this key")
 
 
 def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -227,10 +230,14 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
 
 
 def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of offloading a model that the run does not have, or together with a tape."""
+    """Yields a problem for each offload key whose model the run does not have, or that a tape forbids."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
-        yield unfit("parallel.offload", "a tape cannot record offloaded state", "set it to none for a tape")
+        yield unfit(
+            "parallel.offload",
+            "a tape cannot record offloaded state",
+            "set parallel.offload and parallel.offload_critic to none to record a tape",
+        )
     critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
     offloads = {
         "offload_critic": (parallel.offload_critic != "none", critic, "critic"),
@@ -248,11 +255,11 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that the method would silently ignore."""
+    """Yields a problem for each key that is set in a group that the method does not read."""
     for section in OPTIONAL_SECTIONS:
         if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
-                yield unused(f"{section}.{key}", f"method {recipe.method} does not read it", "remove it")
+                yield unused(f"{section}.{key}", f"method {recipe.method} does not read this key", "remove it")
 
 
 def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -287,36 +294,39 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that the loss does not read. A stored recipe has all keys, so values are compared."""
+    """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. A
+    recipe from a run folder sets every key, so being set is no criterion."""
     settings, fields = recipe.preference, type(recipe.preference).model_fields
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
         if key not in preference_reads(recipe) and getattr(settings, key) != fields[key].default:
-            yield unused(f"preference.{key}", f"{chosen} does not read it", "remove it")
+            yield unused(f"preference.{key}", f"{chosen} does not read this key", "remove it")
     if OFFLINE[recipe.method].preference is None:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem(
                 "preference.label_smoothing",
-                "exo_pair takes its logarithm, so it must not be 0",
-                "set it, for example to 0.001",
+                "loss exo_pair takes the logarithm of label_smoothing, so it must not be 0",
+                "set preference.label_smoothing, for example to 0.001",
                 code="out-of-range",
             )
         reads_alpha = "alpha" in preference_reads(recipe)
         if reads_alpha and settings.divergence != "alpha" and settings.alpha != fields["alpha"].default:
-            yield unused("preference.alpha", f"divergence {settings.divergence} does not read it", "remove it")
+            yield unused(
+                "preference.alpha", f"divergence {settings.divergence} does not read preference.alpha", "remove it"
+            )
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.val.n > 1 and not recipe.val.temperature:
         yield Problem(
             "val.n",
-            f"{recipe.val.n} greedy answers would all be the same",
+            f"the {recipe.val.n} greedy answers to a question would all be equal",
             "set val.temperature",
             code="identical-samples",
         )
     for key, off in (("top_p", 1.0), ("top_k", 0)):
         if getattr(recipe.val, key) != off and not recipe.val.temperature:
-            yield unused(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove it")
+            yield unused(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove this key")
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -324,10 +334,14 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.data.val:
         yield unused("data.val", "online methods validate on questions", "use val.questions")
     if recipe.val.rules:
-        yield unused("val.rules", "an online run scores answers with its rewards", "use reward.rules")
+        yield unused(
+            "val.rules", "an online run scores validation answers with the rewards of the run", "use reward.rules"
+        )
     if recipe.data.overlong == "truncate_right":
         yield unfit(
-            "data.overlong", "a prompt truncated at its end loses the question", "use truncate_left, drop or error"
+            "data.overlong",
+            "a prompt that is truncated at its end may lose the question",
+            "use truncate_left, drop or error",
         )
     yield from algorithm_problems(recipe)
     yield from _offline_row_problems(recipe)
@@ -335,7 +349,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that an online method ignores. A stored recipe has all keys, so values are compared."""
+    """Yields a problem for each key that only offline methods read and that differs from its default. A recipe from a
+    run folder sets every key, so being set is no criterion."""
     sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
     groups: dict[str, Section] = {"data": recipe.data, **sources}
     for where, group in groups.items():
@@ -378,9 +393,10 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     """Returns the default rollout correction for stale responses and for serving engines.
 
-    For stale responses, the loss clips against the policy that generated them. An importance weight alone lets the
-    policy drift away (measured in docs/online.md), so it is used only if the loss does not clip. A serving engine has
-    the current weights, so the mismatch is only rounding and the weight is sufficient.
+    For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
+    lets the policy drift away (measured in docs/online.md), so it is the default only for losses that do not clip. A
+    serving engine has the current weights, so its log-probs differ only by rounding and an importance weight is
+    sufficient.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:

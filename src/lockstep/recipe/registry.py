@@ -1,4 +1,4 @@
-"""The registry of every name that a recipe may use and what it refers to. User modules may add names."""
+"""The registries of estimators, losses, engines and trackers that a recipe may name. User modules may add names."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from lockstep.errors import Problem
 from lockstep.functions import Unloadable, describe_error, run_file
 
-# Estimators, losses and engines declare their requirements; callers check these rows, never the names. A new estimator
-# or loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows
-# contain `package.module:name`, which is imported on use.
+# A row declares the requirements of an estimator, loss or engine; callers check the row, never the name. A new
+# estimator or loss needs a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so
+# their rows contain `package.module:name`, which is imported on first use.
 
 
 @dataclass(frozen=True)
 class EstimatorRow:
     critic: bool = False
-    """Whether it needs the values of a critic."""
+    """Whether the estimator needs the values of a critic."""
     groups: bool = False
-    """Whether it compares several responses to the same prompt."""
+    """Whether the estimator compares several responses to the same prompt."""
     greedy_baseline: bool = False
-    """Whether it needs the score of the greedy response to each prompt."""
+    """Whether the estimator needs the score of the greedy response to each prompt."""
     energy: bool = False
-    """Whether it needs the sum of squared probabilities over the vocabulary at each token."""
+    """Whether the estimator needs the sum of squared probabilities over the vocabulary at each token."""
     parts: bool = False
-    """Whether it needs each reward separately, not only their sum."""
+    """Whether the estimator needs the score of each reward component, not only their sum."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,17 @@ class LossRow:
     keys: Mapping[str, str] = field(default_factory=dict)
     """Maps arguments of the loss function to keys of `algorithm`."""
     ratio: bool = True
-    """Whether the loss uses the ratio of new to old probability. Without it, a step can have only one update."""
+    """Whether the loss uses the ratio of new to old probability. A loss without this ratio allows only one update per
+    step."""
     tokenwise: bool = False
     """Whether the loss of a token is independent of all other tokens of the update."""
     selection_keys: Mapping[str, str] | None = None
-    """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Such losses need
-    old log-probs before the update."""
+    """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Losses that
+    select tokens need the old log-probs before the first update."""
     trust_region: bool = False
-    """Whether the clip stops the gradient of tokens that moved too far from the old policy, with bounds wide enough for
-    several updates. The engine's log-probs of stale responses can then serve as old log-probs. False if only a weight
-    is bounded (cispo) or the bounds fit a single update (gspo)."""
+    """Whether the clip stops the gradient of tokens that have moved too far from the old policy, and its bounds are
+    wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale responses can serve as
+    old log-probs. It is false if the clip bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,20 @@ class EngineRow:
     opener: str
     """`package.module:name` of the engine's `open_engine`."""
     paged: bool = False
-    """Whether it uses lockstep's paged KV cache. The architecture is then tested on a miniature model, and models whose
-    positions change with the length are rejected beyond the cacheable length."""
+    """Whether the engine uses lockstep's paged KV cache. If `paged` is true, a preflight check generates with a
+    miniature model of the same architecture. Models whose rotary embedding depends on the sequence length are refused
+    beyond the length up to which cached keys stay valid."""
     divided: bool = False
-    """Whether it supports tensor parallelism (`parallel.tensor_parallel`)."""
+    """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     server_adapter: str = ""
-    """Serving engines only (weights in another process, reached over HTTP): `package.module:name` of the
-    `ServerAdapter` (`rollout/servers/`). `rollout.server` and `rollout.url` start or locate the server. Its
-    `open_engine` also gets the `RunPlace`."""
+    """`package.module:name` of the `ServerAdapter` (`rollout/servers/`); empty if the engine is not a server. A serving
+    engine has its weights in another process and is reached over HTTP. The recipe starts a server with `rollout.server`
+    or names a running one with `rollout.url`. The `open_engine` of a serving engine also gets the `RunPlace`."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
-    """The values of `rollout.truncated_sampling` for which the engine's log-probs match the trainer's, each with the
-    sampling keys that it supports."""
+    """Maps the values of `rollout.truncated_sampling` for which the engine's log-probs match the trainer's to the
+    sampling keys that are supported with that value."""
 
     @property
     def served(self) -> bool:
@@ -142,7 +144,8 @@ def loss_row(name: str) -> LossRow:
 
 
 def drawn_by(engine: str) -> str:
-    """Returns whose random generator samples the tokens: `lockstep`, or the name of a serving engine."""
+    """Returns the owner of the random generator that samples the tokens, which is `lockstep` or the name of a serving
+    engine."""
     return engine if ENGINES.get(engine, ENGINES["native"]).served else "lockstep"
 
 
@@ -153,21 +156,21 @@ def imported(path: str) -> Any:
 
 
 KEY = "run.plugins"
-# Imported plug-ins by their name in the recipe. Their registered names remain until the process ends.
+# Imported plug-ins by their name in the recipe. The names that a plug-in registers remain until the process ends.
 _imported: dict[str, ModuleType] = {}
 
 
 def import_plugins(values: Mapping[str, Any]) -> list[Problem]:
-    """Imports the plug-ins of an unchecked recipe; returns a problem for each one that fails."""
+    """Imports the plug-ins of an unchecked recipe; returns a problem for each plug-in that fails."""
     run = values.get("run")
     named = run.get("plugins") if isinstance(run, Mapping) else None
-    # The schema reports a value that is not a list of texts.
+    # A value that is not a list of strings is skipped here; the schema check reports it.
     words = [word for word in named if isinstance(word, str)] if isinstance(named, list) else []
     return [problem for word in words if (problem := _import(word)) is not None]
 
 
 def plugin_file(word: str) -> Path | None:
-    """Returns the file of an imported plug-in; None if it has none."""
+    """Returns the source file of an imported plug-in, or None if the module has no file."""
     file = getattr(_imported.get(word), "__file__", None)
     return None if file is None else Path(file)
 
@@ -198,9 +201,9 @@ def _import(word: str) -> Problem | None:
                 "install what it needs",
                 code="import-failed",
             )
-        remedy = "install it, or give its file: path/to/file.py"
+        remedy = "install the module, or give its file: path/to/file.py"
         return Problem(f"{KEY} {word}", "no such module", remedy, code="import-failed")
-    except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
+    except Exception as error:  # noqa: BLE001 - a user module may raise any exception; it is reported as a problem
         return Problem(
             f"{KEY} {word}",
             f"cannot be imported: {describe_error(error, word)}",

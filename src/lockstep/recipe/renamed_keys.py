@@ -1,4 +1,4 @@
-"""The old names of recipe keys. They work for one release, with a warning. Stored recipes are read with new names."""
+"""The old names of recipe keys. An old name works for one release, with a warning. Stored recipes are converted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.errors import Problem, RenamedKey
 
-# Old name -> new name. Both have the same group.
+# Old name -> new name. The old and the new key are in the same group.
 RENAMED = {
     "run.stop_early": "run.early_stopping",
     "data.reader_limit": "data.reader_timeout",
@@ -30,7 +30,7 @@ RENAMED = {
     "parallel.context": "parallel.context_parallel",
     "parallel.tensor": "parallel.tensor_parallel",
 }
-# Groups that contain a renamed key. Other groups are not searched.
+# Groups that contain a renamed key. The search for old names skips all other groups.
 _GROUPS = {".".join(parts[:end]) for parts in (old.split(".") for old in RENAMED) for end in range(1, len(parts))}
 
 
@@ -41,9 +41,10 @@ def current_key(key: str) -> str:
 
 
 def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[str, Any], list[Problem]]:
-    """Returns nested values with the new names of keys, and a warning for each old name.
+    """Returns nested values with the new names of keys, and warns about each old name.
 
-    `group`: the key that contains the values. Values that contain both names of a key are a problem.
+    `group`: the dotted key of the group that contains the values. Also returns a problem for each key that is set by
+    both its old and its new name.
     """
     found: list[str] = []
     renamed = _renamed(values, group, found)
@@ -54,12 +55,13 @@ def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[st
 
 
 def stored_recipe(values: Any) -> Any:
-    """Returns the recipe of a run, checkpoint or tape with new key names. Other types are returned unchanged."""
+    """Returns the recipe of a run, checkpoint or tape with new key names. A value that is not a dict is returned
+    unchanged."""
     return _renamed(values, "", []) if isinstance(values, dict) else values
 
 
 def both_names(keys: Iterable[str]) -> list[Problem]:
-    """Returns one problem for each key that dotted keys set by both its old and its new name."""
+    """Returns one problem for each key that the given dotted keys set by both its old and its new name."""
     given = list(keys)
     old_names = {old for key in given if (old := _old_name(key)) is not None}
     return [_both(old) for old in sorted(old_names) if any(_within(key, RENAMED[old]) for key in given)]
@@ -69,18 +71,20 @@ def warn_renamed(key: str) -> None:
     """Warns if the dotted key, or a group that contains it, is an old name."""
     if (old := _old_name(key)) is not None:
         note = f"{old} is now {RENAMED[old]}; the old name works until the next release"
-        # The warning always comes from this line, because Python shows the same text from the same line only once.
+        # All warnings are raised on this line, because Python shows a warning with the same text and line only once.
         warnings.warn(note, RenamedKey, stacklevel=1)
 
 
 def new_attribute(name: str, fields: Iterable[str]) -> str | None:
-    """Returns the field of a section that had this name; None if there is none."""
+    """Returns the current name of the field that had the old name `name`, or None if no field of `fields` had this
+    name."""
     names = [new.rpartition(".")[2] for old, new in RENAMED.items() if old.rpartition(".")[2] == name]
     return next((new for new in names if new in fields), None)
 
 
 def _renamed(values: dict[str, Any], group: str, found: list[str]) -> dict[str, Any]:
-    """Returns the values with new names and adds old names to `found`. If both are given, the new one is used."""
+    """Returns the values with new key names and adds the old names to `found`. If both names of a key are set, the
+    value of the new name is used."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{group}.{name}" if group else str(name)
@@ -113,5 +117,5 @@ def _contains(values: Any, key: str, group: str) -> bool:
 
 def _both(old: str) -> Problem:
     return Problem(
-        RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}", code="conflicting-keys"
+        RENAMED[old], f"is the new name of {old}, and both keys are given", f"remove {old}", code="conflicting-keys"
     )

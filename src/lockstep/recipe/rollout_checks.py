@@ -19,7 +19,7 @@ def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of prompts per update, samples per prompt and sampling."""
+    """Yields problems of the keys for prompts per update, samples per prompt, and sampling."""
     batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
         yield unused("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
@@ -41,21 +41,21 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _logprob_check_problems(recipe)
     if rollout.max_staleness is None and rollout.worker_device is not None:
         why = "applies to asynchronous generation, which is off"
-        yield needs("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
+        yield needs("rollout.worker_device", why, "set rollout.max_staleness, or remove rollout.worker_device")
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
-            f"{algorithm.advantage} compares the samples of a prompt and needs at least 2",
-            "set it to 2 or more",
+            f"{algorithm.advantage} compares the samples of a prompt and needs at least 2 samples",
+            "set rollout.n to 2 or more",
             code="out-of-range",
         )
     truncated = [key for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, key) != off]
     if truncated and rollout.truncated_sampling == "refuse":
         yield Problem(
             f"rollout.{truncated[0]}",
-            "responses would be sampled from a truncated distribution while the trainer scores the full one: every "
-            "ratio of new to old probability would be biased",
-            "remove it, or set rollout.truncated_sampling=mask (the trainer truncates too) or ignore",
+            "responses would be sampled from a truncated distribution, but the trainer would use the full "
+            "distribution: every ratio of new to old probability would be biased",
+            "remove this key, or set rollout.truncated_sampling=mask (the trainer truncates too) or ignore",
             code="truncated-sampling",
         )
 
@@ -67,21 +67,24 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.max_staleness and isinstance(limit, float):
         yield unfit(
             key,
-            "compares with the current policy, and with rollout.max_staleness an older policy generated the responses",
-            "remove it; rollout_corr/k3 shows the divergence of the two",
+            "compares log-probs with the current policy, but with rollout.max_staleness an older policy generated the "
+            "responses",
+            "remove this key; the metric rollout_corr/k3 shows the divergence of the two policies",
         )
 
 
 def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of a weight sync that does not match the engine (a server, an asynchronous process or
-    neither)."""
+    """Yields a problem if `rollout.weight_sync` does not match the engine: a server, an asynchronous process or
+    neither."""
     rollout, served = recipe.rollout, ENGINES[recipe.rollout.engine].served
     mode, key = rollout.weight_sync, "rollout.weight_sync"
     if mode == "auto":
         return
     if not served and rollout.max_staleness is None:
         why = "applies to a server or to asynchronous generation, and the run uses neither"
-        yield needs(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
+        yield needs(
+            key, why, "remove rollout.weight_sync, set rollout.engine to a serving engine, or set rollout.max_staleness"
+        )
     elif served and mode == "memory" and rollout.engine != "vllm":
         yield unfit(
             key, f"{rollout.engine} cannot open the memory of the run", "use files (in /dev/shm), or collective"
@@ -93,7 +96,8 @@ def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _server_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of server keys without a serving engine, and of keys that a serving engine does not support."""
+    """Yields problems of keys that need a serving engine if the engine is not a server, and of keys that a serving
+    engine does not support."""
     rollout = recipe.rollout
     if not ENGINES[rollout.engine].served:
         for key in ("url", "server", "sleep"):
@@ -105,7 +109,7 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
                 )
         return
     if rollout.url is not None:
-        # The other keys of the section also apply to a server that is already running.
+        # The other keys of `rollout.server` also apply to a server that lockstep did not start.
         for key in ("devices", "tensor_parallel", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
@@ -125,8 +129,9 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
     if rollout.truncated_sampling not in ("refuse", *row.scored):
         yield Problem(
             "rollout.truncated_sampling",
-            f"engine {rollout.engine} returns log-probs of the truncated distribution, which the trainer would not use",
-            "use mask: the trainer truncates too",
+            f"engine {rollout.engine} returns log-probs of the truncated distribution, but the trainer would use the "
+            "full distribution",
+            "use mask, so that the trainer truncates too",
             code="truncated-sampling",
         )
     for key in ("top_p", "top_k", "min_p"):
@@ -135,7 +140,7 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
         if not unused and rollout.truncated_sampling in row.scored and rollout.truncated_sampling not in modes:
             yield Problem(
                 f"rollout.{key}",
-                f"engine {rollout.engine} does not return its log-probs with "
+                f"engine {rollout.engine} does not return log-probs that match the trainer's with "
                 f"truncated_sampling: {rollout.truncated_sampling}",
                 f"use truncated_sampling: {' or '.join(modes)}" if modes else "remove it",
                 code="truncated-sampling",

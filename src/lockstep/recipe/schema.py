@@ -1,6 +1,7 @@
 """The recipe schema: every key with its default, range and description.
 
-Larger groups of keys are in the `keys_*.py` files. `docs/recipe.md` is generated from all of them.
+The larger groups of recipe keys are in the `keys_*.py` files. `docs/recipe.md` is generated from the descriptions of
+all keys.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ def _as_tape(value: Any) -> Any:
 
 class EarlyStopping(Section):
     metric: str = Field(
-        description="Metric that must improve: `val/loss`, `val/accuracy`, `reward` or any other metric of the "
-        "run. Add `max` or `min` after the name if the name does not imply the direction."
+        description="Metric that must improve, for example `val/loss`, `val/accuracy`, `reward` or any other metric "
+        "of the run. Add `max` or `min` after the name of the metric if the name does not imply whether higher is "
+        "better."
     )
     patience: int = Field(
-        ge=1, description="Stop after this many measurements (validations or steps) without an improvement."
+        ge=1,
+        description="Stop after this many measurements of the metric (at validations or steps) without an improvement.",
     )
-    min_delta: float = Field(0.0, ge=0, description="Smallest change that counts as an improvement.")
+    min_delta: float = Field(0.0, ge=0, description="Smallest change of the metric that is regarded as an improvement.")
 
 
 class RunSettings(Section):
@@ -65,24 +68,27 @@ class RunSettings(Section):
         ge=0,
         lt=2**63,
         description="Random seed of the run.",
-        effect=Effect("matters", "other samples and another order of rows; metrics agree only in distribution"),
+        effect=Effect("matters", "responses and the order of rows differ; metrics agree only in distribution"),
     )
     epochs: int | None = Field(
-        None, ge=1, description="Passes over the training rows. Default: 1 if `run.steps` is not set.", resumable=True
+        None,
+        ge=1,
+        description="Number of passes over the training rows. Default: 1 pass if `run.steps` is not set.",
+        resumable=True,
     )
     steps: int | None = Field(None, ge=1, description="Optimizer steps. Use instead of `run.epochs`.", resumable=True)
     early_stopping: EarlyStopping | None = Field(
         None,
         description="Stop the run when a metric no longer improves.",
-        effect=Effect("harmless", "changes only where the run ends"),
+        effect=Effect("harmless", "affects only at which step the run ends"),
         resumable=True,
     )
     max_idle_updates: int | None = Field(
         10,
         ge=0,
-        description="Stop after this many consecutive steps whose updates change nothing: zero gradients, all "
-        "advantages zero, or every token masked. 0 or `null` never stops.",
-        effect=Effect("harmless", "changes only where the run ends"),
+        description="Stop after this many consecutive steps whose updates change nothing, because all gradients or "
+        "advantages are zero or every token is masked. With 0 or `null`, such steps do not stop the run.",
+        effect=Effect("harmless", "affects only at which step the run ends"),
         resumable=True,
     )
     resume: Literal["auto", "never", "required"] = Field(
@@ -95,21 +101,24 @@ class RunSettings(Section):
     deterministic: bool = Field(
         False,
         description="Use the device's deterministic kernels. On an NVIDIA device in bf16 or fp16, generation and "
-        "training then compute bit-identical values for a token.",
+        "training then compute bit-identical log-probabilities of a token.",
         effect=Effect("matters", "nondeterministic kernels add noise between runs"),
         resumable=True,
     )
     plugins: list[str] = Field(
         default_factory=list,
         description="Your modules that add estimators, losses, methods, engines or trackers: names of installed "
-        "modules, or `path/to/file.py`. They are imported before the recipe is checked.",
-        effect=Effect("matters", "a name may refer to other code; compare the file checksums"),
+        "modules, or `path/to/file.py`. Plug-ins are imported before the recipe is checked.",
+        effect=Effect(
+            "matters", "a name in the recipe may refer to other code; compare the checksums of the plug-in files"
+        ),
         resumable=True,
     )
     allow_fallback: bool = Field(
         True,
-        description="Whether operators that the device lacks may run on the CPU. They are counted and listed. "
-        "`false`: the first one stops the run. Checked in the first step.",
+        description="Whether operators that the device lacks may run on the CPU. The run counts and lists the "
+        "operators that ran on the CPU. With `false`, the first operator that the device lacks stops the run. The "
+        "run checks its operators in the first step.",
         effect=Effect("harmless", "an operator that the device lacks runs on the CPU or stops the run"),
         resumable=True,
     )
@@ -122,27 +131,31 @@ class RunSettings(Section):
 
 
 class Lora(Section):
-    rank: int | None = Field(None, ge=1, description="Rank of the adapter matrices. Default: the rank of `adapter`.")
+    rank: int | None = Field(
+        None,
+        ge=1,
+        description="Rank of the adapter matrices. Default: the rank of the adapter that `model.lora.adapter` names.",
+    )
     alpha: float | None = Field(
         None, gt=0, description="Numerator of the adapter's scale, alpha / rank. Default: 2 x rank."
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Linear layers that get an adapter: `all-linear` (all except the output head), or a list of "
-        "name suffixes, each of which must match. Layers that share their weight with another layer (a tied "
-        "embedding) cannot have an adapter.",
+        description="Linear layers that get an adapter: `all-linear` (all except the output head), or a list of name "
+        "suffixes, each of which must match at least one layer. Layers that share their weight with another layer (a "
+        "tied embedding) cannot have an adapter.",
     )
     exclude: str | list[str] | None = Field(
         None,
         description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
-        "Each must match.",
+        "Each entry must match at least one layer.",
     )
     adapter: str | None = Field(
         None,
-        description="Adapter to continue training: a PEFT folder, a run that trained one, or a checkpoint of that "
-        "run. It sets rank, alpha, dropout and layers. `model.adapter: FOLDER` is short for it. The reference is "
-        "still the model without an adapter.",
+        description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
+        "such a run. This adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short for "
+        "`model.lora.adapter`. The reference model is still the model without an adapter.",
         effect=FOLDER,
     )
 
@@ -159,8 +172,8 @@ class Model(Section):
     )
     master_weights: bool | None = Field(
         None,
-        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: `true` for bf16 "
-        "and fp16.",
+        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: the copies are kept "
+        "if `model.dtype` is bf16 or fp16.",
         effect=Effect("matters", "without fp32 copies, small updates are lost to rounding"),
     )
     lora: Lora | None = Field(
@@ -172,8 +185,8 @@ class Model(Section):
         None,
         ge=0,
         description="Weight of the load-balancing loss of a mixture of experts, computed over all tokens of an "
-        "update. It takes one more forward pass. Default: none; a model whose config.json sets a weight is then an "
-        "error.",
+        "update. This loss needs one more forward pass. Default: no load-balancing loss; a model whose config.json "
+        "sets its weight is then refused.",
         effect=Effect("blocks", "a different loss is minimised"),
     )
     gradient_checkpointing: bool = Field(
@@ -184,14 +197,14 @@ class Model(Section):
     activation_offload: bool = Field(
         False,
         description="Keep the activations of the policy and the critic in host memory until the backward pass "
-        "needs them. With `model.gradient_checkpointing` these are the inputs of the layers.",
-        effect=Effect("harmless", "activations are stored elsewhere with the same values"),
+        "needs them. With `model.gradient_checkpointing`, only the inputs of the layers are kept.",
+        effect=Effect("harmless", "activations are stored in host memory with the same values"),
         resumable=True,
     )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
-        "embedding kernels; `sdpa` uses plain PyTorch for all of them.",
+        "embedding kernels; `sdpa` uses plain PyTorch operations instead of these kernels.",
         effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
     )
 
@@ -216,14 +229,15 @@ class Batch(Section):
     prompts_per_update: int | None = Field(
         None,
         ge=1,
-        description="Online: prompts per optimizer step; must divide `batch.prompts`, which is the default.",
+        description="Online: prompts per optimizer step. The number must divide `batch.prompts`, which is also its "
+        "default.",
         effect=GROUPS,
     )
     tokens: int | None = Field(
         None,
         ge=1,
-        description="Token budget of one packed micro-batch on one device. Default: 4096 if "
-        "`batch.micro_batch_size` is not set.",
+        description="Token budget of one packed micro-batch on one device. Default, if `batch.micro_batch_size` is "
+        "not set: 4096, or more if a row of `data.max_tokens` needs more.",
         effect=MICRO,
         resumable=True,
     )
@@ -251,7 +265,7 @@ class Optim(Section):
     warmup: int | float = Field(
         0.0,
         ge=0,
-        description="Warm-up: a number of steps, or a fraction of all steps (below 1).",
+        description="Length of the warm-up: a number of steps, or a value below 1 as a fraction of all steps.",
         effect=RATE,
         resumable=True,
     )
@@ -280,15 +294,16 @@ class Val(Section):
     at_start: bool = Field(False, description="Validate before the first step too.")
     questions: str | list[str] | None = Field(
         None,
-        description="Questions in the RL schema, answered greedily unless `val.temperature` is set. The rule of "
-        "their data source gives `val/accuracy`. A path, or a list of paths that are read in order.",
+        description="Questions in the RL schema, answered greedily unless `val.temperature` is set. The rule of a "
+        "question's data source scores its answer for the metric `val/accuracy`. Give a path, or a list of paths "
+        "that are read in order.",
     )
     question_rows: int | None = Field(
         None, ge=1, description="Number of questions to use from the start of each path. Default: all."
     )
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="Offline: rule that checks the answers, by data source: `{my/sums: gsm8k}`. Default: the "
+        description="Offline: maps a data source to the rule that checks its answers: `{my/sums: gsm8k}`. Default: the "
         "built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
     )
     max_new_tokens: int = Field(64, ge=1, description="Maximum answer length in tokens.")
@@ -298,32 +313,37 @@ class Val(Section):
         1.0,
         gt=0,
         le=1,
-        description="Sample from the most likely tokens with this total probability. Needs a temperature.",
+        description="Nucleus sampling of answers: sample from the most likely tokens with this total probability. "
+        "Needs a temperature.",
     )
     top_k: int = Field(
-        0, ge=0, description="Sample from this many most likely tokens; 0 means all. Needs a temperature."
+        0,
+        ge=0,
+        description="Sample only from this many of the most likely tokens; 0 means from all tokens. Needs a "
+        "temperature.",
     )
 
 
 class CheckpointSettings(Section):
-    every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
+    every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: one checkpoint at the end.")
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     best: str | None = Field(
         None,
-        description="Metric that ranks the checkpoints: `val/loss`, `val/accuracy`, `reward` or any other metric "
-        "of the run. Add `max` or `min` after the name if the name does not imply the direction. If set, the run "
-        "exports its best checkpoint at the end. Default: `val/loss`, for `keep_best`.",
+        description="Metric that ranks the checkpoints, for example `val/loss`, `val/accuracy`, `reward` or any other "
+        "metric of the run. Add `max` or `min` after the name of the metric if the name does not imply whether "
+        "higher is better. If `best` is set, the run exports its best checkpoint at the end. Default: if only "
+        "`keep_best` is set, `val/loss` ranks the checkpoints.",
     )
     keep_best: int = Field(
         0,
         ge=0,
         description="Number of best checkpoints (by `best`) to keep in addition to `keep_last`. Default: 1 if "
-        "`best` is set.",
+        "`checkpoint.best` is set.",
     )
     asynchronous: bool = Field(
         True,
-        description="Several processes: continue training while a checkpoint is written from a copy of each "
-        "process's shards in host memory.",
+        description="With several processes: continue training while a checkpoint is written. Each process first "
+        "copies its shards to host memory.",
     )
 
 
@@ -331,13 +351,14 @@ class LogSettings(Section):
     every: int = Field(1, ge=1, description="Steps between console lines when the output is not a terminal.")
     track: list[Annotated[str, Named(TRACKERS)]] = Field(
         default_factory=list,
-        description="Trackers to use in addition to `metrics.jsonl`. They need the `[track]` extra.",
+        description="Trackers to use in addition to `metrics.jsonl`. Trackers need the `[track]` extra of the package.",
     )
     project: str = Field("lockstep", description="Project name in the trackers.")
     samples: int = Field(
         4,
         ge=0,
-        description="Online: responses stored in `samples.jsonl` per step, with their per-token values.",
+        description="Online: number of responses per step that are stored in `samples.jsonl` with their per-token "
+        "values.",
     )
 
 
@@ -346,14 +367,16 @@ class Recipe(Section):
 
     method: Annotated[str, Named(OFFLINE, ONLINE)] = Field(
         "sft",
-        description="Training method. `lockstep recipes METHOD` shows its defaults.",
+        description="Training method. `lockstep recipes METHOD` shows the defaults of a method.",
         effect=Effect("blocks", "a different objective is trained"),
     )
     device: str = Field(
         "auto",
         description="Device of the run: a device name, or `auto` for the first usable one. If a named device is "
         "not present, the run stops with an error.",
-        effect=Effect("harmless", "every device should compute the same updates; this is what a comparison tests"),
+        effect=Effect(
+            "harmless", "every device should compute the same updates, which is what a comparison of two runs tests"
+        ),
         resumable=True,
     )
     run: RunSettings = Field(default_factory=RunSettings)
@@ -364,23 +387,27 @@ class Recipe(Section):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: Reward = Field(default_factory=Reward)
     algorithm: Algorithm = Field(
-        default_factory=Algorithm, effect=Effect("blocks", "a different loss or advantage from the same responses")
+        default_factory=Algorithm, effect=Effect("blocks", "the same responses give a different loss or advantage")
     )
     critic: Critic = Field(
         default_factory=Critic,
-        effect=Effect("blocks", "the critic, and with it the advantages, are trained differently"),
+        effect=Effect("blocks", "the critic is trained differently, which changes the advantages"),
     )
     preference: Preference = Field(
-        default_factory=Preference, effect=Effect("blocks", "a different loss from the same pairs")
+        default_factory=Preference, effect=Effect("blocks", "the same pairs give a different loss")
     )
     rm: RewardModelSettings = Field(
-        default_factory=RewardModelSettings, effect=Effect("blocks", "a different loss from the same responses")
+        default_factory=RewardModelSettings, effect=Effect("blocks", "the same responses give a different loss")
     )
     prm: ProcessReward = Field(
-        default_factory=ProcessReward, effect=Effect("blocks", "different positions or label words are scored")
+        default_factory=ProcessReward,
+        effect=Effect(
+            "blocks", "the process reward model is trained at different positions or on different label words"
+        ),
     )
     distill: Distill = Field(
-        default_factory=Distill, effect=Effect("blocks", "a different divergence from the teacher")
+        default_factory=Distill,
+        effect=Effect("blocks", "the student minimises a different divergence from the teacher"),
     )
     parallel: Parallel = Field(default_factory=Parallel, effect=SPREAD, resumable=True)
     val: Val = Field(
@@ -405,5 +432,5 @@ class Recipe(Section):
 
     @property
     def line_tokens(self) -> int | None:
-        """The tokens of one packed micro-batch over all context-parallel devices; None for padded micro-batches."""
+        """The tokens of one packed micro-batch over all context-parallel devices, or None for padded micro-batches."""
         return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context_parallel

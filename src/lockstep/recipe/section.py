@@ -1,4 +1,4 @@
-"""The base class of a recipe section, the declaration of a key, and the effect of a different key value on two runs."""
+"""The base class of recipe sections, and the declaration of a key and of its effect on the metrics of two runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Weight = Literal["blocks", "matters", "harmless"]
 
 
 class Effect(NamedTuple):
-    """How a difference in a key affects the metrics of two runs.
+    """How the metrics of two runs differ if the runs have different values of a recipe key.
 
     `blocks`: the runs compute different things, so their metrics are not comparable. `matters`: the runs compute the
-    same thing, and metrics differ by rounding, order or chance. `harmless`: metrics must not change; tests check this.
+    same thing, and metrics differ by rounding, order or chance. `harmless`: the metrics of the runs must be equal;
+    tests check this.
     """
 
     weight: Weight
@@ -29,22 +30,22 @@ class Effect(NamedTuple):
 
 
 NAME = Effect("harmless", "only a name")
-COLUMN = Effect("matters", "other columns may be read; compare the counts of kept rows and tokens")
-LIMIT = Effect("matters", "other rows may be truncated or dropped; compare the counts of kept rows and tokens")
-FOLDER = Effect("matters", "another folder; different weights in it give different values")
+COLUMN = Effect("matters", "the runs may read other columns; compare the numbers of kept rows and tokens")
+LIMIT = Effect("matters", "the runs may truncate or drop other rows; compare the numbers of kept rows and tokens")
+FOLDER = Effect("matters", "the path of the folder differs; other weights in it would change the metrics")
 STORED = Effect("harmless", "changes what is stored or shown, not what is computed")
 UPDATE = Effect("blocks", "the same gradient gives a different update")
-RATE = Effect("blocks", "the learning rate differs at the same step")
+RATE = Effect("blocks", "the two runs have different learning rates at the same step")
 GROUPS = Effect("blocks", "an update uses a different number of rows: noise and progress per step differ")
 SAMPLING = Effect("blocks", "responses are sampled from a different distribution")
 REWARD = Effect("blocks", "the same response gets a different reward")
 CACHE = Effect("harmless", "changes memory and speed of generation; the sampled tokens are the same")
-MICRO = Effect("harmless", "changes the micro-batches; the loss is normalised over the full update")
-SPREAD = Effect("harmless", "changes where parts of a model are stored; the sums over all ranks are the same")
+MICRO = Effect("harmless", "changes only the micro-batches; the loss is normalised over the full update")
+SPREAD = Effect("harmless", "changes where the shards of a model are stored; the sums over all ranks are the same")
 
 
 class Section(BaseModel):
-    """A group of keys. Types are strict: a quoted number is text, and an undefined key is an error."""
+    """A group of keys. Types are strict: a quoted number is a string, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
@@ -68,9 +69,9 @@ def Field(
 ) -> Any:
     """Declares a key. A key inherits `effect` and `resumable` from its group.
 
-    `effect`: how a difference affects the metrics of two runs. `resumable`: the key may change when a run is resumed;
-    keys with a harmless effect always may. `read_where`: another key, and the values of it for which this key is read.
-    Default: the key is always read.
+    `effect`: how a different value of the key affects the metrics of two runs. `resumable`: the value may change when a
+    run is resumed; a key with a harmless effect is always resumable. `read_where`: another key, and the values of that
+    key with which this key has an effect, or None if this key is always read.
     """
     facts: Any = {"effect": effect, "resumable": resumable, "read_where": read_where}
     return pydantic.Field(*default, json_schema_extra=facts, **rules)
@@ -80,10 +81,11 @@ FUNCTION_PATH = "path/to/file.py:name"
 
 
 class Named:
-    """Annotation of a text key whose value is a name in a registry, or with `allow_function` a user function.
+    """Annotation of a string key whose value is a name in a registry or, with `allow_function`, the path of a user
+    function.
 
-    The registries are read when a recipe is validated, so plug-ins can add names. The dry run checks that the file and
-    the function exist.
+    The registries are read when a recipe is validated, so plug-ins can add names. The dry run, not the schema, checks
+    that the file and the function exist.
     """
 
     def __init__(self, *tables: Mapping[str, Any], allow_function: bool = False):
@@ -127,7 +129,8 @@ _REASONS = {
 
 
 def invalid_reason(error: Any) -> str:
-    """Returns why a value is invalid, from a pydantic error. Messages of the schema's validators are used unchanged."""
+    """Converts a pydantic error to the reason why a value is invalid. Messages of the schema's own validators stay
+    unchanged."""
     if (reason := _REASONS.get(error["type"])) is not None:
         values = {
             key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()

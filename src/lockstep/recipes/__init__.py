@@ -1,1 +1,1 @@
-"""The built-in recipes as YAML files. This package contains no code."""
+"""The built-in recipes as YAML files. The package `recipes` contains no code."""

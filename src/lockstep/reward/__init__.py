@@ -1,1 +1,1 @@
-"""Rewards: rules, functions, models, endpoints. May be imported by `methods`, `train` and the layers above them."""
+"""Rewards: rules, functions, models, endpoints. `methods`, `train` and higher layers may import this package."""

@@ -1,4 +1,4 @@
-"""Tests before the first step whether the rewards distinguish a correct answer from an empty one."""
+"""Tests before the first step whether the rewards score a correct answer differently from an empty answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule, boxed_example
 from lockstep.types import Failure, Question
 
-# Number of rows of each data source that are tested.
+# Number of rows per data source that the dry run tests.
 ROWS = 3
-# Reward components that get the ground truth: their score for it is the score of a correct answer.
+# Reward components that get the ground truth and should score it as a correct answer.
 KNOWING = ("rule", "function", "remote")
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """The scores of one reward component for one row: of the empty answer, and of candidates for a correct one."""
+    """The scores of one reward component for one row: for the empty answer, and for candidates for a correct answer."""
 
     question: Question
     tried: list[str]
@@ -28,7 +28,8 @@ class _Trial:
     right: list[Future[PartOutcome]]
 
     def scores(self, name: str) -> tuple[float, dict[str, float]]:
-        """Returns the score of the empty answer, and the other scores by text. Waits for the results."""
+        """Waits for the results. Returns the score of the empty answer, and the scores of the candidates by their
+        text."""
         empty, *right = [future.result() for future in (self.empty, *self.right)]
         assert not isinstance(empty, Failure)
         by_text = {text: score[name] for text, score in zip(self.tried, right, strict=True) if isinstance(score, dict)}
@@ -44,9 +45,9 @@ def dry_run(
     """Scores empty and correct answers to some rows; reports one line per reward component and data source.
 
     Raises a refusal if scoring fails, if a score is not a finite number, or if a ground truth is invalid for its rule.
-    `right_answers` gives the candidates for a correct answer. Warns if a component gives equal scores to correct and
-    empty answers (the candidates may lack its format), and if the weighted score of the empty answer is above that of
-    all candidates.
+    `right_answers` gives the candidates for a correct answer. Warns if a component gives the same score to all
+    candidates and to the empty answer; the candidates may lack the format that it reads. Also warns if the weighted
+    score of the empty answer is above the score of every candidate.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -75,8 +76,9 @@ def dry_run(
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
-    """Returns candidates for a correct answer: the plain ground truth, the formats of rules and common reward
-    functions, and the worked answer of the data set. For a rule, its own format comes first."""
+    """Returns candidates for a correct answer: the plain ground truth, the ground truth in the formats of rules and
+    common reward functions, and the worked answer of the data set. For a rule, the candidate in the format of that rule
+    is first."""
     truth = question.ground_truth
     worked = question.extra_info.get("answer")
     boxed = boxed_example(truth)
@@ -134,7 +136,7 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
     distinct = False
     for trial in trials:
         empty, scores = trial.scores(name)
-        # For a rule, only the first candidate counts, which has the format of the rule.
+        # For a rule, only the first candidate is compared, which has the format of the rule.
         right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
         if shown is None or (better and not distinct):
@@ -149,11 +151,12 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
 
 
 def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:
-    """Returns a warning if the empty answer scores higher than every candidate."""
+    """Returns a warning if the weighted score of the empty answer is higher than that of every candidate for a right
+    answer."""
     worse: list[tuple[Question, str, float, float]] = []
     for row in zip(*by_part, strict=True):
         if row and not row[0].question.ground_truth:
-            continue  # no candidate is a correct answer
+            continue  # without a ground truth, no candidate is correct
         scored = [trial.scores(name) for trial, name in zip(row, weights, strict=True)]
         parts = list(zip(scored, weights.values(), strict=True))
         empty = sum(weight * score for (score, _), weight in parts)
@@ -178,7 +181,7 @@ def _failure_problem(name: str, question: Question, text: str, failure: Failure)
         f"reward.{'rules' if name == 'rule' else name}",
         f"tested on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
         f"scored: {failure.message}",
-        "fix it before training: a failure is never scored 0",
+        "fix the reward before training: lockstep never scores a failed response as 0",
         code="reward-failed",
     )
 
@@ -188,8 +191,8 @@ def _indistinct_warning(name: str, source: str, trials: Sequence[_Trial], score:
     remedy = (
         "Check the rule of this data source and its ground truths"
         if name == "rule"
-        else "If it expects another format, put a right answer in that format into extra_info.answer; a reward that is "
-        "the same for all answers trains nothing"
+        else "If the reward expects another format, put a right answer in that format into extra_info.answer; a "
+        "reward that is the same for all answers trains nothing"
     )
     return (
         f"reward {name}: data source {source}: the empty answer and right answers both score {score:g} on all of "

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # a separate class before Python 3.11
+from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in class before Python 3.11
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,23 +38,23 @@ from lockstep.types import Failure, Question
 
 @dataclass(frozen=True)
 class Target:
-    """The function to call and its limits. `key` is the recipe key of the function."""
+    """The user function that the workers call, and the limits of a call. `key` is the recipe key of the function."""
 
     path: str
     name: str
     time_limit: float
     memory_limit_gb: float
     output: Path | None = None
-    """OUTPUT-N.log keeps the last output lines of worker N; with None they are dropped."""
+    """OUTPUT-N.log keeps the last output lines of worker N; with None the output is dropped."""
     key: str = "reward.function"
     extra: tuple[str, ...] = ()
-    """Names of additional arguments."""
+    """Names of the additional arguments from `reward.arguments`."""
 
     def log(self, index: int) -> Path | None:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
 
     def shown_log(self, index: int) -> str | None:
-        """Returns the log as it is named in a failure; None if the run folder does not exist."""
+        """Returns the log path that a failure message shows, or None if the run folder does not exist."""
         log = self.log(index)
         return str(log) if log is not None and log.parent.parent.is_dir() else None
 
@@ -64,7 +64,7 @@ class Target:
 
 
 class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
-    """A worker process that calls the function of a target."""
+    """A worker process that calls the user function of a `Target`."""
 
     def __init__(self, target: Target, index: int):
         arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30), target.extra)
@@ -80,7 +80,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
             reply = Unusable(f"could not be loaded: {reply.why if isinstance(reply, Raised) else reply}")
         where = f"{self._target.key} {self._target.path}:{self._target.name}"
         if self.lost:
-            remedy = "find out what killed or stopped it, for example a lack of memory; then try again"
+            remedy = "find out what killed or stopped the worker process, for example a lack of memory; then try again"
             raise LostProcess.at(where, reply.why, remedy, code=reply.code)
         raise Refusal.at(where, reply.why, reply.remedy, code=reply.code)
 
@@ -88,7 +88,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         try:
             pickled = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
-            return self._target.failed(self._index, f"the row cannot be sent to its process: {error}")
+            return self._target.failed(self._index, f"the row cannot be sent to the process of the function: {error}")
         self._calls += 1
         message = HEADER.pack(self._calls, len(pickled)) + pickled
         reply = self._reply(self._target.time_limit, "reward.time_limit", message)
@@ -99,7 +99,8 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         return replace(raised, log=self._target.shown_log(self._index))
 
     def _reply(self, seconds: float, limit: str, message: bytes = b"") -> Reply:
-        """Waits for the reply to the current call. Ignores replies to earlier calls, which forked copies send."""
+        """Waits for the reply to the current call. Ignores replies to earlier calls, which a forked copy of the worker
+        may send."""
         deadline = time.monotonic() + seconds
         try:
             self.send(message, deadline)
@@ -118,7 +119,8 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
 
 
 def reward_pool(target: Target, workers: int) -> ProcessPool[dict[str, Any], Given | Raised]:
-    """Returns worker processes that call the function. Raises a refusal if it cannot be loaded or called."""
+    """Returns a pool of processes that call the function of the target. Raises `Refusal` if the function cannot be
+    loaded or called."""
     return ProcessPool(
         lambda index: FunctionWorker(target, index), workers, name="reward", failed=target.failed, closed=_CLOSED
     )
@@ -131,7 +133,7 @@ class _Job:
 
 
 class LocalCalls:
-    """Has the interface of a process pool, for a function that exists only in this process. Calls run one by one in
+    """Calls a function that exists only in this process, with the interface of a process pool. Calls run one by one in
     a thread. A thread that exceeds the time limit cannot be killed: it is abandoned, and the next call gets a new
     thread."""
 
@@ -140,7 +142,7 @@ class LocalCalls:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._submit_lock, self._closing = threading.Lock(), False
         self._calls: queue.SimpleQueue[_Job | None] | None = None
-        """Queue of calls for the thread; None ends the thread."""
+        """Queue of calls for the thread that runs the function; an entry None ends the thread."""
         self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
         self._supervisor.start()
 
@@ -155,7 +157,7 @@ class LocalCalls:
         return job.future
 
     def close(self) -> None:
-        """Fails the waiting calls, and waits for the running one within its time limit."""
+        """Fails the waiting calls, and waits until the running call ends or reaches its time limit."""
         with self._submit_lock:
             self._closing = True
             self._jobs.put(None)
@@ -186,24 +188,24 @@ class LocalCalls:
 
     def _called(self, call: dict[str, Any]) -> Given | Raised:
         try:
-            # A copy, as in another process: the function must not change the row.
+            # The function gets a copy of the row, as in another process, so that it cannot change the row.
             copied = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
-            return Raised(f"the row cannot be copied for it: {error}")
+            return Raised(f"the row cannot be copied for the function: {error}")
         return answer(self._function, copied, self._path)
 
 
-_CLOSED = Raised("the run ended before it was scored")
-_INVALID = Raised("wrote something other than its answer to the connection of its process", spent=True)
+_CLOSED = Raised("the run ended before the response was scored")
+_INVALID = Raised("wrote something other than its score to the connection of its process", spent=True)
 
 
 class FunctionPart(RewardPart):
-    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker processes, or
-    `f(queries=, prompts=, labels=)` with lists of one entry if that is its signature.
+    """Calls the user's `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker
+    processes. A function with the signature `f(queries=, prompts=, labels=)` is called with lists of one entry.
 
     `name` is the name of the component in scores and failures; `reference` is `path/to/file.py:name` from the recipe
-    key `key`. `output`-N.log keeps the last output lines of process N, if the parent folder exists. A function that no
-    other process can load (`local_callable`) is called in this process.
+    key `key`. The file `output`-N.log keeps the last output lines of worker N, if its parent folder exists. If no other
+    process can load the function (`local_callable`), it is called in this process.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class FunctionPart(RewardPart):
         output: Path | None = None,
     ):
         self.name = name
-        # The arguments of the recipe are for the user's function, not for built-in rules.
+        # `reward.arguments` of the recipe are passed to the user's function, not to built-in rules.
         arguments = settings.arguments if key == "reward.function" else {}
         self._arguments = {
             name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Worker process that calls a user's reward function, and the format of its replies. It imports no large packages."""
+"""The worker process that calls a user's reward function, and the format of its replies. Imports no large packages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from lockstep.types import Message
 
 
-# Replies are lines of JSON with the number of the call. The function is not trusted, so its replies are never
+# Each reply is one line of JSON with the number of the call. The user's function is not trusted, so replies are never
 # unpickled.
 
-# Maximum length of a line: enough for a score with thousands of further numbers.
+# Maximum length of a reply line in bytes: enough for a score with thousands of further numbers.
 LONGEST_LINE = 2**20
-# Call number of the reply to loading; calls start at 1.
+# Call number of the reply that reports whether the function was loaded; the numbers of calls start at 1.
 LOADING = 0
 
 
@@ -50,7 +50,7 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Given:
-    """The result of a call: the score, and further numbers by name."""
+    """The result of a call: the score, and further numbers to log by name."""
 
     score: float
     more: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Raised:
-    """A call that gave no score. `spent`: the process must be replaced. `log`: the file with its last output."""
+    """A call that gave no score. `spent`: the worker process must be replaced. `log`: the file with the last output of
+    the process."""
 
     why: str
     spent: bool = False
@@ -69,7 +70,7 @@ Reply = Loaded | Unusable | Given | Raised
 
 
 def line_of(call: int, reply: Reply) -> bytes:
-    """Encodes a reply for `read_line`."""
+    """Encodes a reply as one line, which `read_line` decodes."""
     fields: dict[str, Any] = {"call": call, "kind": type(reply).__name__, **vars(reply)}
     line = json.dumps(fields, allow_nan=False).encode() + b"\n"
     if len(line) > LONGEST_LINE:
@@ -91,7 +92,7 @@ def read_line(line: bytes) -> tuple[int, Reply]:
 
 
 def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
-    """Returns the reply; None if a field is invalid."""
+    """Returns the decoded reply, or None if a field of the JSON line is invalid."""
     reply: Reply
     if kind == "Given":
         reply = Given(fields["score"], fields["more"])
@@ -109,7 +110,7 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
 
 
 def number(value: Any) -> float | None:
-    """Returns the value as a float; None for text and for anything that is not a finite number."""
+    """Returns the value as a float, or None for text and for anything that is not a finite number."""
     if not isinstance(value, SupportsFloat):
         return None
     try:
@@ -120,10 +121,10 @@ def number(value: Any) -> float | None:
 
 
 def awaited(value: Any) -> Any:
-    """Returns the value, or the result of an awaitable."""
+    """Returns the value itself or, if it is awaitable, its result."""
     if not inspect.isawaitable(value):
         return value
-    # Imported here, because the import takes nearly as long as the rest of the start, and few functions need it.
+    # asyncio is imported here, because its import nearly doubles the start time of a worker, and few functions need it.
     import asyncio
 
     async def wait() -> Any:
@@ -137,11 +138,11 @@ BATCH_CALL = ("queries", "prompts", "labels")
 
 
 class BatchFunction:
-    """Wraps a reward function with OpenRLHF's signature and calls it with lists of one entry. A query is prompt and
-    response without chat template.
+    """Wraps a reward function with OpenRLHF's signature and calls it with lists of one entry. A query is the text of
+    the prompt followed by the response, without a chat template.
 
-    The function returns a list, array or tensor of one number, or a dict of these: `rewards` is the score, other
-    entries are logged.
+    The function returns a list, array or tensor of one number, or a dict: its entry `rewards` is the score, and the
+    numbers in its entry `extra_logs` are logged.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -159,12 +160,12 @@ class BatchFunction:
 
 
 def prompt_text(prompt: list[Message]) -> str:
-    """Returns the contents of a chat, each followed by a line break."""
+    """Returns the contents of the chat messages, each followed by a line break."""
     return "".join(f"{message.get('content')}\n" for message in prompt)
 
 
 def _single_value(value: Any) -> Any:
-    """Returns the single entry of a list, array or tensor, or the number itself."""
+    """Returns the single entry of a list, array or tensor; a plain number is returned unchanged."""
     entries = value.tolist() if hasattr(value, "tolist") else value
     while isinstance(entries, list | tuple):
         if len(entries) != 1:
@@ -173,14 +174,14 @@ def _single_value(value: Any) -> Any:
     return entries
 
 
-# Arguments of a reward function.
+# Arguments that every reward function gets.
 CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
-# Header of a pickled call: its number and length.
+# Header of a pickled call: the number of the call and its length in bytes.
 HEADER = struct.Struct(">QQ")
 
 
 def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
-    """Loads the function, then answers calls until the connection is closed."""
+    """Loads the user's reward function, then answers calls until the connection is closed."""
     connection, worker = worker_socket(descriptor), os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
@@ -199,19 +200,19 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple
 
 
 def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, bytes]]) -> None:
-    """Reads calls in a separate thread, so that the end of the parent is detected during a call."""
+    """Reads calls in a separate thread, so that the worker notices during a call that the parent process has ended."""
     try:
         with connection.makefile("rb") as stream:
             while len(header := stream.read(HEADER.size)) == HEADER.size:
                 number_of_call, length = HEADER.unpack(header)
                 calls.put((number_of_call, stream.read(length)))
     finally:
-        # Exit immediately; the supervisor kills the children of the function.
+        # Exit immediately; the supervisor kills the child processes of the function.
         os._exit(0)
 
 
 def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
-    """Loads the function, or returns why it cannot be loaded."""
+    """Loads the user's reward function, or returns why it cannot be loaded."""
     try:
         return as_reward_function(get_function(run_file(path), name, call, path), name, call)
     except Unloadable as error:
@@ -219,8 +220,8 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
 
 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns the function with arguments `call`, wrapped if it has OpenRLHF's batch signature. Raises `Unloadable` for
-    other signatures."""
+    """Returns a function that accepts the arguments `call`; a function with OpenRLHF's batch signature is wrapped.
+    Raises `Unloadable` for other signatures."""
     try:
         check_signature(function, name, call, by_name=True)
     except Unloadable:
@@ -236,14 +237,14 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
     try:
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
-        return Raised(f"the row cannot be read by its process: {describe_error(error, path)}")
+        return Raised(f"the process of the function cannot read the row: {describe_error(error, path)}")
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:
         return checked(awaited(function(**arguments)))
     except MemoryError as error:
         why = describe_error(error, path)
-        # Free the memory of the call first.
+        # Free the memory of the failed call before the reply is built.
         traceback.clear_frames(error.__traceback__)
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
@@ -251,8 +252,8 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
 
 
 def checked(value: Any) -> Given | Raised:
-    """Validates a return value: a finite number, or a dict with `score`. Other finite numbers of the dict are
-    logged."""
+    """Validates the return value of a reward function: a finite number, or a dict with `score`. Other finite numbers of
+    the dict are logged."""
     entries = value if isinstance(value, dict) else {"score": value}
     if "score" not in entries:
         names = ", ".join(_shown(name) for name in list(entries)[:20])
@@ -265,6 +266,6 @@ def checked(value: Any) -> Given | Raised:
 
 
 def _shown(value: Any) -> str:
-    """Returns the start of the value's repr, without copying a long text."""
+    """Returns the first 80 characters of the value's repr, without copying a long string."""
     text = repr(value[:80] if isinstance(value, str | bytes) else value)
     return text[:80] + ("..." if len(text) > 80 or (isinstance(value, str | bytes) and len(value) > 80) else "")

@@ -1,7 +1,7 @@
-"""The reward function of the rule `math` for worker processes. It loads math-verify once, outside the time limit of
-calls.
+"""The reward function of the rule `math` for worker processes. It loads math-verify when the worker starts, so that
+loading does not count towards the time limit of a call.
 
-No other file imports this one.
+No other module imports `math_judge`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.reward.rules import math_score
 
-# A symbolic comparison loads all modules that a call needs.
+# This symbolic comparison loads all modules that a later call needs.
 math_score(r"\boxed{1+x}", "x+1")
 
 

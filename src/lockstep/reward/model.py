@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Token limit of one right-padded batch. Scores do not depend on it.
+# Token limit of one right-padded batch. Scores do not depend on this limit.
 BATCH_TOKENS = 16384
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yields batches of row indices sorted by length, within a budget of padded tokens. A longer row is its own
-    batch."""
+    """Yields batches of row indices sorted by length, within a budget of padded tokens. A row longer than the budget is
+    a batch by itself."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if members and lengths[i] * (len(members) + 1) > tokens:
@@ -57,7 +57,7 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 @contextmanager
 def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the padded rows as model inputs, which are valid inside the block."""
+    """Yields the padded rows as model inputs. The inputs are valid inside the `with` block."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
@@ -67,7 +67,7 @@ def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> I
 
 @dataclass(frozen=True)
 class Waiting:
-    """An encoded response, and the ends of its steps in the text."""
+    """An encoded response that waits for `flush`, and the end positions of its steps in the response text."""
 
     ids: Sequence[int]
     ends: Sequence[int]
@@ -75,7 +75,8 @@ class Waiting:
 
 
 class BatchedPart(RewardPart):
-    """Collects responses until `flush` scores them in the caller's thread. `context` is the model's context length."""
+    """Base class of components that collect responses until `flush` scores them in the caller's thread. `context` is
+    the context length of the reward model."""
 
     def __init__(self, context: int | None):
         self._context = context
@@ -88,7 +89,9 @@ class BatchedPart(RewardPart):
 
     def wait(self, ids: Sequence[int], ends: Sequence[int] = ()) -> Future[PartOutcome]:
         if self._context is not None and len(ids) > self._context:
-            return settled(Failure(self.name, f"{len(ids)} tokens are more than its context of {self._context}"))
+            return settled(
+                Failure(self.name, f"{len(ids)} tokens are more than the model's context of {self._context}")
+            )
         entry = Waiting(ids, ends, promised())
         with self._lock:
             self._waiting.append(entry)
@@ -101,7 +104,7 @@ class BatchedPart(RewardPart):
 
     def close(self) -> None:
         for entry in self._taken():
-            entry.future.set_result(Failure(self.name, "the run ended before it was scored"))
+            entry.future.set_result(Failure(self.name, "the run ended before the response was scored"))
 
     def _taken(self) -> list[Waiting]:
         with self._lock:
@@ -109,7 +112,7 @@ class BatchedPart(RewardPart):
         return waiting
 
 
-# File in the model folder with mean and standard deviation of scores.
+# File in the model folder with the mean and the standard deviation by which scores are normalised.
 STATS = "score_stats.json"
 
 
@@ -128,8 +131,8 @@ class RewardModel:
     def encode(self, question: Question, answer: str) -> list[int]:
         """Returns the tokens of the chat with the answer as last turn, in the chat template of the reward model.
 
-        Without a template: the contents of the prompt and the answer joined by line breaks, with the tokenizer's
-        special tokens.
+        Without a template, the text is the contents of the prompt and the answer joined by line breaks, with the
+        tokenizer's special tokens.
         """
         if self.tokenizer.chat_template:
             chat = [*question.prompt, {"role": "assistant", "content": answer}]
@@ -148,7 +151,7 @@ class RewardModel:
         text_config = self.model.config.get_text_config()
         padding = text_config.pad_token_id
         if padding is None:
-            # The model finds the end of a row by the padding token, so no row may end with it.
+            # The model finds the end of a row by the padding token, so no row may end with the padding token.
             ends = {row[-1] for row in rows}
             padding = next(token for token in range(len(ends) + 1) if token not in ends)
         stored = text_config.pad_token_id
@@ -162,7 +165,8 @@ class RewardModel:
 
 
 def load_reward_model(path: str, device: torch.device) -> RewardModel:
-    """Loads the model in its stored precision; refuses models that do not give one score per text."""
+    """Loads the reward model in its stored precision. Raises `Refusal` if the model does not give one score per
+    text."""
     where = f"reward.model {path}"
     folder = model_folder(path, "reward.model")
     from transformers import AutoModelForSequenceClassification
@@ -182,7 +186,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     refuse_not_finite(dict(model.named_parameters()), where)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if largest >= rows:
-        why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"
+        why = f"its tokenizer has a token with id {largest}, but its embedding has only {rows} rows"
         raise Refusal.at(
             where, why, "use the tokenizer that the reward model was trained with", code="other-vocabulary"
         )
@@ -192,7 +196,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
 
 
 def reward_config(path: str) -> Any:
-    """Returns the config of the model; refuses models that do not give one score per text."""
+    """Returns the config of the reward model. Raises `Refusal` if the model does not give one score per text."""
     from transformers import AutoConfig
 
     where = f"reward.model {path}"
@@ -202,7 +206,7 @@ def reward_config(path: str) -> Any:
 
 
 def normalized_by_config(model: RewardModel) -> RewardModel:
-    """Uses `mean` and `std` of config.json, where OpenRLHF writes them, if present."""
+    """Returns the model with `mean` and `std` from its config.json, where OpenRLHF writes them, if present."""
     config = model.model.config
     if not hasattr(config, "mean"):
         return model
@@ -222,8 +226,8 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise Refusal.at(
             where,
-            f"is not a sequence classification model but {', '.join(kinds) or 'of no stated kind'}",
-            "train a reward model, or give the path of one",
+            f"is not a sequence classification model; its architecture is {', '.join(kinds) or 'of no stated kind'}",
+            "train a reward model, or give the path of a reward model",
             code="wrong-model-kind",
         )
     if config.num_labels != 1:
@@ -236,7 +240,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
 
 
 def _statistics(file: Path) -> tuple[float, float]:
-    """Returns mean and standard deviation for normalisation; 0 and 1 without a file."""
+    """Returns the mean and standard deviation that normalise scores; 0 and 1 if the file does not exist."""
     if not file.is_file():
         return 0.0, 1.0
     try:
@@ -281,7 +285,7 @@ class ModelPart(BatchedPart):
 
 
 class ModelsPart(RewardPart):
-    """The weighted sum of several reward models. Their scores are logged as `model/1`, `model/2`, ..."""
+    """The weighted sum of the scores of several reward models. The scores are logged as `model/1`, `model/2`, ..."""
 
     name = "model"
 

@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from lockstep.types import Failure, Question
 
 PartOutcome = dict[str, float] | Failure
-"""The outcome of a component for one response: its score under its name and numbers to log, or a failure."""
+"""The outcome of a reward component for one response: a failure, or a dict with the score under the component's name
+and further numbers to log."""
 
 
 class StepOutcome(dict[str, float]):
-    """An outcome with a score for each step: (end of the step in the text, score of the step)."""
+    """An outcome with step scores. `steps` contains (end position of the step in the text, score of the step)."""
 
     def __init__(self, parts: dict[str, float], steps: Sequence[tuple[int, float]]):
         super().__init__(parts)
@@ -26,16 +27,16 @@ class RewardPart(ABC):
 
     name: str
     note: str = ""
-    """A note that is printed for the user."""
+    """A note about this reward component, printed in the dry run; empty if there is none."""
 
     @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         """Submits a response and returns the future of its outcome at once. The future never raises."""
 
-    def flush(self) -> None:  # noqa: B027 - most components do not batch
+    def flush(self) -> None:  # noqa: B027 - most reward components do not collect batches
         """Scores all waiting responses."""
 
-    def close(self) -> None:  # noqa: B027 - some components have no resources
+    def close(self) -> None:  # noqa: B027 - some reward components have no resources
         """Frees all resources; unscored responses become failures."""
 
 
@@ -47,14 +48,14 @@ def promised() -> Future[PartOutcome]:
 
 
 def settled(outcome: PartOutcome) -> Future[PartOutcome]:
-    """Returns a future with a result."""
+    """Returns a finished future with this outcome."""
     future: Future[PartOutcome] = Future()
     future.set_result(outcome)
     return future
 
 
 class Countdown:
-    """Calls `then` once `count` futures are done, in the thread of the last one."""
+    """Done-callback for `count` futures: calls `then` when the last future is done, in the thread of that future."""
 
     def __init__(self, count: int, then: Callable[[], None]):
         self._left = count

@@ -1,7 +1,7 @@
 """The reward component `process`: a process reward model scores each step of a response.
 
-A separator splits the response into steps. The score of a step is its probability of being good divided by the number
-of steps, so the score of the response is the mean probability. A response without steps gets 0.
+A separator string splits the response into steps. The score of a step is the probability that the step is good, divided
+by the number of steps. So the score of the response is the mean probability. A response without steps scores 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.reward.model import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
 
-# File in the model folder with the placeholder and the label tokens.
+# File in the model folder with the placeholder that marks the end of a step, and the label tokens.
 PROCESS = "process_reward.json"
 
 
@@ -61,13 +61,13 @@ class ProcessModel:
 
 
 def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
-    """Loads the model in its stored precision, with its placeholder and label tokens."""
+    """Loads the process reward model in its stored precision, with its placeholder and label tokens."""
     where, folder = f"{key} {path}", Path(model_folder(path, key))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
             where,
             f"is not a process reward model: it has no {PROCESS}",
-            'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
+            'train one with method prm, or write this file: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
             code="wrong-model-kind",
         )
     from transformers import AutoModelForCausalLM
@@ -89,7 +89,7 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
 
 
 def process_config(path: str) -> Any:
-    """Returns the config of the model."""
+    """Returns the config of the process reward model."""
     from transformers import AutoConfig
 
     return pretrained(AutoConfig, model_folder(path, "reward.process"), f"reward.process {path}", "its config.json")
@@ -106,7 +106,7 @@ def read_judging(folder: Path) -> dict[str, Any]:
             file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
         ) from error
     if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
-        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy, code="damaged-file")
+        raise Refusal.at(file, "its placeholder and tokens must all be strings", remedy, code="damaged-file")
     return trained_with
 
 
@@ -143,7 +143,7 @@ class ProcessPart(BatchedPart):
         except Refusal as refusal:
             return settled(Failure(self.name, str(refusal.problems[0])))
         if len(writer.positions(ids)) != len(steps):
-            why = f"the text contains the placeholder {writer.marks.placeholder!r}"
+            why = f"the response contains the placeholder {writer.marks.placeholder!r}"
             return settled(Failure(self.name, why))
         return self.wait(ids, [end for _, end in steps])
 

@@ -2,12 +2,12 @@
 
 The request is `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}`; the response is
 `{"scores": [...]}` or the list alone, with one number per item in the same order. In OpenRLHF's format the request is
-`{"query": [...], "prompts": [...], "labels": [...]}`, where a query is prompt and response, and the response is
-`{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
+`{"query": [...], "prompts": [...], "labels": [...]}`, where a query is the prompt followed by the response, and the
+response of the endpoint is `{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
 
 Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that not every batch
 waits until its time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
-pause one batch tries it again.
+pause, one batch tries a skipped endpoint again.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from lockstep.reward.function_worker import number, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
-# Number of concurrent batches: one is on the network while an endpoint works on another.
+# Number of concurrent batches: some are on the network while the endpoints score others.
 CONCURRENT_BATCHES = 4
 MAX_BYTES = 16 * 2**20
-# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. It is not a recipe key, because
-# recipes are stored and shown.
+# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. The bearer key is not a recipe key,
+# because recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
 MAX_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429
 SERVER_ERROR = 500
-# Consecutive failures after which an endpoint is skipped, and for how many seconds.
+# Number of consecutive failures after which an endpoint is skipped, and the number of seconds for which it is skipped.
 MAX_FAILURES = 3
 SKIP_SECONDS = 30.0
-_ENDING = "the run ended before it was scored"
+_ENDING = "the run ended before the response was scored"
 
 
 @dataclass
 class Endpoint:
-    """One address and its failures. `retry_at`: when a batch may try it again; None while it is in use."""
+    """One endpoint and its failures. `retry_at`: the time when a batch may try a skipped endpoint again, or None while
+    the endpoint is in use."""
 
     address: str
     failures: int = 0
@@ -72,7 +73,8 @@ class Endpoints:
         return [endpoint.address for endpoint in self._endpoints]
 
     def choose(self) -> Endpoint | None:
-        """Returns the next endpoint in use, or one whose pause is over; None if all are skipped."""
+        """Returns a skipped endpoint whose pause is over, else the next endpoint in use, or None if all endpoints are
+        skipped."""
         with self._lock:
             now = time.monotonic()
             order = self._endpoints[self._turn :] + self._endpoints[: self._turn]
@@ -81,7 +83,7 @@ class Endpoints:
             if chosen is None:
                 return None
             if due is not None:
-                # One batch tries it; the others wait for the outcome.
+                # Only this batch tries the skipped endpoint; other batches skip it until the outcome is known.
                 due.retry_at = now + self._skip_seconds
             self._turn = (self._endpoints.index(chosen) + 1) % len(self._endpoints)
             return chosen
@@ -91,7 +93,7 @@ class Endpoints:
             endpoint.failures, endpoint.why, endpoint.retry_at = 0, "", None
 
     def failed(self, endpoint: Endpoint, why: str, *, last_try: bool) -> None:
-        """Counts a failure. `last_try`: the batch has no retries left."""
+        """Counts a failure of the endpoint. `last_try`: the batch has no retries left."""
         with self._lock:
             endpoint.failures += 1
             endpoint.why = why
@@ -100,13 +102,13 @@ class Endpoints:
                 endpoint.retry_at = time.monotonic() + self._skip_seconds
 
     def left(self) -> str:
-        """Returns the number of endpoints in use, for messages."""
+        """Returns a text for messages with the number of endpoints in use."""
         with self._lock:
             used = sum(e.retry_at is None for e in self._endpoints)
             return f"{used} of {len(self._endpoints)} endpoints left"
 
     def none_left(self) -> str:
-        """Returns why all endpoints are skipped."""
+        """Returns a text for messages that says why all endpoints are skipped."""
         with self._lock:
             reasons = [f"{e.address} failed {e.failures} times in a row: {e.why}" for e in self._endpoints]
             return f"0 of {len(reasons)} endpoints left; " + "; ".join(reasons)
@@ -119,7 +121,7 @@ class _Item:
 
 
 class _Retry(Exception):
-    """A failure that may be temporary. `after` is the number of seconds in Retry-After."""
+    """A failure that may be temporary. `after` is the number of seconds in the HTTP header Retry-After."""
 
     def __init__(self, why: str, after: float = 0.0):
         super().__init__(why)
@@ -131,9 +133,8 @@ class _Final(Exception):
 
 
 class RemotePart(RewardPart):
-    """Collects responses into batches in their order; a thread with an event loop sends them.
-
-    Every returned future gets a result: from its batch, from `close`, or when the thread ends.
+    """Collects responses into batches in the order of `submit`; a thread with an event loop sends the batches. Every
+    future that `submit` returns gets a result: from its batch, from `close`, or when the thread ends.
     """
 
     name = "remote"
@@ -152,7 +153,7 @@ class RemotePart(RewardPart):
         conceal(os.environ.get(KEY_VARIABLE, ""))
         self._settings = settings
         self._first_pause = first_pause
-        # A separate generator: pauses must not change the random numbers of the run.
+        # A separate random generator, so that pauses do not change the random numbers of the run.
         self._jitter = random.Random()
         # Guards the next four attributes, and ensures that each future gets only one result.
         self._lock = threading.Lock()
@@ -209,7 +210,8 @@ class RemotePart(RewardPart):
         self._gathered = []
 
     def _end(self, why: str) -> bool:
-        """Stops accepting responses and fails all waiting ones. Returns False if this was done before."""
+        """Stops accepting responses and fails all waiting responses. Returns False if an earlier call has already
+        stopped this component."""
         with self._lock:
             first = self._closed is None
             self._closed = self._closed or why
@@ -219,7 +221,8 @@ class RemotePart(RewardPart):
         return first
 
     def _settle(self, item: _Item, outcome: PartOutcome) -> None:
-        """Sets the outcome of an item. Only the first outcome counts, because a batch may finish during `close`."""
+        """Sets the outcome of an item. Later outcomes of the same item are ignored, because a batch may finish during
+        `close`."""
         with self._lock:
             if item not in self._waiting:
                 return
@@ -240,7 +243,8 @@ class RemotePart(RewardPart):
             self._loop.close()
 
     def _stop(self) -> None:
-        """Cancels repeatedly until the event loop ends: before Python 3.12 `wait_for` can lose a cancellation."""
+        """Cancels all tasks repeatedly until the event loop ends, because before Python 3.12 `wait_for` can lose a
+        cancellation."""
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.call_later(0.1, self._stop)
@@ -289,7 +293,7 @@ class RemotePart(RewardPart):
         """Logs that a batch waits for a failing endpoint, once per reason."""
         if waited >= TELL_SECONDS and (endpoint.address, why) not in self._logged:
             self._logged.add((endpoint.address, why))
-            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is retried")
+            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; the request is retried")
 
     def _request(self, items: list[str]) -> tuple[bytes, str]:
         """Returns the body of the request, and the key of the scores in the response."""
@@ -299,7 +303,8 @@ class RemotePart(RewardPart):
         return json.dumps({key: [row[key] for row in rows] for key in rows[0]}).encode(), "rewards"
 
     async def _response(self, client: HttpClient, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
-        """Returns the body of the response, within `remote_timeout`. The circuit breaker counts the outcome."""
+        """Returns the body of the endpoint's response, within `remote_timeout`. Reports success or failure to the
+        circuit breaker."""
         try:
             address, limit = self._addresses[endpoint.address], self._settings.remote_timeout
             answer = await client.request("POST", address, body, seconds=limit, max_bytes=MAX_BYTES)
@@ -314,7 +319,7 @@ class RemotePart(RewardPart):
             raise _Retry(answer.error(), answer.retry_after)
         self._endpoints.succeeded(endpoint)
         if answer.status == TOO_MANY_REQUESTS:
-            # The endpoint works and is busy.
+            # Status 429: the endpoint works but is busy, so this is not a failure for the circuit breaker.
             raise _Retry(answer.error(), answer.retry_after)
         if not answer.success:
             raise _Final(f"{endpoint.address}: {_refused(answer)}")
@@ -322,7 +327,8 @@ class RemotePart(RewardPart):
 
 
 def scores_in(answer: bytes, count: int, key: str = "scores") -> list[float]:
-    """Returns the scores of a response. Raises if it does not have exactly `count` finite numbers."""
+    """Returns the scores in an endpoint's response. Raises `_Final` if the response does not have exactly `count`
+    finite numbers."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -347,7 +353,7 @@ def _refused(answer: HttpResponse) -> str:
     if 300 <= answer.status < 400:
         location = answer.headers.get("location")
         return short(f"answered {answer.status} {answer.reason}: redirects of a POST are not followed") + (
-            f"; set the address of its target, {short(location)!r}" if location else ""
+            f"; set the address of the redirect target, {short(location)!r}" if location else ""
         )
     return answer.error()
 

@@ -1,4 +1,4 @@
-"""Finds the columns that the rewards read, scores by rule for validation, and shapes rewards."""
+"""Finds the columns that rewards read, scores validation answers by rule, and applies reward clipping and penalties."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RuleJudge:
 
 @contextmanager
 def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.device) -> Iterator[RuleJudge | Scorer]:
-    """Yields a scorer for these rules. Checks that may hang run in a process that can be killed."""
+    """Yields a scorer for these rules and data sources. A rule that may hang runs in a process that can be killed."""
     sources = list(sources)
     if not rules and not any_isolated(sources):
         yield RuleJudge()
@@ -51,17 +51,17 @@ def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.de
         yield scorer
 
 
-# Columns that the rewards can read; rows need only the columns that are read.
+# Columns that the rewards can read. A training row needs only the columns that the rewards of the run read.
 EVERYTHING = frozenset({"ground_truth", "data_source"})
-# Columns by the argument names of reward functions that refer to them.
+# Maps argument names of reward functions to the columns that they get.
 _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source": "data_source"}
 
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
-    """Returns which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get
-    the columns that exist."""
+    """Returns which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models
+    require no column and get the columns that exist."""
     weights, _ = active_weights(settings)
-    if weights.get("rule"):  # with weight 0 it is optional
+    if weights.get("rule"):  # a rule with weight 0 is optional
         return EVERYTHING
     if settings.function is None:
         return frozenset()
@@ -71,12 +71,12 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     try:
         file, name = locate(settings.function, "reward.function")
     except Refusal:
-        return EVERYTHING  # reported when the function is opened
+        return EVERYTHING  # the missing function is reported when it is loaded
     return _read_by(file, name)
 
 
 def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
-    """Returns the columns that a function reads, from its bytecode: a notebook cell has no file."""
+    """Returns the columns that a function reads, determined from its bytecode, because a notebook cell has no file."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         return EVERYTHING
@@ -96,7 +96,8 @@ def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _read_by(file: Path, name: str) -> frozenset[str]:
-    """Returns the columns that a function reads, from its source, without running it. In doubt, returns all."""
+    """Returns the columns that a function reads, determined from its source without running it. In doubt, returns all
+    columns."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -119,8 +120,8 @@ def _read_by(file: Path, name: str) -> frozenset[str]:
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> float:
     """Returns DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), scaled by `factor`.
 
-    It is 0 up to `limit - buffer` tokens, then falls linearly to `-factor` at the limit, and stays there. A buffer of 0
-    disables it.
+    The punishment is 0 up to `limit - buffer` tokens, falls linearly to `-factor` at `limit` tokens, and stays at
+    `-factor` beyond. A buffer of 0 disables the punishment.
     """
     over = length - (limit - buffer)
     if buffer <= 0 or over <= 0:
@@ -129,7 +130,8 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 
 
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
-    """Applies clipping, the score of truncated responses, and the overlong penalty to the score of a rollout."""
+    """Returns the rollout with its final score: the reward of truncated responses, clipping and the overlong penalty
+    are applied."""
     settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
     if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.truncated_reward is not None):
         return rollout

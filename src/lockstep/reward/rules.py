@@ -19,15 +19,16 @@ from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
-# A comparison can run forever, and there is no time limit here. So the scorer uses a killable process
-# (`math_judge.py`).
+# A comparison can run forever, and `math_score` has no time limit. So the scorer runs `math_score` in a process that
+# can be killed (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
     r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
 )
-# A longer answer is compared as text when votes are counted.
+# Majority votes compare an answer with more characters than this as text.
 _LONGEST_VOTE = 1000
-# Raised by math-verify if two terms cannot be compared (a matrix with an interval ...): they are not equal.
+# Exceptions that math-verify raises if two terms, such as a matrix and an interval, cannot be compared. Terms that
+# cannot be compared are not equal.
 _NOT_COMPARABLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError, KeyError, IndexError)
 
 
@@ -38,7 +39,7 @@ def boxed_example(ground_truth: str) -> str:
 def boxed_answer(text: str) -> str | None:
     """Returns the normalised boxed answer: numbers as fractions, other terms in sympy order.
 
-    Equal terms that need simplification (`2x` and `x+x`) remain different.
+    Terms that are equal only after simplification (`2x` and `x+x`) give different results.
     """
     boxed = last_boxed(text)
     if boxed is None:
@@ -56,9 +57,10 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_score(text: str, ground_truth: str) -> float:
-    r"""Returns 1.0 if the last `\boxed{...}` equals the ground truth mathematically (words: as text), else 0.0.
+    r"""Returns 1.0 if the last `\boxed{...}` equals the ground truth mathematically, else 0.0. Words are compared as
+    text.
 
-    The ground truth may be boxed, in dollars, or plain.
+    The ground truth may be in a LaTeX box, between dollar signs, or plain.
     """
     from math_verify import verify
 
@@ -79,7 +81,7 @@ def math_score(text: str, ground_truth: str) -> float:
 def _parse(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # Silences math-verify's warning about the missing time limit: the worker process has one.
+    # Silence math-verify's warning about the missing time limit: the worker process enforces a time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     boxed = rf"\boxed{{{latex}}}"
     return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
@@ -90,13 +92,13 @@ def _bare(latex: str) -> str:
 
 
 def _plain(latex: str) -> str:
-    """Removes formatting commands and spaces."""
+    """Removes LaTeX formatting commands and spaces."""
     looks = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:!$ ]|\s+", "", latex)
     return _bare(re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", looks)).rstrip(".")
 
 
 def _as_number(latex: str) -> str | None:
-    """Returns an integer, decimal or fraction as a reduced fraction; None for other terms."""
+    """Returns an integer, decimal or fraction as a reduced fraction, or None for other terms."""
     match = _LATEX_NUMBER.fullmatch(_plain(latex))
     if not match or not any(match.groups()[1:]):
         return None
@@ -108,24 +110,27 @@ def _as_number(latex: str) -> str | None:
 
 # A number in common notation: sign, currency, thousands separators, decimals. A trailing point is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
-# The mark is followed by one number and optional words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
+# A final number is `####`, one number and optional words. An expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is not a final number. Markdown stars around the number are accepted.
 _MARKED = re.compile(rf"(?<!#)####(?!#)\s*\**\s*({_NUMBER})(?![\d/^=]|[eE][-+]?\d|,\d|\s*[-+*/=]\s*[\d$])")
-# In running text a minus right after a digit or a space between numbers is an operator, not a sign.
+# A number in running text. A plus or minus after a digit, or after a digit and spaces, is an operator, not a sign.
 _ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
-    """Returns the final number as plain digits: after the last `####`, or (flexible) the last number of the text.
+    """Returns the final number of a text as plain digits: the number after the last `####` or, if not `strict`, the
+    last number.
 
-    `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. None if there is no such number.
+    `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. The result is None if the text has no final
+    number.
     """
     matches = (_MARKED if strict else _ANY).findall(text)
     return re.sub(r"[\s$,]", "", matches[-1]).removeprefix("+") if matches else None
 
 
 def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> float:
-    """Returns 1.0 if the final number equals the ground truth as a number ('18.0' is '18'), else 0.0.
+    """Returns 1.0 if the final number of the solution equals the ground truth in value ('18.0' and '18' are equal),
+    else 0.0.
 
     Raises a refusal if the ground truth is not a number.
     """
@@ -137,7 +142,7 @@ def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> flo
 
 
 def _truth(ground_truth: str) -> Decimal | None:
-    """Returns the number of a ground truth; for a worked answer, the number after the last `####`."""
+    """Returns the number in a ground truth; if that is a worked answer, the number after its last `####`."""
     return _value(re.sub(r"[\s$,]", "", ground_truth.rpartition("####")[2]))
 
 
@@ -168,7 +173,7 @@ def _not_a_number(ground_truth: str) -> str | None:
 
 
 def exact_score(text: str, ground_truth: str) -> float:
-    """Returns 1.0 if the texts are equal without surrounding space, else 0.0."""
+    """Returns 1.0 if the text equals the ground truth, apart from surrounding whitespace, else 0.0."""
     return 1.0 if text.strip() == ground_truth.strip() else 0.0
 
 
@@ -192,15 +197,16 @@ class Rule:
     example: Callable[[str], str]
     """Writes a ground truth as a correct answer in the format of the rule."""
     truth_problem: Callable[[str], str | None] = _empty
-    """Returns why a ground truth is invalid; None if it is valid."""
+    """Returns why a ground truth is invalid, or None if it is valid."""
     isolated: str | None = None
-    """`file.py:name` of the same check for a separate process, if the check may hang."""
+    """`file.py:name` of a reward function with the same result, which runs in a separate process; set if the rule may
+    hang."""
 
     def __call__(self, text: str, ground_truth: str) -> float:
         return self.score(text, ground_truth)
 
 
-# Not imported, because the import loads math-verify.
+# `math_judge.py` is only named here, because importing it loads math-verify.
 _MATH_JUDGE = Path(__file__).with_name("math_judge.py")
 RULES: dict[str, Rule] = {
     rule.name: rule
@@ -227,7 +233,8 @@ DEFAULT_RULES: dict[str, str] = {
 
 
 def rules_at_hand(rules: Mapping[str, str]) -> dict[str, str]:
-    """Returns the rules by data source: those of `rules`, and built-in ones whose package is installed."""
+    """Returns the rule names by data source: the entries of `rules`, and the built-in entries whose package is
+    installed."""
     return {source: name for source, name in DEFAULT_RULES.items() if _is_installed(name)} | dict(rules)
 
 
@@ -236,12 +243,12 @@ def _is_installed(name: str) -> bool:
 
 
 def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None) -> bool:
-    """Returns whether a rule of these data sources needs a separate process that can be killed."""
+    """Returns whether the rule of any of these data sources needs a separate process that can be killed."""
     return any(rule_for(source, rules).isolated for source in sources)
 
 
 def rule_named(name: str, where: str) -> Rule:
-    """Returns the rule of this name; `where` is the key for error messages."""
+    """Returns the rule with this name; `where` is the recipe key that error messages show."""
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         raise Refusal.at(
@@ -256,8 +263,8 @@ def rule_named(name: str, where: str) -> Rule:
 
 
 def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str = "reward.rules") -> list[Problem]:
-    """Returns a problem for each entry that looks like a misspelt data source, because its rows would use another rule.
-    Other unused entries are allowed, because recipes share them."""
+    """Returns a problem for each entry of `rules` whose data source looks misspelt, because the rows would use another
+    rule. Other entries without rows are allowed, because several recipes share the same entries."""
     without_rule = [source for source in sources if source not in rules]
     problems = []
     for name in rules:
@@ -273,7 +280,7 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
 
 
 def _is_part(one: str, other: str) -> bool:
-    """Returns whether one name is the other plus a word: `MATH` and `MATH-Hard`."""
+    """Returns whether one name is the other name plus a word, such as `MATH` and `MATH-Hard`."""
     short, long = sorted((one, other), key=len)
     return long.startswith(short) and not long[len(short)].isalnum()
 
@@ -283,9 +290,10 @@ def _numbers(name: str) -> list[str]:
 
 
 def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str = "reward.rules") -> Rule:
-    """Returns the rule of a data source: from the recipe key `key`, or a built-in one.
+    """Returns the rule of a data source: the entry of `rules` (the value of the recipe key `key`), or the built-in
+    rule.
 
-    Raises a refusal if the source has no rule: its answers must not score 0.
+    Raises `Refusal` if the data source has no rule, because its answers must not silently score 0.
     """
     available = {**DEFAULT_RULES, **(rules or {})}
     if data_source in available:

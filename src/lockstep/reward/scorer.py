@@ -1,4 +1,4 @@
-"""`Scorer`: scores responses with all reward components and sums them with weights. `rule` and `format` are here."""
+"""`Scorer`: the weighted sum of all reward components. This module also contains the components `rule` and `format`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ PARTS = ("rule", "function", "model", "process", "remote", "format")
 
 
 class Scorer:
-    """Scores responses. Results do not depend on timing or on the number of processes."""
+    """Scores responses. Scores do not depend on timing or on the number of processes."""
 
     def __init__(self, parts: Sequence[RewardPart], weights: Mapping[str, float], rules: Mapping[str, str]):
         self._parts = list(parts)
@@ -118,17 +118,17 @@ class Scorer:
         output: Path | None = None,
         offload: bool = False,
     ) -> Scorer:
-        """Creates the reward components of the settings, for rows of these data sources.
+        """Creates the reward components that `settings` names, for rows of the data sources `sources`.
 
-        Reports all problems at once. `output`-N.log keeps the last output lines of function process N, if the parent
-        folder exists; without `output` they are dropped. With `offload` the weights of reward models are on the device
-        only during their forward passes.
+        Reports all problems at once. The file `output`-N.log keeps the last output lines of function worker N, if its
+        parent folder exists; without `output` they are dropped. With `offload` the weights of reward models are on the
+        device only during their forward passes.
         """
         sources = list(sources)
         weights, problems = active_weights(settings)
         available = rules_at_hand(settings.rules)
         if weights.get("rule") == 0 and not all(source in available for source in sources):
-            del weights["rule"]  # it would only be logged, and rows may lack a rule
+            del weights["rule"]  # a rule with weight 0 is only logged, and some rows have no rule
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
@@ -166,26 +166,29 @@ class Scorer:
         return future
 
     def flush(self) -> None:
-        """Scores all waiting responses. Call it after the last response of a step."""
+        """Scores all waiting responses. Call `flush` after the last response of a step."""
         for part in self._parts:
             part.flush()
 
     def dry_run(self, questions: Sequence[Question]) -> TrialReport:
-        """Scores correct and empty answers to some questions; warns if a reward does not distinguish them."""
+        """Scores correct and empty answers to some questions; warns if a reward component gives both the same score."""
         report = dry_run(self._parts, questions, self.rule_of, self._weights)
         report.lines.extend(part.note for part in self._parts if part.note)
         if self._rules and "rule" not in self._weights:
             report.lines.append(
-                "reward rule: does not count, because other rewards are set and reward.weights does not name it"
+                "reward rule: reward.rules has no effect, because other rewards are set and reward.weights has no "
+                "entry `rule`"
             )
         return report
 
     def rule_of(self, source: str) -> Rule | None:
-        """Returns the rule of a data source, even without weight; None if there is none."""
+        """Returns the rule of a data source, even if the component `rule` has no weight, or None if the source has no
+        rule."""
         return rule_for(source, self._rules) if source in rules_at_hand(self._rules) else None
 
     def answer_of(self, question: Question, text: str) -> str | None:
-        """Returns the final answer as extracted by the rule of the data source; equal answers are equal strings."""
+        """Returns the final answer that the data source's rule extracts from a text, normalised so that equal answers
+        are equal strings."""
         rule = self.rule_of(question.data_source)
         return rule.answer(text) if rule else None
 
@@ -225,7 +228,8 @@ def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart
 
 
 def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
-    """Returns the weights of the active components in the order of PARTS, and problems with weights of unset ones."""
+    """Returns the weights of the active reward components in the order of PARTS, and a problem for each weight of a
+    component that is not set."""
     is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
     problems = [

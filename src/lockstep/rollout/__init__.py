@@ -1,1 +1,1 @@
-"""Rollout engines and the collection of scored responses. May be imported by `methods`, `train` and layers above."""
+"""Rollout engines and collection of scored responses. `methods`, `train` and higher layers may import this package."""

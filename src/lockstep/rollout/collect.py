@@ -1,4 +1,4 @@
-"""Collects scored responses: each rank generates its part of the prompts, balanced by expected length."""
+"""Collects scored responses: divides the prompts over the ranks by expected length, generates and scores."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 
 # Prompts are divided over the ranks by expected response length. An idle rank takes prompts that another rank has not
-# started. A response does not depend on the rank that generates it, because its noise depends only on the prompt.
+# started. A response does not depend on the rank that generates it, because its sampling noise depends only on the
+# prompt and the sample number.
 
-# Seconds between checks of the other ranks' shares; each check is a request to the distributed store.
+# Seconds between checks for unstarted prompts of other ranks; each check is a request to the distributed store.
 LOOK_SECONDS = 0.05
 
 
 class ExpectedLengths:
-    """Predicts the response length of each prompt: its last mean length, or the average over other prompts if it has
-    none. All ranks predict the same lengths."""
+    """Predicts the response length of each prompt: the mean length of its last responses or, for a new prompt, the
+    average over all earlier prompts. All ranks predict the same lengths."""
 
     def __init__(self) -> None:
         self._last: dict[Origin, float] = {}
@@ -67,8 +68,8 @@ def costs_of(prompts: Sequence[Prompt], n: int, expected: Sequence[float]) -> li
 
 
 def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None = None) -> list[list[int]]:
-    """Returns the prompt indices of each rank: the longest prompt goes first, to the least-loaded rank. `given` maps
-    prompts to the rank that already generates them. With a single rank the order is unchanged."""
+    """Returns the prompt indices of each rank. The most expensive prompt is assigned first, to the least-loaded rank.
+    `given` maps prompts to the rank that already generates them. With a single rank, the prompts keep their order."""
     if ranks == 1:
         return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -85,8 +86,8 @@ def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None
 
 
 class AskedAhead:
-    """Remembers which rank generates each prompt that was requested before its step. All ranks compute the same
-    assignment."""
+    """Remembers which rank generates each prompt that was requested before its training step. All ranks compute the
+    same assignment of prompts."""
 
     def __init__(self, rank: int, ranks: int):
         self._rank, self._ranks = rank, ranks
@@ -102,13 +103,15 @@ class AskedAhead:
         return [Request(prompts[index].ids, keys[index], n) for index in shares[self._rank]]
 
     def take(self, keys: Sequence[int], n: int, sampling: Sampling) -> dict[int, int]:
-        """Returns the rank of each prompt that was requested ahead, by prompt index, and forgets these requests."""
+        """Returns the rank of each prompt that was requested before its step, by prompt index, and forgets these
+        requests."""
         ranks = {index: self._sent_to.pop((sampling, key, n), None) for index, key in enumerate(keys)}
         return {index: rank for index, rank in ranks.items() if rank is not None}
 
 
 class ShareCounter(Protocol):
-    """A counter, shared by all ranks, of the prompts of one rank's share that are started (`parallel/world.py`)."""
+    """Counts the started prompts among those assigned to one rank. All ranks share the counter
+    (`parallel/world.py`)."""
 
     def take(self, count: int) -> int:
         """Adds `count` to the counter; returns the previous value."""
@@ -116,7 +119,8 @@ class ShareCounter(Protocol):
 
 
 class Shares:
-    """Divides the prompts of one call over the ranks. Without counters a rank processes only its share."""
+    """Divides the prompts of one call over the ranks. Without the counters `begun`, a rank processes only its own
+    prompts."""
 
     def __init__(
         self,
@@ -135,11 +139,11 @@ class Shares:
         """Number of prompts taken from other ranks."""
 
     def own(self) -> list[int]:
-        """Returns all prompts of this rank; used if ranks do not share work."""
+        """Returns all prompts of this rank; used if ranks do not take prompts from each other."""
         return self._shares[self._rank]
 
     def begin(self, count: int) -> list[int]:
-        """Starts and returns up to `count` prompts of this rank's share."""
+        """Starts and returns up to `count` prompts that are assigned to this rank."""
         if self._ended:
             return []
         some = self._some(self._rank, self._begun[self._rank].take(count), count)
@@ -149,14 +153,15 @@ class Shares:
     def help(self, count: int, *, idle: bool) -> list[int]:
         """Starts and returns up to `count` prompts of the rank with the most unstarted prompts.
 
-        If that rank has started no prompt yet, only an `idle` rank takes from it: it may have room for all of them.
+        A rank that has started no prompt yet may have room for all of its prompts. So only an `idle` rank takes prompts
+        from such a rank.
         """
         if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []
         first = {other: self._begun[other].take(0) for other in self._open}
         left = {other: len(self._shares[other]) - begun for other, begun in first.items() if idle or begun}
         for other in sorted(left, key=lambda one: -left[one]):
-            # Take at most half, because the owner also continues.
+            # Take at most half of the unstarted prompts, because their own rank continues to start prompts too.
             most = min(count, -(-left[other] // 2))
             some = self._some(other, self._begun[other].take(most), most) if most > 0 else []
             if some:
@@ -226,11 +231,11 @@ def collect(
     expected: Sequence[float] | None = None,
     given: Mapping[int, int] | None = None,
 ) -> Collected:
-    """Generates and scores `n` responses for each prompt of this rank's share, which is balanced by `expected` length.
-    `given` maps the prompts that were requested ahead to their rank.
+    """Generates and scores `n` responses for each prompt of this rank. The prompts are divided over the ranks by
+    `expected` length. `given` maps the prompts that were requested before their step to their rank.
 
-    A finished response is scored while others are still decoding. Only the first rank of a tensor-parallel group
-    returns responses.
+    A finished response is scored while other responses are still decoding. Only the first rank of a tensor-parallel
+    group returns responses.
     """
     pending: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
     costs = costs_of(prompts, n, expected or [1.0] * len(prompts))
@@ -273,7 +278,7 @@ def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:
 
 
 class _OwnShare:
-    """Requests the full share of this rank at once."""
+    """Requests all prompts of this rank from the engine at once."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares, world: World
@@ -284,7 +289,7 @@ class _OwnShare:
         self.indices: list[int] = []
         """The prompt index of each request."""
         self._pending: dict[tuple[int, int], None] = {}
-        """The unfinished samples, in request order."""
+        """The unfinished samples (prompt index, sample number), in request order."""
 
     def generate(self, sampling: Sampling) -> Iterator[Any]:
         return self.engine.generate(self._requests(self.shares.own()), sampling)
@@ -308,7 +313,8 @@ class _OwnShare:
 
 
 class _OpenShare(_OwnShare):
-    """Sends requests when the engine has free rows (`Further`); an idle rank takes prompts of other ranks."""
+    """Gives the engine more requests when it has free rows (`Further`); a rank without prompts takes prompts of other
+    ranks."""
 
     engine: NativeEngine
 
@@ -344,15 +350,15 @@ def _request_source(
     costs: Sequence[float],
     given: Mapping[int, int] | None,
 ) -> Iterator[_OwnShare]:
-    # Work sharing makes the batches, and so the rounding, depend on timing. It is off in deterministic runs and with
-    # tensor parallelism.
+    # If ranks take prompts from each other, the batches, and so the rounding, depend on timing. So ranks keep their own
+    # prompts in deterministic runs and with tensor parallelism.
     alone = world.size == 1 or world.tensor > 1 or not isinstance(engine, NativeEngine)
     if alone or torch.are_deterministic_algorithms_enabled():
         yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines, given=given), world)
         return
     *counters, ended = world.counters(world.size + 1)
     yield _OpenShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters), world)
-    if ended.take(1) == world.size - 1:  # the last rank to finish
+    if ended.take(1) == world.size - 1:  # this rank is the last one to finish
         for counter in (*counters, ended):
             counter.remove()
 
@@ -363,9 +369,9 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
     return sorted(gathered, key=lambda rollout: (rollout.prompt_index, rollout.sample))
 
 
-# Conversion of validation questions to prompts, and the protocol that judges their answers.
+# The conversion of validation questions to prompts, and the interface of the object that scores the answers.
 
-# Noise keys of validation do not overlap with training keys.
+# The random keys of validation prompts start here, above all keys of training prompts.
 FIRST_KEY = 2**40
 
 
@@ -380,7 +386,8 @@ class Examiner(Judge, Protocol):
 
 
 def prompt_format(recipe: Recipe) -> Data | None:
-    """Returns the data settings that define the prompt format of an online run; None (chat template) if offline."""
+    """Returns the data settings that define the prompt format of an online run, or None for an offline run, which uses
+    the chat template."""
     return recipe.data if recipe.method in ONLINE else None
 
 
@@ -390,7 +397,8 @@ def encode_questions(
     system: str | None = None,
     data: Data | None = None,
 ) -> list[Prompt]:
-    """Encodes questions as prompts. `data` decides whether a chat template is used; if None, it is used."""
+    """Encodes questions as prompts. `data` decides whether the chat template is used; with None, the chat template is
+    used."""
     for question in questions:
         check_prompt(tokenizer, question, data)
     formatted = [with_format(with_system(question, system), data) for question in questions]

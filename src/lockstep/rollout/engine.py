@@ -1,4 +1,4 @@
-"""The `Engine` protocol (prompts to completions with log-probs), sampling parameters and stop conditions."""
+"""The `Engine` protocol, which generates completions with log-probs, and sampling parameters and stop conditions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Ca
     if tokens[-1] in sampling.stop_ids:
         return "token"
     if sampling.stop_strings:
-        # A stop text may span several tokens. A token has at least one byte and a character at most four bytes, so
-        # these tokens cover the longest stop text.
+        # A stop string may span several tokens. A token has at least one byte and a character at most four bytes, so
+        # the last `back` tokens cover the longest stop string.
         back = max(len(text) for text in sampling.stop_strings) * 4
         tail = decode(list(tokens[max(prompt, len(tokens) - back) :]))
         if any(text in tail for text in sampling.stop_strings):
@@ -50,14 +50,14 @@ def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Ca
 
 
 def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rollout.stop_ids") -> None:
-    """Raises `Refusal` if an end token is not in the model's vocabulary."""
+    """Raises `Refusal` if one of the `stop_ids` is not in the model's vocabulary."""
     invalid = [token for token in stop_ids if not 0 <= token < vocabulary]
     if invalid:
         raise Refusal.at(
             key,
-            f"{', '.join(map(str, invalid[:8]))}: not in the vocabulary of the model (0 to {vocabulary - 1}), so it "
-            "would never end a response",
-            "use ids of this model's tokenizer, or remove them",
+            f"{', '.join(map(str, invalid[:8]))}: not in the vocabulary of the model (0 to {vocabulary - 1}), so such "
+            "a token would never end a response",
+            "use token ids of this model's tokenizer, or remove the unknown ids",
             code="unknown-token",
         )
 
@@ -101,17 +101,17 @@ class Engine(Protocol):
     an entry with its properties in `recipe/registry.py`."""
 
     instead: str
-    """The remedy to report if log-probs of this engine do not match the trainer's."""
+    """The remedy in the error message if log-probs of this engine do not match the trainer's."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yields every completion of every request as soon as it is finished.
 
-        Log-probs are under the sampling distribution, after temperature and truncation.
+        The log-probs are those of the sampling distribution, after temperature and truncation.
         """
         ...
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the current weights of the policy into the engine. Called before generation."""
+        """Loads the current weights of the policy into the engine. The run calls `sync` before generation."""
         ...
 
     def release_memory(self) -> None:
@@ -139,18 +139,18 @@ class Further(Protocol):
     """The length of the longest prompt in tokens."""
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns requests for at most `room` more responses; empty if none are left."""
+        """Returns requests for at most `room` more responses, or an empty list if no requests are left."""
         ...
 
 
 class SharedWeights:
-    """Base of engines that use the trained modules: no weight sync is needed."""
+    """Base class of engines that generate with the trained modules and so need no weight sync."""
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Does nothing: the engine uses the trained modules."""
+        """Does nothing, because the engine generates with the trained modules."""
 
     def release_memory(self) -> None:
-        """Does nothing: no memory is kept between calls."""
+        """Does nothing, because the engine keeps no memory between calls."""
 
     def close(self) -> None:
         self.release_memory()

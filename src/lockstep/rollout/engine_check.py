@@ -1,4 +1,4 @@
-"""Checks that engine and trainer compute the same log-probs, on the loaded model and on a miniature of it."""
+"""Checks that engine and trainer compute the same log-probs, with the loaded model and with a small copy of it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 
-# Comparison with transformers on an fp32 miniature of the architecture. One prompt is shorter than every attention
-# window, the other one longer.
+# Lengths for the comparison of the native engine with transformers on an fp32 miniature of the architecture. One prompt
+# is shorter than every attention window, and one prompt is longer.
 PROMPTS = (3, LIMIT + 3)
 LONGEST = ORIGINAL_LENGTH + LIMIT
 
 
 def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
-    """Raises `Unfit` if the native engine does not generate the same as transformers. It needs no weights, and the
-    result is cached."""
+    """Raises `Unfit` if the native engine does not generate the same tokens and log-probs as transformers. The check
+    uses a miniature model, so it needs no weights. Its result is cached."""
 
     def attempt() -> None:
         try_engine(build_miniature(config, kernel, torch_device), device)
@@ -45,7 +45,8 @@ def check_engine_architecture(config: Any, kernel: str, device: Device, torch_de
 
 
 def try_engine(miniature: Miniature, device: Device) -> None:
-    """Compares greedy tokens and their log-probs with transformers', with and without chunked prefill."""
+    """Compares the greedy tokens and log-probs of the engine with those of transformers, with and without chunked
+    prefill."""
     policy = miniature.policy
     max_length = fixed_length(policy.causal_lm.config.get_text_config())
     longest = min(LONGEST, max_length or LONGEST)
@@ -61,7 +62,7 @@ def try_engine(miniature: Miniature, device: Device) -> None:
             completions = list(engine.generate(requests, Sampling(max_tokens=longest - max(PROMPTS), temperature=0)))
         except RUN_ERRORS as error:
             refuse_trouble(error, next(policy.parameters()).device)
-            raise Unfit(f"the engine cannot run it: {first_line(error)}") from error
+            raise Unfit(f"the engine cannot run this architecture: {first_line(error)}") from error
         for completion, (ids, logprobs) in zip(sorted(completions, key=lambda c: c.request), expected, strict=True):
             logprobs_engine = torch.tensor(completion.logprobs)
             difference = float((logprobs_engine - logprobs).abs().max()) if completion.ids == ids else float("inf")
@@ -75,7 +76,8 @@ def try_engine(miniature: Miniature, device: Device) -> None:
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Returns greedy tokens and their log-probs, recomputing the full sequence for every token (the reference)."""
+    """Returns the greedy tokens and log-probs of transformers as the reference; recomputes the full sequence for every
+    token."""
     device = model.get_input_embeddings().weight.device
     ids, logprobs = list(prompt), []
     model.set_attn_implementation("eager")
@@ -89,7 +91,8 @@ def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch
     return ids[len(prompt) :], torch.tensor(logprobs)
 
 
-# Comparison with the trainer on the loaded model: one prompt has a single token, the other the remaining length.
+# The comparison of the engine with the trainer on the loaded model: sequences have at most LONGEST_TRIED tokens, and
+# responses NEW_TOKENS_TRIED. One prompt has a single token, and the other prompt is as long as LONGEST_TRIED allows.
 LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 
@@ -97,8 +100,8 @@ LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str, *, paged_on: Device | None) -> None:
     """Raises `Refusal` if the engine's log-probs differ from the trainer's.
 
-    This detects unusual attention and layers that keep state other than keys and values. `paged_on` is the device of
-    an engine marked `paged` in the registry; its architecture is checked first.
+    The check detects unusual attention, and layers that keep state other than keys and values. `paged_on` is the device
+    of an engine marked `paged` in the registry; for such an engine, the architecture is checked first.
     """
     run_trial(LOADED_ENGINE, lambda: _engine_problem(engine, policy, device, path, paged_on))
 

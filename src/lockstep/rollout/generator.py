@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """Generates and scores responses. `end_tokens` are added to those of model and tokenizer. `path` is the model path
-    for error messages and for a server. The server's log is written to the folder `logs`."""
+    """Generates and scores responses. `end_tokens` are additional end tokens besides those of the model and the
+    tokenizer. `path` is the model path for error messages and for a server. The server's log is written to the folder
+    `logs`."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Generator:
             self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self.responder: Engine = self.engine if settings.function is None else self._function_engine(settings)
-        """The engine, or a user's rollout function that calls it."""
+        """The engine, or a `FunctionEngine` that calls the user's rollout function and the engine."""
 
     def _function_engine(self, settings: RolloutSettings) -> FunctionEngine:
         assert settings.function is not None
@@ -87,8 +88,8 @@ class Generator:
         return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
 
     def answered_by(self, engine: Engine, ahead: AskedAhead) -> Generator:
-        """Returns a copy that uses another engine, which syncs its weights itself. `ahead` has the requests that are
-        already sent."""
+        """Returns a copy of the generator that uses another engine, which syncs its weights itself. `ahead` has the
+        requests that are already sent."""
         other = copy(self)
         other.engine = other.responder = engine
         other._ahead = ahead
@@ -104,7 +105,8 @@ class Generator:
         phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
-        """Returns `n` scored responses per prompt, in order and equal on all ranks. `keys` are the prompts' seeds."""
+        """Returns `n` scored responses per prompt, in the order of the prompts; all ranks get the same list. `keys` are
+        the random keys of the prompts."""
         local = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
         return everyone(local.rollouts, self.world)
 
@@ -118,7 +120,8 @@ class Generator:
         phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> Collected:
-        """Returns the responses that this rank generated: all `n` of a prompt, or none."""
+        """Returns the responses that this rank generated. A rank generates all `n` responses to a prompt, or none of
+        them."""
         expected = self.lengths.of(prompts)
         arguments = (
             self.responder,
@@ -151,12 +154,13 @@ class Generator:
         return {"name": self.engine_name, **details}
 
     def proof(self) -> str:
-        """Returns the result of the last weight check as the end of a message; empty for local engines."""
+        """Returns the result of the last weight check as a suffix for a message; empty for engines that are not
+        servers."""
         check = self.metadata().get("probe")
         return "" if check is None else f"; weight check: {check}"
 
     def sleep(self) -> None:
-        """Makes the server release its memory while the run trains."""
+        """Makes a serving engine release its memory while the run trains."""
         if self.served:
             self.engine.release_memory()
 
@@ -165,7 +169,7 @@ class Generator:
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Gathers the full weights on every rank, so that each can generate."""
+        """Gathers the full weights on every rank, so that every rank can generate."""
         # A sharded model must be called through its root once before the engines can call its submodules.
         self._enter()
         with gathered(self.policy):

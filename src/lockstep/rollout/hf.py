@@ -1,6 +1,6 @@
-"""The engine that uses transformers' `generate`. It is slow and serves as the reference for faster engines.
+"""The `hf` engine uses transformers' `generate`, is slow, and serves as the reference for faster engines.
 
-It uses the native engine's sampler with the same noise, so both engines give the same samples up to rounding.
+The `hf` engine uses the native engine's sampler and random noise, so both engines give the same samples up to rounding.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ BATCH = 64
 
 
 class HfEngine(SharedWeights):
-    """Engine on transformers. `opened` yields the model; `decode` converts token ids to text for stop strings."""
+    """The engine on transformers. `opened` is a context manager that yields the model; `decode` converts token ids to
+    text for stop strings."""
 
-    instead = "use another model: the trainer cannot score what this one generates"
+    instead = "use another model: the trainer cannot compute the log-probs of this model's responses"
 
     def __init__(
         self, opened: Callable[[], AbstractContextManager[PreTrainedModel]], decode: Callable[[list[int]], str]
     ):
         self.opened, self.decode = opened, decode
         self.on_token: Callable[[int], None] | None = None
-        """Callback for each token of a single response."""
+        """Called with each new token, if the batch is a single response."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         rows = [
@@ -61,7 +62,7 @@ class HfEngine(SharedWeights):
                 yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
-        """Truncates a response at its end token; `generate` continues until the whole batch has ended."""
+        """Truncates a response at its end token, because `generate` continues until the whole batch has ended."""
         for length in range(1, len(ids) + 1):
             why = why_ended(ids[:length], 0, sampling, self.decode)
             if why:
@@ -76,7 +77,8 @@ def open_engine(
 
 
 class _Choose(LogitsProcessor):
-    """Samples a token with lockstep's sampler and masks all others, so that greedy decoding picks the sampled one."""
+    """Samples a token with lockstep's sampler and masks all other tokens, so that transformers' greedy decoding picks
+    the sampled token."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The native engine: the policy with a paged KV cache. May be imported by `rollout` and the layers above it."""
+"""The native engine: the policy with a paged KV cache. `rollout` and higher layers may import this package."""

@@ -1,6 +1,6 @@
-"""The decode batch, kept in persistent device tensors; the host writes only what has changed.
+"""The batch of decoding sequences in persistent device tensors, in which the host writes only the changes.
 
-B: sequences of a forward pass; M: blocks of a block table.
+Suffixes of tensor names: B is the number of sequences in a forward pass, M the number of blocks in a block table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.rollout.native.scheduler import SequenceState
 
 @dataclass
 class DecodeState:
-    """The state of a decode batch in device tensors. Forward passes update it without the host."""
+    """The state of a decode batch in device tensors. Forward passes update these tensors without the host."""
 
     tokens_B: torch.Tensor
     positions_B: torch.Tensor
@@ -51,7 +51,7 @@ class DecodeState:
 
     @classmethod
     def idle(cls, rows: int, width: int, block: int, device: torch.device) -> DecodeState:
-        """Creates idle rows: they are marked as done and write to the spare block."""
+        """Creates the state of idle rows: rows that are marked as done and write to the spare block of the KV cache."""
         zeros = torch.zeros(rows, dtype=torch.long, device=device)
         return cls(
             tokens_B=zeros.clone(),
@@ -76,20 +76,20 @@ class DecodeState:
             tensor.copy_(getattr(other, name))
 
     def put_(self, rows_K: torch.Tensor, other: DecodeState) -> None:
-        """Overwrites the rows `rows_K` with the rows of `other`."""
+        """Overwrites the rows with the indices `rows_K` by the rows of `other`."""
         for name, tensor in vars(self).items():
             tensor.index_copy_(0, rows_K, getattr(other, name))
 
 
 @dataclass
 class Slot:
-    """The batch row of a sequence."""
+    """The batch row that a sequence occupies."""
 
     row: int
     blocks: list[int]
     """The block list of the sequence; after a preemption the sequence has a new list object."""
     written: int
-    """Number of blocks in the block table of the row."""
+    """Number of blocks already written to the row's block table on the device."""
 
 
 class DecodeBatch:
@@ -121,7 +121,8 @@ class DecodeBatch:
         return [self._slots[sequence].row for sequence in sequences]
 
     def _evict(self, sequences: Iterable[SequenceState], within: int) -> set[int]:
-        """Frees the rows of sequences that left, have a new block list or a row beyond `within`; returns those rows."""
+        """Frees and returns the rows of sequences that have left the batch, have a new block list, or have a row index
+        of at least `within`."""
         current = set(sequences)
         evicted = [
             sequence

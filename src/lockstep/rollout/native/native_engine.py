@@ -1,7 +1,7 @@
 """The native engine: generates with the trained modules, continuous batching and a paged KV cache.
 
-It needs no weight sync. The KV cache exists during one call of `generate`, or is kept together with the CUDA graphs
-that use it.
+The native engine needs no weight sync. Its KV cache exists during one call of `generate`, or is kept together with the
+CUDA graphs that use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Limits of prompt tokens per prefill pass and of the length of a cached sequence.
+# Limits of the prompt tokens per prefill pass and of the length of a sequence in the KV cache.
 
 
 def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "rollout.max_tokens") -> None:
@@ -45,14 +45,15 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
         )
 
 
-# Number of tokens always allowed in a prefill pass, and the share of device memory that a longer pass may use.
+# USUAL: number of tokens that a prefill pass may always have. SHARE: fraction of device memory that a longer pass may
+# use.
 USUAL, SHARE = 8192, 1 / 8
 
 
 def prefill_budget(settings: RolloutSettings, device: Device, config: Any, size: int) -> int:
     """Returns the tokens per prefill pass: the recipe's value, or a default for the device and its memory.
 
-    It depends on the total memory, not on the free memory, so it is the same in every step and every run.
+    The default depends on the total memory, not on the free memory, so it is the same in every step and every run.
     """
     if settings.prefill_tokens is not None:
         return settings.prefill_tokens
@@ -70,8 +71,9 @@ def fitting_prefill(most: int, memory: int, config: Any, size: int) -> int:
 def prefill_bytes(config: Any, tokens: int, size: int) -> int:
     """Returns the peak memory of a Llama-like layer for `tokens` tokens without a backward pass.
 
-    Per token it counts three tensors of the feed-forward width, the layer input, the residual sum after attention, its
-    normalised value and the fp32 copies of that. `size` is the number of bytes per element.
+    Per token, the estimate counts three tensors of the feed-forward width and several of the hidden width. The latter
+    are the layer input, the residual sum after attention, its normalised value and fp32 copies of that value. `size` is
+    the number of bytes per element.
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -81,9 +83,10 @@ def prefill_bytes(config: Any, tokens: int, size: int) -> int:
     return tokens * (size * (3 * max(inner, experts) + 4 * hidden) + 2 * 4 * hidden)
 
 
-# Default share of free memory for the KV cache.
+# Default fraction of the free device memory for the KV cache.
 FREE_SHARE = 0.5
-# A KV cache up to this share of the device's total memory is kept between calls, with its CUDA graphs.
+# A KV cache of at most this fraction of the device's total memory is kept between calls of `generate`, with its CUDA
+# graphs.
 KEPT_SHARE = 0.05
 
 
@@ -95,14 +98,16 @@ def kept_cache(memory: int) -> int:
 class NativeEngine(SharedWeights):
     """The native engine. `decode` converts token ids to text for stop strings."""
 
-    instead = "set rollout.engine=hf; the built-in engine keeps only keys and values between tokens"
+    instead = "set rollout.engine=hf: the built-in engine keeps no state other than keys and values between tokens"
 
     def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.pause: Callable[[], bool] = lambda: False
-        """Called between rounds. If it returns True, `generate` yields the unfinished sequences and ends."""
+        """Called between rounds of decoding. If `pause` returns True, `generate` yields the unfinished sequences and
+        ends."""
         self.further: Further | None = None
-        """A source of more requests, used between rounds while rows are free. They get the next request numbers."""
+        """A source of more requests, used between rounds while batch rows are free. Its requests get the next request
+        numbers."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -158,15 +163,16 @@ class NativeEngine(SharedWeights):
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # Tokens that the device sampled ahead are sampled again with the same result, because the noise depends
-                # only on the position.
+                # Tokens that the device has sampled ahead are dropped here. A later call samples the same tokens again,
+                # because the sampling noise depends only on the position.
                 yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)
             if now is None:
                 continue
             # If the next schedule does not depend on the tokens of this round, the device starts the next round while
-            # the host reads them. Sequences that have ended stay in it without effect: their blocks are not yet reused.
+            # the host reads these tokens. Sequences that have ended stay in the next round without effect: their blocks
+            # are not yet reused.
             work = scheduler.schedule_ahead(runner.passes)
             if work.copies:
                 runner.cache.copy_blocks(work.copies)
@@ -180,7 +186,7 @@ class NativeEngine(SharedWeights):
                     yield _completion(sequence, sequence.stop)
 
     def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
-        """Adds further requests if rows are free; returns whether work is left."""
+        """Adds requests from `further` if rows are free; returns whether unfinished sequences are left."""
         room = scheduler.rows - len(scheduler.running)
         if self.further is not None and room > 0 and not scheduler.waiting:
             scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.num_requests))
@@ -195,7 +201,7 @@ class NativeEngine(SharedWeights):
         return runner.decode(work.decode) if work.decode else None
 
     def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
-        """Appends new tokens up to the one that ends the sequence, and drops the tokens after it."""
+        """Appends new tokens up to the token that ends the sequence, and drops all later tokens."""
         within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
             sequence.tokens += tokens
@@ -213,16 +219,16 @@ class NativeEngine(SharedWeights):
                 return
 
     def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
-        """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have the
-        same addresses; else a new runner."""
+        """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have not
+        moved in memory; else a new runner."""
         layers = self.ready_layers()
-        # With tensor parallelism a new cache is created for each call, of the same size on all ranks.
+        # With tensor parallelism, each call creates a new KV cache, which has the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
         if kept is None or addresses != self._weights or kept.blocks < self._blocks(sequences, longest):
             kept = None
             self.release_memory()
-        # A CUDA graph does not depend on settings that only the host uses.
+        # A CUDA graph does not depend on these three sampling settings, which only the host uses.
         graph_sampling = replace(sampling, max_tokens=0, seed=0, stop_strings=())
         rows = self.settings.max_sequences
         runner = self._runners.get(graph_sampling)
@@ -235,8 +241,8 @@ class NativeEngine(SharedWeights):
         return runner
 
     def ready_layers(self) -> GeneratingLayers | None:
-        """Returns the device's fused decoder layers with current weights; None if the device has none."""
-        # A policy without the device's attention kernel uses reference implementations.
+        """Returns the device's fused decoder layers with current weights, or None if the device has no such layers."""
+        # A policy that does not use the device's attention kernel also uses no fused layers.
         if not self._layers_tried and self.policy.kernel == self.device.attention and self._group is None:
             decoder = inner_decoder(self.policy.causal_lm)
             self._layers = generating_layers(decoder, self.device.generating_layers)
@@ -246,7 +252,7 @@ class NativeEngine(SharedWeights):
         return self._layers if self._layers is not None and self._layers.ready else None
 
     def _blocks(self, sequences: Sequence[SequenceState], longest: int) -> int:
-        """Returns the number of cache blocks: as many as the sequences can use at once, within the memory limit."""
+        """Returns the number of KV-cache blocks: as many as the sequences can use at once, within the memory limit."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
         block_bytes, room, configured = self.block_bytes(), self.cache_room(), self.settings.cache_gb
@@ -294,8 +300,8 @@ def _completion(sequence: SequenceState, stop: str) -> Completion:
 
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
-    """Returns the largest number of blocks in use at once, with one reserved block per running sequence."""
-    # Full blocks of a prompt prefix are shared, so a sequence needs only the blocks after them.
+    """Returns the largest number of KV-cache blocks in use at once, with one reserved block per running sequence."""
+    # Samples of a prompt share its full blocks, so each sequence needs only the blocks after these.
     unshared = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
     shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
     return sum(unshared[:rows]) + sum(shared[:rows])

@@ -1,7 +1,7 @@
-"""The online engine of `lockstep serve`. Requests can be added and cancelled between rounds; each has its own sampling.
+"""The online engine of `lockstep serve`. Requests with different sampling can be added and cancelled between rounds.
 
 One KV cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs
-are used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
+are used; otherwise an eager pass decodes one token per sequence. Call all methods of the engine from one thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_RUNNERS = 4
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A sampled token. If requested, it has its log-prob and the likeliest tokens with their log-probs, at temperature
-    1 without truncation."""
+    """A sampled token. If the request asks for log-probs, `logprob` and `likeliest` are log-probs at temperature 1
+    without truncation: of this token and of the likeliest tokens."""
 
     token: int
     logprob: float | None = None
@@ -37,7 +37,8 @@ class DrawnToken:
 
 @dataclass(eq=False)
 class LiveSample(SequenceState):
-    """A sequence with its sampling. `likeliest` is the number of top tokens per position; None means no log-probs."""
+    """A sequence with its sampling parameters. `likeliest` is the number of likeliest tokens to return per position, or
+    None if the request needs no log-probs."""
 
     sampling: Sampling = field(default_factory=lambda: Sampling(1))
     likeliest: int | None = None
@@ -99,7 +100,7 @@ class LiveEngine:
             self.scheduler.cancel(sequence)
 
     def step(self) -> list[tuple[LiveSample, list[DrawnToken]]]:
-        """Runs one round; returns the new tokens of each sequence. `stop` is set on finished sequences."""
+        """Runs one round; returns the new tokens of each sequence. Sets `stop` of the sequences that have finished."""
         passes = self._passes()
         work = self.scheduler.next(passes)
         if work.copies:
@@ -112,14 +113,14 @@ class LiveEngine:
         runner = self._runner_for(decoding) if passes > 1 else None
         drawn = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
         if runner is None:
-            # The device state of the graphs is now one token behind, so it is dropped.
+            # The device state of the CUDA graphs now lacks the new token, so this state is dropped.
             for other in self._captured.values():
                 if other.batch is not None:
                     other.batch.assign_slots([], other.batch.rows)
         return [(sequence, self._append(sequence, tokens)) for sequence, tokens in zip(decoding, drawn, strict=True)]
 
     def _append(self, sequence: LiveSample, drawn: Sequence[DrawnToken]) -> list[DrawnToken]:
-        """Appends and returns the tokens up to the one that ends the sequence; later ones are dropped."""
+        """Appends and returns the tokens up to the token that ends the sequence; drops all later tokens."""
         kept = []
         for token in drawn:
             sequence.cached = len(sequence.tokens)
@@ -142,7 +143,8 @@ class LiveEngine:
         return 1 if runner is None else runner.passes
 
     def _runner_for(self, sequences: Sequence[LiveSample]) -> Runner | None:
-        """Returns the runner with CUDA graphs for these sequences; None if they cannot share one."""
+        """Returns the runner with CUDA graphs for these sequences, or None if the sequences cannot use the same
+        graphs."""
         engine = self.engine
         if not engine.device.graph_capture:
             return None
@@ -158,7 +160,7 @@ class LiveEngine:
             runner.layers = self._mixed.layers
             while len(self._captured) >= MAX_RUNNERS:
                 del self._captured[next(iter(self._captured))]
-        # The most recently used runner is last.
+        # The dict is in order of use: the most recently used runner is last.
         self._captured[sampling] = runner
         return runner if runner.captures and runner.batch is not None else None
 
@@ -225,7 +227,7 @@ def _rows_by_sampling(sequences: Sequence[LiveSample]) -> dict[Sampling, list[in
 
 
 def _graph_sampling(sequence: LiveSample) -> Sampling | None:
-    """Returns the sampling parameters that a CUDA graph depends on; None if the sequence cannot use a graph."""
+    """Returns the sampling parameters that a CUDA graph depends on, or None if the sequence cannot use a graph."""
     if sequence.likeliest is not None or sequence.sampling.repetition_penalty != 1:
         return None
     return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())

@@ -1,4 +1,4 @@
-"""Runs the engine's forward passes: policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
+"""Runs the native engine's forward passes on packed tokens with a paged KV cache, eagerly or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.scheduler import CachedSpan, SequenceState
 from lockstep.types import Sampling
 
-# Decode passes per round with CUDA graphs, without a host synchronization in between.
+# Number of decode passes per round with CUDA graphs. The host does not synchronize between these passes.
 AHEAD = 8
-# Capturing a graph takes as long as dozens of forward passes. So a batch that is smaller than a captured size by a
-# factor below LITTLE runs with idle rows until PATIENCE rounds have needed its size.
+# Capturing a graph takes as long as dozens of forward passes. So a batch that is slightly smaller than a captured graph
+# (by a factor below LITTLE) runs in that graph with idle rows. After PATIENCE rounds of this batch size, a graph of the
+# exact size is captured.
 PATIENCE, LITTLE = 8, 1.5
-# Minimum block table width of captured graphs; widths are powers of two, so few lengths need a new capture.
+# Minimum width, in blocks, of the block tables of captured graphs. Widths are powers of two, so few sequence lengths
+# need a new capture.
 LEAST_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round of launched forward passes, whose tokens and log-probs can be read when the device is done."""
+    """A round of forward passes that are launched on the device. Its tokens and log-probs can be read when the device
+    is done."""
 
     sequences: Sequence[SequenceState]
     width: int | None
-    """Number of rows of the CUDA graph; None without a graph."""
+    """Number of rows of the CUDA graph, or None if the round runs eagerly."""
     rows: Sequence[int]
     tokens_BA: Callable[[], torch.Tensor]
     logprobs_BA: Callable[[], torch.Tensor]
@@ -51,7 +54,7 @@ class Round:
 
 
 class Runner:
-    """Runs prefill and decode passes. CUDA graphs depend on the parameters of `sampling`, but not on its length limits.
+    """Runs prefill and decode passes. The captured CUDA graphs depend on `sampling`, but not on its length limits.
 
     At most `rows` sequences of at most `longest` tokens decode at once.
     """
@@ -60,13 +63,13 @@ class Runner:
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
-        """The device's fused decoder layers, if it has them."""
+        """The device's fused decoder layers, or None if the device has no such layers."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
-        # A policy without the device's attention kernel uses reference implementations.
+        # A policy that does not use the device's attention kernel uses the plain PyTorch sampler.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
         self.group = group_of(self.model)
-        # Collective operations are not captured in graphs.
+        # With tensor parallelism there are no CUDA graphs, because collective operations are not captured.
         self.captures = device.graph_capture and sampling.repetition_penalty == 1 and self.group is None
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
@@ -81,7 +84,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
-        """Computes and caches keys and values of each span up to the given position."""
+        """For each (span of tokens, position) in `work`, computes and caches keys and values up to this position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
         slots = np.concatenate([self._slots(part, part.cached, stop) for part, stop in work])
@@ -110,8 +113,8 @@ class Runner:
 
     @torch.inference_mode()
     def schedule_ahead(self, last: Round, sequences: Sequence[SequenceState]) -> Round | None:
-        """Launches the next round before the host has read the tokens of the last one. Returns None if sequences would
-        have to change rows."""
+        """Launches the next round before the host has read the tokens of the round `last`. Returns None if sequences
+        would have to change rows."""
         if last.width is None or not sequences or self._captured_width(len(sequences)) != last.width:
             return None
         return self._captured_round(sequences, last.width)
@@ -155,7 +158,8 @@ class Runner:
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         if self.group is not None:
-            # All ranks should have sampled the same tokens. If they differed, the ranks would hang later.
+            # All ranks should have sampled the same tokens. Different tokens would make the ranks hang later, so all
+            # ranks use the tokens of the first rank.
             self.group.as_first_(state.tokens_B)
             self.group.as_first_(state.logprobs_B)
             tokens = state.tokens_B
@@ -198,8 +202,8 @@ class Runner:
         return seen
 
     def _captured_width(self, batch: int) -> int | None:
-        """Returns the row count of the CUDA graph for this batch, capturing it if needed; None if that is
-        impossible."""
+        """Returns the number of rows of the CUDA graph for a batch of this size, and captures the graph if needed.
+        Returns None if capturing is impossible."""
         if self.batch is None:
             return None
         exact = _bucket(batch)
@@ -208,7 +212,7 @@ class Runner:
         if larger is not None and larger < LITTLE * exact and self._wanted[exact] <= PATIENCE:
             return larger
         if exact not in self._graphs and not self._capture(self.batch, exact):
-            # Eager passes create their own state.
+            # Eager passes do not need the persistent batch state, because each round creates its own.
             self.batch = None
             return None
         return exact
@@ -217,7 +221,7 @@ class Runner:
         """Captures the graph for `width` rows. Returns False if the model cannot be captured, for example because an
         operator synchronizes with the host."""
         state = batch.state.first(width)
-        # Idle rows are used, because the warm-up passes sample tokens and write to the cache.
+        # The capture runs on idle rows, because its warm-up passes sample tokens and write to the KV cache.
         kept = state.clone()
         state.copy_(batch.idle(width))
         others = next(iter(self._graphs.values()), None)

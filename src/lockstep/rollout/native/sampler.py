@@ -16,12 +16,12 @@ def choose(
     seen_BV: torch.Tensor | None = None,
     kernel: str = "plain",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples tokens; returns them with their log-probs under the distribution that the trainer scores.
+    """Samples one token per row; returns the tokens with their log-probs under the distribution that the trainer uses.
 
-    That distribution is the softmax at the temperature, without the repetition penalty, over the full vocabulary or,
-    with `score_truncated`, over the truncated one. Greedy decoding (temperature 0) is scored at temperature 1.
-    `positions_B` counts the response's tokens from 0. `seen_BV` marks the tokens that get the repetition penalty.
-    `kernel` is the `sampler` attribute of a device.
+    The trainer's distribution is the softmax at the temperature, without the repetition penalty, over the full
+    vocabulary or, with `score_truncated`, over the tokens that truncation keeps. Greedy decoding (temperature 0) is
+    scored at temperature 1. `positions_B` is the position of the new token in its response, counted from 0. `seen_BV`
+    marks the tokens that get the repetition penalty. `kernel` is the `sampler` attribute of a device.
     """
     if kernel == "triton" and seen_BV is None:
         return _fused(logits_BV, sampling, keys_B2, positions_B)
@@ -43,7 +43,7 @@ def choose(
 def _fused(
     logits_BV: torch.Tensor, sampling: Sampling, keys_B2: torch.Tensor, positions_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does the same as `choose` with a fused kernel, in one pass over the (truncated) logits."""
+    """Does the same as `choose` with a fused kernel that reads the logits once, after truncation if there is any."""
     from lockstep.kernels.sampling_triton import draw
 
     truncation, temperature = truncation_of(sampling), sampling.temperature
@@ -61,6 +61,7 @@ def truncation_of(sampling: Sampling) -> Truncation:
 
 
 def _penalised(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Applies the repetition penalty to seen tokens: divides positive logits, multiplies negative ones."""
+    """Applies the repetition penalty to seen tokens: divides positive logits by the penalty and multiplies negative
+    logits by it."""
     smaller = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return torch.where(seen_BV, smaller, logits_BV)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class CachedSpan:
-    """Tokens with their KV-cache blocks; keys and values of the first `cached` tokens are in the cache."""
+    """A list of tokens with its KV-cache blocks. Keys and values of the first `cached` tokens are in the cache."""
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
@@ -31,7 +31,8 @@ class SharedPrompt(CachedSpan):
 
 @dataclass(eq=False)
 class SequenceState(CachedSpan):
-    """A sample that is being generated. Its last token is the input of the next pass, so it is not cached yet."""
+    """A sample that is being generated. Its last token is the input of the next pass, so this token is not cached
+    yet."""
 
     request: int = 0
     number: int = 0
@@ -45,12 +46,12 @@ class SequenceState(CachedSpan):
 
     @property
     def ready(self) -> bool:
-        """Whether all tokens before the last are cached, so the next pass produces a token."""
+        """Whether all tokens before the last one are cached, so that the next pass produces a token."""
         return self.cached == len(self.tokens) - 1
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of the sequence: requests are served in order of arrival."""
+        """The sort key of the sequence, by which requests are served in order of arrival."""
         return self.request, self.number
 
 
@@ -81,18 +82,20 @@ class BlockPool:
                 self._free.append(block)
 
 
-# Continuous batching over a cache of limited size.
+# Continuous batching over a KV cache of limited size.
 #
-# A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. Its sequences join the
-# running batch in order of arrival, as rows become free; each starts with the last prompt token. If a round decodes
-# several tokens per sequence, free rows are filled first, because small and large batches take about the same time.
-# When blocks run out, unused prefixes are evicted first; then the youngest running sequence is preempted and recomputed
-# later. The oldest sequence always makes progress, so every request finishes.
+# A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. The sequences of the
+# prompt join the running batch in order of arrival, as rows become free. Each sequence starts with the last prompt
+# token. If a round decodes several tokens per sequence, free rows are filled before decoding continues, because small
+# and large batches take about the same time. When blocks run out, unused prefixes are evicted first; then the youngest
+# running sequence is preempted and recomputed later. The oldest sequence always makes progress, so every request
+# finishes.
 
 
 @dataclass
 class Work:
-    """The work of one round: blocks to copy, then spans to prefill up to a position, then sequences to decode."""
+    """The work of one round: first the KV-cache blocks to copy, then the token spans to prefill up to a position, then
+    the sequences to decode."""
 
     budget: int
     """Number of tokens that can still be prefilled in this round."""
@@ -101,7 +104,7 @@ class Work:
     decode: list[SequenceState] = field(default_factory=list)
 
     def compute(self, part: CachedSpan, stop: int) -> None:
-        """Schedules the prefill of `part` up to `stop`, within the budget."""
+        """Schedules the prefill of the tokens of `part` up to position `stop`, as far as the budget allows."""
         tokens = min(stop - part.cached, self.budget)
         if tokens:
             self.budget -= tokens
@@ -109,8 +112,8 @@ class Work:
 
 
 class Scheduler:
-    """Plans the rounds. `prefixes[i]` belongs to request i until its last sequence ends. At most `rows` sequences run,
-    and at most `budget` tokens are prefilled per round."""
+    """Plans the rounds of prefill and decoding. `prefixes[i]` is the prompt prefix of request i until the last sequence
+    of the request ends. At most `rows` sequences run, and at most `budget` tokens are prefilled per round."""
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Scheduler:
         self.add(prefixes, sequences)
 
     def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
-        """Adds requests at the end of the queue, with the next numbers."""
+        """Adds requests at the end of the queue; they get the next request numbers."""
         self.prefixes |= enumerate(prefixes, start=self.num_requests)
         self.num_requests += len(prefixes)
         self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
@@ -142,7 +145,8 @@ class Scheduler:
 
     @staticmethod
     def least_blocks(limit: int, block: int) -> int:
-        """Returns the blocks needed by a sequence of `limit` tokens and by the partial last block of its prefix."""
+        """Returns the number of blocks for a sequence of `limit` tokens, plus one for the partly filled last block of
+        its prefix."""
         return -(-limit // block) + 1
 
     @property
@@ -150,14 +154,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def left(self) -> list[SequenceState]:
-        """Returns the unfinished sequences in order."""
+        """Returns the unfinished sequences in order of arrival."""
         return sorted([*self.running, *self.waiting], key=lambda sequence: sequence.order)
 
     def next(self, tokens: int) -> Work:
         """Plans the next round, in which a sequence can produce up to `tokens` tokens."""
         work = Work(self.budget)
-        # The oldest sequences are scheduled first. Preemption then affects only later ones, so no scheduled sequence
-        # loses its blocks.
+        # The oldest sequences are scheduled first. Preemption then affects only younger sequences, so no sequence that
+        # is already scheduled loses its blocks.
         for sequence in list(self.running):
             if sequence.blocks and not sequence.ready:
                 work.compute(sequence, len(sequence.tokens) - 1)
@@ -166,14 +170,14 @@ class Scheduler:
         self._admit(work, tokens)
         if tokens > 1 and work.prefill:
             self._look_ahead(work)
-            # Decoding can wait: blocks that are allocated in this round are used in the next one.
+            # Decoding waits for the next round, which uses the blocks that this round allocates.
             work.decode.clear()
-        assert work.prefill or work.decode, "the KV cache has room for a full sequence, so one can always run"
+        assert work.prefill or work.decode, "the KV cache has room for a full sequence, so one sequence can always run"
         return work
 
     def schedule_ahead(self, tokens: int) -> Work:
-        """Plans the round after the current one before the current tokens are known: sequences that continue, and new
-        ones on rows that will be free. Returns empty work if the current round may change the schedule, because a
+        """Plans the next round before the tokens of the current round are known: the sequences that continue, and new
+        sequences on rows that will be free. Returns empty work if the current round may change the schedule, because a
         prompt needs prefill or blocks may run out."""
         work = Work(0)
         if tokens == 1 or not all(sequence.ready for sequence in self.running):
@@ -198,8 +202,8 @@ class Scheduler:
         return work
 
     def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence, and also those of its prompt if it was the prompt's last
-        sequence."""
+        """Frees the blocks of a finished sequence. Also frees the blocks of its prompt if no other sequence of the
+        prompt is left."""
         self.running.remove(sequence)
         self._release(sequence)
         self.prefixes[sequence.request].running -= 1
@@ -223,7 +227,8 @@ class Scheduler:
     # -- admission
 
     def _admit(self, work: Work, tokens: int) -> None:
-        """Starts sequences whose prefix is ready, in order, and schedules the prefill of other prefixes."""
+        """Starts waiting sequences whose prefix is cached, in order of arrival, and schedules the prefill of the other
+        prefixes."""
         prefilled: set[int] = set()
         for sequence in self.waiting[: max(0, self.rows - len(self.running))]:
             prefix = self.prefixes[sequence.request]
@@ -232,7 +237,8 @@ class Scheduler:
                     return
             elif work.budget and sequence.request not in prefilled:
                 if prefilled and len(prefix.tokens) - prefix.cached > work.budget:
-                    # Start it in the next round: a prefill chunk that continues a sequence is slower than the first.
+                    # Leave this prefix for the next round, because a prefill chunk that continues a prefix is slower
+                    # than a first chunk.
                     work.budget = 0
                 elif self._allocate(prefix, sequence.request):
                     work.compute(prefix, len(prefix.tokens))
@@ -241,8 +247,8 @@ class Scheduler:
                     return
 
     def _look_ahead(self, work: Work) -> None:
-        """Also prefills prefixes that have no free row yet, because one long pass is faster than two short ones. Uses
-        only blocks that running sequences cannot need."""
+        """Also prefills prefixes whose sequences have no free row yet, because one long pass is faster than two short
+        passes. Uses only blocks that the running sequences cannot need."""
         needed = sum(-(-(sequence.limit - 1) // self.block) - len(sequence.blocks) for sequence in self.running)
         for request in dict.fromkeys(sequence.request for sequence in self.waiting):
             prefix = self.prefixes[request]
@@ -284,7 +290,8 @@ class Scheduler:
         return True
 
     def _has_room(self, blocks: int, request: int) -> bool:
-        """Returns whether `blocks` can be allocated with one block left per running sequence, to avoid preemption.
+        """Returns whether `blocks` blocks can be allocated so that one free block per running sequence remains, to
+        avoid preemption.
 
         If no sequence runs, prefixes of later requests are evicted.
         """
@@ -295,8 +302,8 @@ class Scheduler:
     # -- space in the KV cache
 
     def _stop_after(self, sequence: SequenceState, tokens: int) -> int:
-        """Returns the number of cached tokens after a round of `tokens` passes; the last new token is not cached
-        yet."""
+        """Returns how many tokens of the sequence are cached after a round of `tokens` passes; its last new token is
+        not cached yet."""
         return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
     def _grow(self, part: CachedSpan, stop: int) -> None:
@@ -304,7 +311,8 @@ class Scheduler:
             part.blocks.append(self.pool.take())
 
     def _extend(self, sequence: SequenceState, stop: int) -> bool:
-        """Allocates blocks for the first `stop` tokens of a running sequence; returns False if it was preempted."""
+        """Allocates blocks for the first `stop` tokens of a running sequence; returns False if the sequence was
+        preempted."""
         missing = -(-stop // self.block) - len(sequence.blocks)
         while self.pool.free < missing:
             if self._evict_prefix(sequence.request):
@@ -317,7 +325,8 @@ class Scheduler:
         return True
 
     def _evict_prefix(self, request: int) -> bool:
-        """Evicts the youngest unused prefix of a request later than `request`; returns False if there is none."""
+        """Evicts the youngest prefix that no running sequence uses, among requests later than `request`; returns False
+        if there is no such prefix."""
         for number, prefix in reversed(self.prefixes.items()):
             if number <= request:
                 break

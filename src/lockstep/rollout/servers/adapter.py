@@ -14,13 +14,14 @@ from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
-# The largest log-prob that is accepted: rounding can make that of a token with probability 1 slightly positive.
+# The largest accepted log-prob is above 0, because rounding can make the log-prob of a token with probability 1
+# slightly positive.
 _MOST_LOGPROB = 0.01
 
 
 class ServerFailed(Exception):
-    """A request to a server failed. If `lost`, the server may be down and another one could serve the request. If
-    `gone`, its health checks have failed for `GONE_SECONDS`."""
+    """A request to a server failed. If `lost`, the server may be down, and another server could answer the request. If
+    `gone`, the server has ended, or its health checks have failed for `GONE_SECONDS`."""
 
     def __init__(self, why: str, *, lost: bool = False, status: int | None = None, gone: bool = False):
         super().__init__(why)
@@ -34,14 +35,14 @@ class Channel(Protocol):
     def address(self) -> str: ...
 
     def get(self, path: str, seconds: float | None = None) -> Any:
-        """Returns the parsed JSON of the response; None for an empty body."""
+        """Returns the parsed JSON of the response, or None for an empty body."""
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class WantedSample:
-    """A request for one sample: the prompt, the sampling settings, and the LoRA adapter (None: the base model)."""
+    """A request for one sample: the prompt, the sampling settings, and the LoRA adapter (None means the base model)."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -52,8 +53,8 @@ class WantedSample:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a `WantedSample`. A generated end token is included as the last of `ids`. `version` is the version
-    of the weights that generated the tokens; None if the engine does not report it."""
+    """The answer to a `WantedSample`. If the model generated an end token, it is the last entry of `ids`. `version` is
+    the version of the weights that generated the tokens, or None if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -62,12 +63,13 @@ class Answer:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """Returns a digest that identifies a prompt (`plugin/lockstep_samples.py` computes the same one)."""
+    """Returns a digest that identifies a prompt; `plugin/lockstep_samples.py` computes the same digest."""
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
-    """Raises `ServerFailed` if `answered`, the server's digest of the prompt, is not that of the request."""
+    """Raises `ServerFailed` if `answered`, the prompt digest in the server's answer, is not the digest of the requested
+    prompt."""
     digest = prompt_digest(wanted.ids)
     if answered != digest:
         raise ServerFailed(f"the answer belongs to another prompt: its digest is {answered}, not {digest}")
@@ -94,7 +96,7 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
     if answer.ended == "token" and end is None:
         raise ServerFailed(f"an answer that ended with token {ids[-1]}, which is not an end token of the run")
     if answer.ended == "string" and not wanted.sampling.stop_strings:
-        raise ServerFailed("an answer that ended by a stop text, but the request has none")
+        raise ServerFailed("an answer that ended by a stop string, but the request has no stop strings")
     return answer if end is None else replace(answer, ended="token")
 
 
@@ -106,7 +108,7 @@ class PushedWeights:
     files: Sequence[Path]
     names: Sequence[str]
     sums: Sequence[int]
-    """The checksum of each tensor, as in `Announced`."""
+    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`), in the order of `names`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class GroupMeeting:
 
 @dataclass(frozen=True)
 class Announced:
-    """Describes the tensors that are sent next, in order, with their names in the Hugging Face checkpoint."""
+    """Describes the tensors that the run sends next, in the order of sending, with their names in the Hugging Face
+    checkpoint."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
@@ -146,13 +149,13 @@ class Placed(Announced):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """The requirements of a run on its server, whether lockstep or the user starts it."""
+    """What a run requires of its server, no matter whether lockstep or the user starts the server."""
 
     device: str
     """Name of the device class (`device/`)."""
     sleep: bool = False
     lora_rank: int | None = None
-    """Rank of the LoRA adapter; None without an adapter."""
+    """Rank of the LoRA adapter, or None if the run has no adapter."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,13 @@ class ServerStart:
     key: str = ""
     """The API key of the server."""
     key_file: str = ""
-    """A file of SGLang flags that contains the key, because every user of the machine can read command lines."""
+    """A config file for SGLang that contains the API key. The key is not a flag, because every user of the machine can
+    read command lines."""
 
 
 @dataclass(frozen=True)
 class ServerMetadata:
-    """The properties that a server reports; None for those it does not report."""
+    """The properties that a server reports; a property is None if the server does not report it."""
 
     engine: str
     """Name and version, as in `vllm 0.32.0`."""
@@ -185,19 +189,19 @@ class ServerMetadata:
     """Maximum sequence length in tokens."""
     dtype: str | None = None
     wrong: Sequence[str] = field(default=())
-    """Server settings that the run cannot use, each with a remedy."""
+    """Reasons why the run cannot use the server's settings, each with a remedy."""
 
 
 class ServerAdapter(Protocol):
-    """The interface to one kind of serving engine. Methods with a `client` send requests to one server and return when
-    these are complete; a failure raises `ServerFailed`."""
+    """The interface to one serving engine, such as vLLM. Methods with an argument `client` send requests to one server
+    and return when the requests are complete; a failed request raises `ServerFailed`."""
 
     name: str
     """The value of `rollout.engine`."""
     package: str
     """The Python package of the engine."""
     samples_together: bool
-    """Whether the HTTP route that `ask` returns accepts many samples per request."""
+    """Whether one request to the HTTP route that `ask` returns can contain many samples."""
     opens_memory: bool
     """Whether `take` (weights from shared memory) is supported."""
     reads_key_file: bool
@@ -205,7 +209,7 @@ class ServerAdapter(Protocol):
     gone_statuses: tuple[int, ...]
     """HTTP statuses of GET /health that mean that the engine behind the HTTP server is dead."""
     bucket_bytes: int | None
-    """The maximum bytes per `receive`; None if one call can receive all tensors."""
+    """Maximum number of bytes that one call of `receive` may transfer, or None if one call can receive all tensors."""
 
     def install(self, device: str) -> str:
         """Returns the command that installs the engine for a device class in a separate environment."""
@@ -219,7 +223,7 @@ class ServerAdapter(Protocol):
         """Returns the environment variables to add for a server; `rollout.server.env` overrides them."""
 
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
-        """Returns the flags (`--name value`) that depend on the needs of the run, each with its reason."""
+        """Returns the command-line flags (`--name value`) that depend on `needs`, each with its reason."""
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
         """Describes how a user starts a server for `rollout.url`, with the required flags and variables."""
@@ -227,11 +231,11 @@ class ServerAdapter(Protocol):
     # -- generate
 
     def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
-        """Returns the path and the body of the request for one sample. It must request log-probs of the sampling
-        distribution and override the defaults of the model folder (penalties, end tokens)."""
+        """Returns the path and the body of the request for one sample. The request must ask for log-probs of the
+        sampling distribution and override the defaults of the model folder (penalties, end tokens)."""
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
-        """Parses the answer; raises `ServerFailed` if it does not match the request."""
+        """Parses the server's answer; raises `ServerFailed` if the answer does not match the request."""
 
     # -- weights: pause, push, flush, end, resume
 
@@ -242,38 +246,40 @@ class ServerAdapter(Protocol):
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
         """Loads the weights from files. Returns when the files can be deleted. Raises `ServerFailed` for missing or
-        extra tensors and, if the engine supports checksums, for corrupt ones."""
+        extra tensors and, if the engine supports checksums, for corrupt tensors."""
 
     def end(self, client: Channel, version: str) -> None:
         """Ends the push and sets the version of the loaded weights."""
 
     def flush(self, client: Channel) -> None:
-        """Drops cached keys and values of the previous weights."""
+        """Drops the KV cache of the previous weights."""
 
     def version(self, client: Channel) -> str:
-        """Returns the version of the loaded weights; after a start, a value that no run uses."""
+        """Returns the version of the loaded weights. A server that has just started returns a version that no run
+        uses."""
 
     def take(self, client: Channel, placed: Placed) -> str | None:
-        """Loads the weights from shared memory of the same machine, instead of `push`. Returns None on success, or the
-        reason why the memory cannot be mapped; the weights are then unchanged."""
+        """Loads the weights from shared memory of the same machine, as an alternative to `push`. Returns None on
+        success, or the reason why the memory cannot be mapped; the weights are then unchanged."""
 
     # -- weights by broadcast in a process group instead of `push`: join once, then begin, receive, finish
 
     def workers(self, client: Channel) -> int:
-        """Returns the number of worker processes. The process group has one more rank, which is the run."""
+        """Returns the number of worker processes of the server. The process group has one more rank, which is the
+        run."""
 
     def join(self, client: Channel, meeting: GroupMeeting) -> None:
         """Makes all workers of the server join the process group."""
 
     def begin(self, client: Channel) -> None:
-        """Starts a weight update through the group."""
+        """Starts a weight update through the process group."""
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
         """Makes the server receive the announced tensors while the run broadcasts them. Raises `ServerFailed` with
-        `lost` if the server is not in the group."""
+        `lost=True` if the server is not in the process group."""
 
     def finish(self, client: Channel) -> None:
-        """Ends a weight update through the group."""
+        """Ends a weight update through the process group."""
 
     def leave(self, client: Channel, group: str) -> None:
         """Makes the server's workers leave the group."""
@@ -281,16 +287,16 @@ class ServerAdapter(Protocol):
     # -- adapters
 
     def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
-        """Loads a PEFT folder as the adapter `name` and unloads earlier ones."""
+        """Loads a PEFT folder as the LoRA adapter `name` and unloads earlier adapters."""
 
     # -- memory
 
     def sleep(self, client: Channel, *, discard_weights: bool) -> None:
-        """Makes the server release device memory. `discard_weights`: weights are pushed again before the next
-        request."""
+        """Makes the server release device memory. With `discard_weights` the server may drop its weights, because the
+        run pushes them again before the next request."""
 
     def wake(self, client: Channel, part: MemoryPart) -> None:
-        """Makes the server allocate the memory of its weights, or of its KV cache, again."""
+        """Makes a sleeping server allocate the memory of its weights, or of its KV cache, again."""
 
     # -- health
 

@@ -14,9 +14,10 @@ from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed
 from lockstep.rollout.servers.server_client import ClientThread, ServerClient
 from lockstep.rollout.servers.server_process import ServerProcess
 
-# Attempts per sample if servers fail.
+# Maximum number of requests for one sample, if servers fail.
 TRIES = 6
-# Concurrent samples per server if each needs a connection. With batched requests the server queues the samples.
+# Maximum number of concurrent samples per server, if each sample is a separate HTTP request. If one request contains
+# many samples, there is no limit, because the server queues the samples.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _POLL_SECONDS = 1.0
@@ -24,7 +25,8 @@ _POLL_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Server:
-    """One server. Only the event loop changes `busy`. The run sets `up`, and a failed request clears it."""
+    """One server. Only the event loop changes `busy`. The thread that calls the engine sets `up`, and a failed request
+    clears `up`."""
 
     client: ServerClient
     process: ServerProcess | None = None
@@ -34,9 +36,9 @@ class Server:
     why: str = ""
     """Why the server is not up."""
     since: float = 0.0
-    """Time at which the server was lost or started."""
+    """Time at which the server was lost or last started."""
     starts: int = 0
-    """Restarts since the last successful push."""
+    """Number of restarts since the last successful transfer of weights."""
     left_out: bool = False
     """Whether the server is excluded because its settings do not fit the run."""
     logged_at: float = 0.0
@@ -48,7 +50,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Done:
-    """Sample `number` is complete and was generated with the right weight version."""
+    """Event: sample `number` is complete and was generated with the expected weight version."""
 
     number: int
     answer: Answer
@@ -61,7 +63,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Back:
-    """Reports that a lost or restarted server responds."""
+    """Event: a server that was lost or restarted responds again."""
 
     server: Server
 
@@ -89,9 +91,11 @@ class Fleet:
         return [server for server in self.servers if server.up]
 
     def events(self, requests: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
-        """Yields events until all requests are complete, and None at intervals so that the caller can check limits.
+        """Yields events until all requests are complete. Also yields None at intervals, so that the caller can check
+        time limits.
 
-        On `Lost` and `Back` the caller must bring the server up again. Closing the generator cancels running requests.
+        On the events `Lost` and `Back` the caller must restart the server and send it the weights. Closing the
+        generator cancels running requests.
         """
         events_queue = self._events = queue.SimpleQueue()
         job = self.clients.start(self._request_all(requests, events_queue))
@@ -109,7 +113,7 @@ class Fleet:
             job.cancel()
 
     def watch(self, server: Server) -> None:
-        """Emits `Back` when the server responds. May only be called while `events` runs."""
+        """Emits `Back` when the server responds. Call `watch` only while `events` runs."""
         self.clients.start(self._watch(server, self._events))
 
     # -- on the event loop
@@ -125,7 +129,7 @@ class Fleet:
         ]
         try:
             await asyncio.gather(*tasks)
-        except Exception as error:  # noqa: BLE001 - the consumer of events must be notified
+        except Exception as error:  # noqa: BLE001 - the caller of `events` must get the error
             events_queue.put(
                 error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}")
             )
@@ -153,11 +157,11 @@ class Fleet:
                 server.busy -= 1
             if answer.ended == "aborted":
                 why = f"{server.client.address}: a response was aborted"
-                # The server may be shutting down, which the next health check detects.
+                # An aborted response may mean that the server is shutting down, which the next health check detects.
                 await asyncio.sleep(_HEALTH_PAUSE)
                 continue
             if answer.version is not None and answer.version != self.version:
-                why = f"its weights have version {answer.version}, not {self.version}: it was restarted"
+                why = f"its weights have version {answer.version}, not {self.version}: the server was restarted"
                 self._lose(server, why, events_queue)
                 continue
             events_queue.put(Done(number, answer))
@@ -187,7 +191,7 @@ class Fleet:
             await asyncio.sleep(0.02)
 
     def _lose(self, server: Server, why: str, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
-        """Marks the server as lost, once for all its failed requests."""
+        """Marks the server as lost. Many requests may fail at once, but only the first one emits `Lost`."""
         if not server.up:
             return
         server.up, server.why, server.since = False, why, time.monotonic()
@@ -195,7 +199,7 @@ class Fleet:
         self._watch_tasks.add(asyncio.create_task(self._watch(server, events_queue)))
 
     async def _watch(self, server: Server, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
-        """Polls the server until it responds; the run then sends it the weights."""
+        """Polls the server until it responds, and emits `Back`; the run then sends the weights to the server."""
         await asyncio.sleep(_HEALTH_PAUSE)
         while not server.up:
             with suppress(ServerFailed):

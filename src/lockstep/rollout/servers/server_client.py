@@ -1,7 +1,7 @@
-"""HTTP requests to serving engines: one thread sends many at once and combines simultaneous samples into one request.
+"""HTTP requests to serving engines: one thread sends all requests and combines simultaneous samples into one request.
 
-While a request is pending, `/health` of the server is polled (`HealthCheck`). So a busy server can use the full time
-limit, and a request to a dead server fails much earlier.
+While a request is pending, `/health` of the server is polled (`HealthCheck`). So a busy server has the full time limit
+to answer, but a request to a dead server fails much earlier.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lockstep.masking import comparable, conceal
 from lockstep.parallel.rendezvous import say
 from lockstep.rollout.servers.adapter import ServerFailed
 
-# Simultaneous samples of a server are sent as one HTTP request. The response has one line per sample, sent when the
-# sample is finished.
+# Samples that are requested from a server at the same time are sent as one HTTP request. The response has one line per
+# sample, which the server sends when the sample is finished.
 
-# Maximum size of one line. A response of 100,000 tokens with its log-probs has about 3 MB.
+# Maximum size of one response line in bytes. A response of 100,000 tokens with its log-probs has about 3 MB.
 MAX_BYTES = 256 * 2**20
 
 
@@ -42,7 +42,8 @@ Post = Callable[[str, Mapping[str, Any], float, Callable[[bytes], None]], Awaita
 
 
 class RequestBatcher:
-    """Combines samples that are requested at the same moment into one HTTP request. For use in one event loop only."""
+    """Combines samples that are requested at the same moment into one HTTP request. All calls must come from one event
+    loop."""
 
     def __init__(self, post: Post):
         self._post = post
@@ -68,7 +69,7 @@ class RequestBatcher:
         task.add_done_callback(self._under_way.discard)
 
         def answered(answer: asyncio.Future[Any]) -> None:
-            # If all samples of the batch are cancelled, close the connection, so that the server drops them.
+            # If all samples of the batch are cancelled, close the connection, so that the server drops these samples.
             if answer.cancelled() and all(one.answer.done() for one in batch):
                 task.cancel()
 
@@ -84,7 +85,7 @@ class RequestBatcher:
             failed = error
         except Exception as error:  # noqa: BLE001 - every waiting sample needs an outcome
             failed = ServerFailed(f"{type(error).__name__}: {error}")
-        # A malformed answer does not count as a lost server, because another server would not help.
+        # A malformed answer does not mark the server as lost, because a retry on another server would not help.
         failed = lines.wrong or failed
         for one in batch:
             if not one.answer.done():
@@ -94,7 +95,8 @@ class RequestBatcher:
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Builds one request body in which each prompt is sent once; `token_ids` of a sample is the index of its prompt."""
+    """Builds one request body that contains each prompt once. In this body, `token_ids` of a sample is the index of its
+    prompt."""
     numbers: dict[tuple[int, ...], int] = {}
     indexed = [
         {**sample, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))} for sample in samples
@@ -103,7 +105,7 @@ def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class _AnswerLines:
-    """Splits the response into lines, and sets the answer of each sample."""
+    """Splits the response of a batch into lines, and passes the answer in each line to its sample."""
 
     def __init__(self, batch: list[_Waiting]):
         self._batch, self._rest = batch, bytearray()
@@ -148,33 +150,33 @@ class _AnswerLines:
 
 
 T = TypeVar("T")
-# The environment variable with the API key of the servers. Servers that lockstep starts get a random key unless it is
-# set. It is not a recipe key, because recipes are stored and shown.
+# The environment variable with the API key of the servers. If this variable is not set, servers that lockstep starts
+# get a random key. The API key is not a recipe key, because recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
-# vLLM's variable for the key of its /v1 routes.
+# vLLM's environment variable for the API key of its /v1 routes.
 ENGINE_KEY = "VLLM_API_KEY"
-# A second header with the key, because user and password in an address replace the Authorization header.
+# A second HTTP header with the API key, because user and password in an address replace the Authorization header.
 KEY_HEADER = "X-Lockstep-Key"
-# Time limit of a request that only changes a setting.
+# Time limit in seconds of a request that only changes a setting of the server.
 SWITCH_SECONDS = 120.0
-# Time limit of the last request at the end of a run.
+# Time limit in seconds of the request at the end of a run that makes the server leave the process group.
 LEAVE_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
-# Interval of health checks during a request, and the time limit of a check.
+# Interval of health checks during a request, and time limit of one health check, in seconds.
 LOOK_SECONDS = 5.0
-# A wait is logged after TELL_SECONDS. A server that is unreachable for GONE_SECONDS counts as lost.
+# A wait is logged after TELL_SECONDS. A server whose health checks fail for GONE_SECONDS is regarded as lost.
 TELL_SECONDS, GONE_SECONDS = 10.0, 35.0
 
 
 @dataclass(eq=False)
 class HealthCheck:
-    """The health of one server, shared by all requests to it. Used in the event loop only."""
+    """The health of one server, shared by all requests to this server. Use a `HealthCheck` only in the event loop."""
 
     address: str
     gone_statuses: tuple[int, ...] = ()
     """HTTP statuses of `/health` that mean a dead engine, or a dead server behind a proxy."""
     ended: Callable[[], str | None] = lambda: None
-    """A function that returns how the process of a server that lockstep started has ended; None while it runs."""
+    """Returns how the process of a server that lockstep started has ended, or None while the process runs."""
     why: str = ""
     """Why the last check failed; empty if it succeeded."""
     _since: float = 0.0
@@ -183,11 +185,11 @@ class HealthCheck:
     _logged: set[str] = field(default_factory=set)
 
     async def check(self, client: HttpClient) -> str | None:
-        """Checks the server; returns why it is lost, or None if that is not certain."""
+        """Checks the server. Returns the reason if the server is certainly lost, else None."""
         async with self._looking:
             missed = time.monotonic() - self._looked
             if missed > GONE_SECONDS:
-                self.why = ""  # the last check is too old
+                self.why = ""  # the result of the last check is too old
             if missed >= LOOK_SECONDS / 2:
                 await self._check(client)
                 self._looked = time.monotonic()
@@ -210,12 +212,17 @@ class HealthCheck:
         self.why = why
 
     def log_wait(self, path: str, waited: float) -> None:
-        """Logs a long wait: once per path while the server is healthy, and once when it is not."""
+        """Logs a long wait for a response: once per path while the server is healthy, and once if a health check
+        fails."""
         what = "gone" if self.why else path
         if what in self._logged:
             return
         self._logged.add(what)
-        state = f"{self.why}; it counts as lost after {GONE_SECONDS:g} s" if self.why else "the server is healthy"
+        state = (
+            f"{self.why}; the server is regarded as lost after {GONE_SECONDS:g} s"
+            if self.why
+            else "the server is healthy"
+        )
         say(f"waiting for {self.address}{path} for {waited:.0f} s: {state}")
 
 
@@ -236,25 +243,25 @@ class ClientThread:
         self.authorize(os.environ.get(KEY_VARIABLE))
 
     def authorize(self, key: str | None) -> None:
-        """Sends the key with every further request."""
+        """Sends the API key with every later request."""
         if key:
             conceal(key)
             for name, value in (("Authorization", f"Bearer {key}"), (KEY_HEADER, key)):
                 self._loop.call_soon_threadsafe(self._client.set_header, name, value)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine on the thread."""
+        """Runs a coroutine on the event loop of this thread and returns its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def exchange(self, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        """Sends a request; returns the JSON of a successful response, or None if it is empty."""
+        """Sends a request; returns the parsed JSON of a successful response, or None if its body is empty."""
         answer = await self._exchanged(method, address, body, seconds)
         if not answer.body.strip():
             return None
         try:
             return json.loads(answer.body)
         except ValueError:
-            # Some routes respond with plain text.
+            # Some routes of the servers respond with plain text instead of JSON.
             return answer.body.decode(errors="replace")
 
     async def _post_for_lines(
@@ -285,7 +292,8 @@ class ClientThread:
         return answer
 
     async def watched(self, address: str, path: str, work: Coroutine[Any, Any, T], *, logged: bool) -> T:
-        """Awaits the work; returns its result, or raises if the server dies first. `logged`: long waits are logged."""
+        """Awaits the coroutine `work` and returns its result; raises `ServerFailed` if the server dies first. With
+        `logged`, long waits are logged."""
         health = self.health.setdefault(address, HealthCheck(address))
         task = asyncio.ensure_future(work)
         begun = time.monotonic()
@@ -327,11 +335,11 @@ class ClientThread:
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Sends requests to one server; `seconds` is `rollout.server.request_timeout`, the limit of slow requests."""
+    """Sends requests to one server; `seconds` is the time limit of slow requests (`rollout.server.request_timeout`)."""
 
     thread: ClientThread
     address: str
-    """The address for messages, with references instead of secrets."""
+    """The address as messages show it: it contains references to secrets, not the secrets."""
     seconds: float
 
     @cached_property
@@ -352,7 +360,7 @@ class ServerClient:
         return await self._watched(path, self.thread.exchange(method, self._url + path, body, seconds), logged=logged)
 
     async def sample(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
-        """Requests one sample by a route that accepts batches."""
+        """Requests one sample from a route that accepts many samples per request."""
         return await self._watched(path, self.thread.batcher.submit(self._url + path, body, seconds))
 
     async def _watched(self, path: str, work: Coroutine[Any, Any, T], *, logged: bool = False) -> T:

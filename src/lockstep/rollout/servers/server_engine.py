@@ -1,4 +1,4 @@
-"""The rollout engine that uses serving engines: manages the servers, syncs their weights and sends requests."""
+"""The rollout engine that generates on vLLM or SGLang servers: starts the servers, syncs weights and sends requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SEED_BITS = 2**63 - 1
 
 class ServerEngine:
     """An engine that generates on servers. Rank 0 starts the servers and sends them weights; every rank sends requests.
-    Use it from one thread."""
+    Call its methods from one thread."""
 
     instead = "use rollout.engine=native, which generates with the trained modules"
 
@@ -48,9 +48,9 @@ class ServerEngine:
         self.server_adapter, self.policy, self.settings = server_adapter, policy, settings
         self.world, self.decode = place.world, tokenizer.decode
         self.updates = 0
-        """The number of updates that the weights of the next `sync` have had; set by the caller."""
+        """The number of updates of the weights that the next `sync` sends; set by the caller."""
         self.sync_seconds = 0.0
-        """Duration of the last sync in seconds, with the weight check."""
+        """Duration of the last sync in seconds, including the weight check."""
         self.sync_parts: dict[str, float] = {}
         """Duration of each phase of the last sync in seconds."""
         self._version_updates = 0
@@ -77,7 +77,7 @@ class ServerEngine:
             self.manager.connect(addresses)
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Sends the weights to every server and verifies them, if a weight has changed."""
+        """If a weight has changed, sends the weights to every server and verifies that the server uses them."""
         begun = time.monotonic()
         all_weights = list(weights)
 
@@ -145,7 +145,7 @@ class ServerEngine:
                     if not (event.server.up or event.server.left_out):
                         self.fleet.watch(event.server)
                 else:
-                    self.world.progress()  # keeps the current progress text
+                    self.world.progress()  # reports progress without a new text
                     self.manager.check_waits()
         finally:
             events.close()
@@ -153,14 +153,14 @@ class ServerEngine:
             self._refuse_changed()
 
     def _refuse_changed(self) -> None:
-        """Raises if a server's weight version changed during generation; for engines whose answers do not include
-        it."""
+        """Raises `Refusal` if a server's weight version changed during generation. Used for engines whose answers do
+        not include the weight version."""
         for server in self.fleet.up():
             version = self.manager.call(server, self.server_adapter.version)
             if version != self.fleet.version:
                 raise Refusal.at(
                     f"rollout.engine {self.server_adapter.name} at {server.client.address}",
-                    f"its weights changed to version {version} while it generated with {self.fleet.version}",
+                    f"its weights changed to version {version} while it generated with version {self.fleet.version}",
                     RESUME_REMEDY,
                     code="weights-changed",
                 )
@@ -171,12 +171,13 @@ class ServerEngine:
             ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
             length, found = next(((i, why) for i, why in ends if why), (len(ids), stop))
             ids, logprobs, stop = ids[:length], logprobs[:length], found
-            # Tokenizers differ in whether they decode a leading space at the start of a text.
+            # Spaces around a stop string are ignored, because tokenizers differ in whether they decode a leading space
+            # at the start of a text.
             text = self.decode(ids)
             if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
                 raise Refusal.at(
                     f"rollout.engine {self.server_adapter.name}",
-                    f"a response of {len(ids)} tokens ended by a stop text, but contains none of rollout.stop",
+                    f"a response of {len(ids)} tokens ended by a stop string, but contains none of rollout.stop",
                     "check for a proxy that changes answers, or another tokenizer in the server's model folder",
                     code="wrong-response",
                 )
@@ -185,7 +186,7 @@ class ServerEngine:
                 f"rollout.engine {self.server_adapter.name}",
                 f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
                 "the server's maximum sequence length is too small",
-                "raise it by rollout.server.args, or lower rollout.max_tokens",
+                "raise the server's maximum length by rollout.server.args, or lower rollout.max_tokens",
                 code="wrong-response",
             )
         return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))
@@ -233,6 +234,6 @@ def open_engine(
 
 
 def _seed(run: int, key: int, sample: int) -> int:
-    """Returns the seed of a sample, derived from the keys that the native engine's noise uses."""
+    """Returns the seed of a sample, derived from the same random keys that the native engine uses."""
     first, second = sequence_keys(run, key, sample)
     return ((first & 0xFFFFFFFF) << 32 | (second & 0xFFFFFFFF)) & _SEED_BITS

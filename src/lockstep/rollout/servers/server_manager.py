@@ -1,4 +1,4 @@
-"""Starts the servers of a run or connects to them, waits for them, and restarts lost ones."""
+"""Starts the servers of a run or connects to them, waits until they respond, and restarts lost servers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from lockstep.rollout.servers.server_client import ClientThread, HealthCheck, Se
 from lockstep.rollout.servers.server_process import ServerProcess, refuse_absent, start_server
 
 T = TypeVar("T")
-# Maximum restarts of a server without a successful push in between; the next loss ends the run.
+# Maximum number of restarts of a server without a successful transfer of weights in between; the next loss ends the
+# run.
 STARTS = 3
 POLL_SECONDS = 1.0
-# After the first of several servers responds, the run waits this long for the others.
+# After the first of several servers responds, the run waits this many seconds for the other servers.
 OTHERS_SECONDS = 60.0
 RESUME_REMEDY = "run the same command again to resume from the last checkpoint"
 
 
 class ServerManager:
-    """The servers of a run. Rank 0 starts and restarts them; the other ranks have the addresses only."""
+    """The servers of a run. Rank 0 starts and restarts the servers; the other ranks only have their addresses."""
 
     def __init__(
         self, server_adapter: ServerAdapter, policy: Policy, device: Device, settings: RolloutSettings, place: RunPlace
@@ -44,7 +45,7 @@ class ServerManager:
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False
-        """Whether the start is complete. A server that is lost after it may recover."""
+        """Whether the start of the servers is complete. A server that is lost later may recover."""
         self.clients = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
         self.fleet = Fleet(server_adapter, self.clients, [], settings.server.request_timeout, self.vocabulary)
@@ -52,7 +53,7 @@ class ServerManager:
     # -- start
 
     def start(self, host: str) -> tuple[str, str]:
-        """Starts one server without waiting for it; returns its address and key."""
+        """Starts one server without waiting until it responds; returns its address and API key."""
         refuse_absent(self.settings, self.device)
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
         log = self.place.folder / f"{self.server_adapter.name}.log"
@@ -74,8 +75,8 @@ class ServerManager:
         return ServerClient(self.clients, address, self.settings.server.request_timeout)
 
     def wait_for_all(self) -> None:
-        """Waits until all servers respond, or `OTHERS_SECONDS` after the first one. Raises if one does not fit the
-        model. A server that responds later gets the weights then."""
+        """Waits until all servers respond, but at most `OTHERS_SECONDS` after the first response. Raises `Refusal` if a
+        server does not fit the model. A server that responds later gets the weights when it responds."""
         missing, first = list(self.fleet.servers), 0.0
         while missing:
             for server in list(missing):
@@ -108,8 +109,8 @@ class ServerManager:
         self.engines[server.client.address] = metadata.engine
 
     def accept_late(self, server: Server) -> bool:
-        """Returns whether a server that was missing at the start fits the run. If not, it is excluded, and the run
-        continues with the others."""
+        """Returns whether a server that was missing at the start fits the run. If the server does not fit, it is
+        excluded, and the run continues with the other servers."""
         if server.client.address in self.engines:
             return True
         try:
@@ -129,7 +130,7 @@ class ServerManager:
         )
 
     def call(self, server: Server, verb: Callable[[Channel], T]) -> T:
-        """Runs an operation on a server; a failure ends the run."""
+        """Calls `verb` with the client of a server; a failure raises `Refusal`, which ends the run."""
         try:
             return verb(server.client)
         except ServerFailed as error:
@@ -141,7 +142,8 @@ class ServerManager:
     # -- lost servers
 
     def restart(self, server: Server) -> None:
-        """Restarts a server that has ended or hangs, if lockstep started it; the user must restart other servers."""
+        """Restarts a server that has ended or hangs, if lockstep started this server; the user must restart all other
+        servers."""
         server.since = time.monotonic()
         if server.process is None:
             return
@@ -156,8 +158,8 @@ class ServerManager:
         server.process.restart()
 
     def check_wait(self, server: Server) -> None:
-        """Raises if a server has ended or does not respond in time. A server that lockstep started and the run has
-        already used is restarted instead."""
+        """Raises `Refusal` if a server has ended or does not respond in time. If lockstep started the server and the
+        start of the run was complete, a server that has ended is restarted instead."""
         limit = self.settings.server.start_timeout
         self._log_wait(server)
         if server.process is not None and not server.process.alive:
@@ -168,7 +170,8 @@ class ServerManager:
             raise refusal_kind(lost=server.process.killed).at(
                 f"rollout.engine {self.server_adapter.name}",
                 f"the server {server.process.exit_report()}",
-                "see its output above; rollout.server.args and rollout.server.env set its flags and variables",
+                "see the output of the server above; rollout.server.args and rollout.server.env set its flags and "
+                "variables",
                 code="server-lost",
             )
         if time.monotonic() - server.since > limit:
@@ -176,7 +179,8 @@ class ServerManager:
             raise refusal_kind(lost=self.accepted).at(
                 "rollout.server.start_timeout",
                 f"no answer in {limit:g} s from {server.describe()}{last}",
-                "raise it, or find out why the server does not start" + (f"; {RESUME_REMEDY}" if self.accepted else ""),
+                "raise rollout.server.start_timeout, or find out why the server does not start"
+                + (f"; {RESUME_REMEDY}" if self.accepted else ""),
                 code="server-lost",
             )
 
@@ -191,7 +195,7 @@ class ServerManager:
             )
 
     def check_waits(self) -> None:
-        """Raises if no server is up within the time limit."""
+        """Raises `Refusal` if all servers are down for longer than the time limit."""
         if not self.fleet.up():
             self.check_wait(max(self.fleet.servers, key=lambda server: server.since))
 
@@ -201,13 +205,13 @@ class ServerManager:
         for wrong in metadata.wrong:
             raise Refusal.at(where, wrong, remedy, code="unfit-server")
         if metadata.vocabulary is not None and metadata.vocabulary != self.vocabulary:
-            why = f"its vocabulary has {metadata.vocabulary:,} tokens, that of the run's model {self.vocabulary:,}"
-            raise Refusal.at(where, why, f"start it with the model {self.place.model}", code="other-vocabulary")
+            why = f"its vocabulary has {metadata.vocabulary:,} tokens, but the run's model has {self.vocabulary:,}"
+            raise Refusal.at(where, why, f"start the server with the model {self.place.model}", code="other-vocabulary")
         dtype = str(self.dtype).removeprefix("torch.")
         if metadata.dtype not in (None, dtype):
             raise Refusal.at(
                 where,
-                f"it computes in {metadata.dtype}, the trainer in {dtype}",
+                f"the server computes in {metadata.dtype}, but the trainer computes in {dtype}",
                 f"start it with {dtype}",
                 code="unfit-server",
             )
@@ -221,12 +225,13 @@ class ServerManager:
 
 
 def refusal_kind(*, lost: bool) -> type[Refusal]:
-    """Returns the error class: `LostProcess` if a resumed run may succeed, `Refusal` if it would fail again."""
+    """Returns the error class, which is `LostProcess` if the run may succeed when it is resumed, or `Refusal` if it
+    would fail again."""
     return LostProcess if lost else Refusal
 
 
 def named_servers(settings: RolloutSettings) -> list[str] | None:
-    """Returns the addresses in `rollout.url`; None if the run starts a server."""
+    """Returns the addresses in `rollout.url`, or None if the run starts a server."""
     if settings.url is None:
         return None
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
@@ -238,7 +243,9 @@ def named_servers(settings: RolloutSettings) -> list[str] | None:
             )
         with_secrets(address, "rollout.url")
     if not addresses:
-        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it", code="empty-value")
+        raise Refusal.at(
+            "rollout.url", "the list is empty", "write http://host:port, or remove rollout.url", code="empty-value"
+        )
     return addresses
 
 

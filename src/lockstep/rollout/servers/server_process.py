@@ -1,4 +1,4 @@
-"""Server processes that lockstep starts. They end with the run; error messages include their last log lines."""
+"""Server processes that lockstep starts. Servers end with the run; error messages show their last log lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ServerProcess:
 
     def _start(self) -> SupervisedProcess:
         process = SupervisedProcess("lockstep.launch.supervisor:run_command", (self._command,), self.log)
-        # The environment contains the key. It is not passed as an argument, because every user can read command lines.
+        # The environment contains the API key. The environment is not passed as an argument, because every user can
+        # read command lines.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process
 
@@ -51,7 +52,7 @@ class ServerProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether something outside killed or stopped the process, so its arguments are not the cause."""
+        """Whether the process was killed or stopped from outside, so that its arguments are not the cause."""
         return self._process.disturbed
 
     def restart(self) -> None:
@@ -90,7 +91,8 @@ def server_adapter_of(settings: RolloutSettings) -> ServerAdapter:
 
 
 def refuse_absent(settings: RolloutSettings, device: Device) -> None:
-    """Raises `Refusal` if lockstep must start an engine that the chosen Python does not have."""
+    """Raises `Refusal` if lockstep must start a server and `rollout.server.python` does not have the engine's
+    package."""
     if settings.url is not None or not ENGINES[settings.engine].served:
         return
     server_adapter = server_adapter_of(settings)
@@ -119,7 +121,7 @@ def refuse_absent(settings: RolloutSettings, device: Device) -> None:
         raise Refusal.at(
             f"rollout.engine {server_adapter.name}",
             f"{python} has no package {server_adapter.package}",
-            f"{server_adapter.install(device.name)}, then set {key} (these engines pin another torch)",
+            f"{server_adapter.install(device.name)}, then set {key} (serving engines pin another torch version)",
             code="missing-package",
         )
 
@@ -134,11 +136,12 @@ def start_server(
     log: Path,
     host: str = HOST,
 ) -> tuple[ServerProcess, str, str]:
-    """Starts a server on a free port of this machine without waiting for it. Returns process, address and key."""
+    """Starts a server on a free port of this machine without waiting until it responds. Returns its process, address
+    and API key."""
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
     env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
-    # Server and run use the same key.
+    # The server and the run use the same API key.
     keys = [env.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
     key = next(filter(None, keys), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     conceal(key)
@@ -163,11 +166,11 @@ def start_server(
 
 
 def _write_key_file(key: str, args: Sequence[str]) -> Path:
-    """Writes the key to a file that only this user can read."""
+    """Writes the API key to a file that only this user can read."""
     for flag in ("--config", "--api-key", "--admin-api-key"):
         if any(word == flag or word.startswith(f"{flag}=") for word in args):
-            why = f"{flag} is reserved: lockstep passes the key to the server in a config file"
-            remedy = f"pass the other flags of that file as args, and set {KEY_VARIABLE} to choose the key"
+            why = f"{flag} is reserved: lockstep passes the API key to the server in a config file"
+            remedy = f"pass other server flags in rollout.server.args, and set {KEY_VARIABLE} to choose the key"
             raise Refusal.at("rollout.server.args", why, remedy, code="reserved-flag")
     file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
     file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")
@@ -188,7 +191,7 @@ def machine_of(world: World) -> RankMachine:
 
 
 def served_host(machines: Sequence[RankMachine | None]) -> str:
-    """Returns the address at which all ranks reach a server on rank 0's machine. It is the loopback address if all
+    """Returns the address at which all ranks reach a server on rank 0's machine. This is the loopback address if all
     ranks are on that machine."""
     here = _machine()
     others = [rank[1] for rank in machines if rank is not None and rank[0] != here]
@@ -218,7 +221,8 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
-    """Joins PYTHONPATH of the adapter, of the recipe and, if the server uses the same Python, of the run."""
+    """Joins the PYTHONPATH that the server adapter needs, that of the recipe and, if the server uses the run's Python,
+    that of the run."""
     inherited = os.environ.get("PYTHONPATH", "") if settings.server.python is None else ""
     return os.pathsep.join(
         filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])

@@ -1,4 +1,4 @@
-"""The adapter of SGLang, written from the sources of 0.5.23 and run with 0.5.17 on an NVIDIA GPU (no CPU build)."""
+"""The adapter of SGLang, written for version 0.5.23 and tested with 0.5.17 on an NVIDIA GPU (there is no CPU build)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sglang:
     opens_memory = False
     bucket_bytes = 256 * 2**20
     reads_key_file = True
-    # 503 is not listed: a paused server returns it if its health check generates tokens.
+    # Status 503 is not listed, because a paused server returns 503 if its health check generates tokens.
     gone_statuses = (502, 504)
 
     def install(self, device: str) -> str:
@@ -63,8 +63,9 @@ class Sglang:
         return [*words, *serving_on(device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """Returns the flags that every server needs, whether lockstep or the user starts it."""
-        # SGLang ignores seeds without this flag.
+        """Returns the flags that every SGLang server needs, no matter whether lockstep or the user starts the
+        server."""
+        # SGLang ignores the seeds of requests without this flag.
         words = ["--enable-deterministic-inference"]
         return [*words, *(word for flag in self.settings(needs) for word in flag.split())]
 
@@ -76,15 +77,15 @@ class Sglang:
         if needs.sleep:
             flags["--enable-memory-saver"] = "rollout.sleep: SGLang cannot release its memory without this flag"
         if needs.sleep and needs.lora_rank is not None:
-            backup = "only the adapter is sent again: the base weights must survive the sleep"
+            backup = "the run sends only the adapter after a sleep, so the server must keep the base weights"
             flags["--enable-weights-cpu-backup"] = backup
         return flags
 
     def environment(self, start: ServerStart) -> dict[str, str]:
         return {
-            # Return log-probs after temperature scaling, as in the sampling distribution.
+            # SGLang shall return log-probs of the sampling distribution, after temperature scaling.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            # Otherwise the health check generates tokens, which a pause blocks.
+            # With 1, the health check would generate tokens, which fails while the server is paused.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             **serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep),
         }
@@ -102,7 +103,8 @@ class Sglang:
         sampling = wanted.sampling
         _refuse_unsupported(sampling)
         params: dict[str, Any] = {
-            # Samples of one request share its seed and would be identical, so each sample needs a request.
+            # All samples of one request have the same seed and would be identical, so each sample is a separate
+            # request.
             "n": 1,
             "max_new_tokens": wanted.max_tokens,
             "temperature": sampling.temperature,
@@ -114,7 +116,8 @@ class Sglang:
             "repetition_penalty": 1.0,
             "min_new_tokens": 0,
             "sampling_seed": wanted.seed,
-            # True would also disable `stop_token_ids`. `read` checks which token ended the response instead.
+            # `ignore_eos: true` would also disable `stop_token_ids`. So the model's end tokens stay active, and `read`
+            # checks which token ended the response.
             "ignore_eos": not sampling.stop_ids,
             "stop_token_ids": list(sampling.stop_ids),
             "skip_special_tokens": False,
@@ -123,7 +126,7 @@ class Sglang:
         if sampling.stop_strings:
             params["stop"] = list(sampling.stop_strings)
         body: dict[str, Any] = {
-            # SGLang returns this id with the answer; it must be unique.
+            # SGLang returns this request id with the answer; the id must be unique.
             "rid": f"{prompt_digest(wanted.ids)}-{uuid.uuid4().hex}",
             "input_ids": list(wanted.ids),
             "sampling_params": params,
@@ -146,7 +149,7 @@ class Sglang:
             reason = meta["finish_reason"]
             kind = reason["type"]
             prompt = str(meta["id"]).partition("-")[0]
-            # SGLang does not count the prompt of a request that it aborts before it is scheduled.
+            # If SGLang aborts a request before scheduling it, `prompt_tokens` does not count the prompt.
             length = len(wanted.ids) if kind == "abort" else meta["prompt_tokens"]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerFailed(f"malformed answer: {error!r}") from error
@@ -154,7 +157,7 @@ class Sglang:
         if length != len(wanted.ids):
             raise ServerFailed(f"an answer to a prompt of {length} tokens; the request had {len(wanted.ids)}")
         if named != ids or len(logprobs) != len(ids):
-            raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} other tokens")
+            raise ServerFailed(f"an answer with {len(ids)} tokens, but its log-probs are of {len(named)} other tokens")
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):
             raise ServerFailed("an answer with a log-prob that is not a finite number")
         ended = "aborted" if kind == "abort" else _ended(kind, reason.get("matched"), ids, wanted)
@@ -169,8 +172,8 @@ class Sglang:
         client.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """Pushes weights by files. SGLang loads every file of the folder and silently keeps parameters that no file
-        has; so the names are checked before the push, and the weight check follows it."""
+        """Sends weights by files. SGLang loads every file of the folder and silently keeps the old values of parameters
+        that no file has. So the names are checked before the push, and the weight check runs after the push."""
         folder = _folder_of(weights)
         _refuse_other_names(weights)
         answer = client.post(
@@ -192,7 +195,7 @@ class Sglang:
         client.post("/flush_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:
-        # /server_info is not used, because it has the version from the start of the server.
+        # /server_info is not used, because it reports the weight version from the start of the server.
         return str(client.get("/model_info")["weight_version"])
 
     # -- weights by broadcast in a process group
@@ -201,9 +204,12 @@ class Sglang:
         info = client.get("/server_info")
         for key in ("dp_size", "pp_size"):
             if info.get(key, 1) != 1:
-                # SGLang uses the tensor-parallel rank as the rank in the group, so several workers would have the same
-                # rank.
-                raise ServerFailed(f"{client.address}: {key} is {info[key]}: set rollout.weight_sync=files")
+                # SGLang uses the tensor-parallel rank as the rank in the process group, so several workers would have
+                # the same rank.
+                raise ServerFailed(
+                    f"{client.address}: {key} is {info[key]}, which the collective weight sync does not "
+                    "support: set rollout.weight_sync=files"
+                )
         return int(info["tp_size"])
 
     def join(self, client: Channel, meeting: GroupMeeting) -> None:
@@ -218,23 +224,24 @@ class Sglang:
         _succeeded(client, client.post("/init_weights_update_group", body, meeting.seconds), "message")
 
     def begin(self, client: Channel) -> None:
-        """Opens a weight update. Only a broadcast needs this; an update from disk does it internally."""
+        """Opens a weight update. Only a broadcast needs this call; an update from disk opens and closes the update
+        internally."""
         try:
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
         except ServerFailed as error:
             if error.status == _NOT_FOUND:
-                # Older releases such as 0.5.17 load without the preparation of 0.5.23.
-                why = "this SGLang has no /begin_weight_update, which a collective needs"
+                # Older releases such as 0.5.17 do not have this route, which prepares the model for new weights.
+                why = "this SGLang has no /begin_weight_update, which rollout.weight_sync=collective needs"
                 raise ServerFailed(f"{client.address}: {why}: use 0.5.23, or set rollout.weight_sync=files") from error
-            # If an aborted push left the update open, continue with it.
+            # If an aborted push left an update open, close that update and open a new one.
             if error.status != _BAD_REQUEST or "already open" not in str(error):
                 raise
             self.finish(client)
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
-        """Receives the announced tensors. SGLang silently keeps parameters that are not announced; the weight check
-        detects that."""
+        """Makes the server receive the announced tensors. SGLang silently keeps the old values of parameters that are
+        not announced; the weight check detects old values."""
         body = {
             "names": list(announced.names),
             "dtypes": [announced.dtype] * len(announced.names),
@@ -245,7 +252,7 @@ class Sglang:
         try:
             _succeeded(client, client.post("/update_weights_from_distributed", body), "message")
         except ServerFailed as error:
-            # A restarted server, which is no longer in the group, gives this error.
+            # This error means that the server was restarted and is no longer in the process group.
             lost = error.lost or "call `init_weights_update_group` first" in str(error)
             raise ServerFailed(str(error), lost=lost, status=error.status if error.lost else None) from error
 
@@ -262,7 +269,7 @@ class Sglang:
         try:
             answer = client.post("/load_lora_adapter", body)
         except ServerFailed as error:
-            # A server that was lost for a while may have this adapter from an earlier attempt.
+            # A server that was lost for a while may already have loaded this adapter in an earlier attempt.
             if error.status != _BAD_REQUEST or "already loaded" not in str(error):
                 raise
             self._unload(client, name)
@@ -295,13 +302,15 @@ class Sglang:
         info = client.get("/server_info")
         wrong = []
         if not info.get("enable_deterministic_inference"):
-            wrong.append("seeds have no effect on it: start it with --enable-deterministic-inference")
+            wrong.append("seeds have no effect on this server: start it with --enable-deterministic-inference")
         if info.get("quantization") is not None:
             wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if info.get("speculative_algorithm") is not None:
             wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without one")
         if needs.lora_rank is not None and not info.get("enable_lora"):
-            wrong.append(f"it does not accept LoRA adapters, but the run has one of rank {needs.lora_rank}")
+            wrong.append(
+                f"the server does not accept LoRA adapters, but the run has an adapter of rank {needs.lora_rank}"
+            )
         if needs.sleep and (kept := _keeps_memory(info, discard_weights=needs.lora_rank is None)):
             wrong.append(kept)
         dtype, longest = info.get("dtype"), info.get("context_length")
@@ -314,11 +323,11 @@ class Sglang:
 
 
 def _keeps_memory(info: Any, *, discard_weights: bool) -> str | None:
-    """Returns why the server cannot sleep; None if it can."""
+    """Returns why the server cannot release its memory while the run trains (`rollout.sleep`), or None if it can."""
     if not info.get("enable_memory_saver"):
-        return "it cannot release memory: start it with --enable-memory-saver"
+        return "the server cannot release memory: start it with --enable-memory-saver"
     if not discard_weights and not info.get("enable_weights_cpu_backup"):
-        return "its weights would be lost: start it with --enable-weights-cpu-backup"
+        return "the server would lose its weights: start it with --enable-weights-cpu-backup"
     return None
 
 
@@ -333,14 +342,15 @@ def _refuse_unsupported(sampling: Sampling) -> None:
 
 
 def _scores_truncated(sampling: Sampling) -> bool:
-    """Returns whether the log-probs must be those of the truncated distribution; SGLang's default is the full one."""
+    """Returns whether SGLang must return log-probs of the truncated distribution, instead of its default, the full
+    distribution."""
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
     return sampling.score_truncated and truncation.active and sampling.temperature > 0
 
 
 def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) -> Ended:
     sampling = wanted.sampling
-    # If several reasons apply at once, SGLang may report a different one.
+    # If a response ends for several reasons at once, SGLang may report another reason than the end token.
     if ids and ids[-1] in sampling.stop_ids:
         return "token"
     if kind == "stop" and matched in sampling.stop_strings:
@@ -355,14 +365,15 @@ def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) ->
     if kind == "length":
         raise ServerFailed(
             f"a response was cut after {len(ids)} of {wanted.max_tokens} tokens: SGLang's --context-length, its KV "
-            "cache or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for it"
+            "cache or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for the response"
         )
-    # SGLang reports NaN logits as a stop text.
+    # For NaN logits, SGLang reports a stop string that the request does not have.
     raise ServerFailed(f"a response ended for an unexpected reason: {kind} ({matched})")
 
 
 def _one_version(meta: Any) -> str | None:
-    """Returns the weight version of a response. All its tokens have the same one: a pause aborts running requests."""
+    """Returns the weight version of a response. All tokens of a response have the same version, because a pause aborts
+    running requests."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     versions = {span["version"] for span in spans}
     return str(versions.pop()) if len(versions) == 1 else " and ".join(str(span["version"]) for span in spans)

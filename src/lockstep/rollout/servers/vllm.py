@@ -1,4 +1,4 @@
-"""The adapter of vLLM and vllm-ascend."""
+"""The server adapter of vLLM and vllm-ascend."""
 
 from __future__ import annotations
 
@@ -54,16 +54,17 @@ class Vllm:
     # -- start
 
     def command(self, start: ServerStart) -> list[str]:
-        # The console script is not used: it requires a distribution named vllm, but some builds have other names.
+        # The console script `vllm` is not used, because it requires a Python distribution named vllm, and some builds
+        # have other names.
         words = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
         words += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
         words += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
-        # Access logs and statistics are not used.
+        # The run does not need access logs and statistics.
         words += ["--disable-uvicorn-access-log", "--disable-log-stats"]
         return [*words, *serving_on(start.needs.device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """Returns the flags that every server needs, whether lockstep or the user starts it."""
+        """Returns the flags that every vLLM server needs, no matter whether lockstep or the user starts the server."""
         words = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
         # Ignore the sampling defaults of the model folder.
         words += ["--generation-config", "vllm"]
@@ -74,7 +75,8 @@ class Vllm:
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
         flags = {}
         if needs.device == "cpu":
-            # Chunked prefill rewinds the generator of a seeded request, which a CPU generator does not support.
+            # Chunked prefill rewinds the random generator of a request with a seed, which a CPU generator does not
+            # support.
             flags["--no-enable-chunked-prefill"] = "vLLM 0.32 crashes on a seeded request with a chunked prompt"
         elif needs.sleep:
             flags["--enable-sleep-mode"] = "rollout.sleep: vLLM cannot release its memory without this flag"
@@ -96,9 +98,9 @@ class Vllm:
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
         return (
-            f"start it and the run with {KEY_VARIABLE}=SECRET, and it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype "
-            f"DTYPE {' '.join(self.flags(needs))}"
+            f"set {KEY_VARIABLE}=SECRET for the server and for the run; start the server with PYTHONPATH={PLUGIN} "
+            "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server "
+            f"--model FOLDER --dtype DTYPE {' '.join(self.flags(needs))}"
         )
 
     # -- generate
@@ -115,7 +117,7 @@ class Vllm:
             "repetition_penalty": sampling.repetition_penalty,
             "seed": wanted.seed,
             "logprobs": 0,
-            # End tokens are listed explicitly; the model folder's are ignored.
+            # `stop_token_ids` lists the end tokens explicitly; the end tokens of the model folder are ignored.
             "ignore_eos": True,
             "stop_token_ids": list(sampling.stop_ids),
             "detokenize": bool(sampling.stop_strings),
@@ -138,7 +140,7 @@ class Vllm:
         if len(ids) != len(logprobs):
             raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
         refuse_other_prompt(wanted, prompt)
-        # All tokens of a response come from the same weights: a push aborts running responses.
+        # All tokens of a response come from the same weights, because a push of new weights aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None
         return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)
 
@@ -158,7 +160,7 @@ class Vllm:
         results = _call(client, "lockstep_take", **asdict(placed))
         unopened = [worker["unopened"] for worker in results if "unopened" in worker]
         if unopened and len(unopened) < len(results):
-            raise ServerFailed(f"{client.address}: only some of its workers opened the weights: {unopened[0]}")
+            raise ServerFailed(f"{client.address}: only some of its workers could map the run's memory: {unopened[0]}")
         return str(unopened[0]) if unopened else None
 
     def end(self, client: Channel, version: str) -> None:
@@ -172,8 +174,8 @@ class Vllm:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
 
     def version(self, client: Channel) -> str:
-        """Returns the version that the workers report. It must match the engine's version, which is part of every
-        answer."""
+        """Returns the weight version that the workers report. If the engine, whose version is part of every answer,
+        reports another version, the result contains both versions."""
         versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
         if len(versions) > 1:
             raise ServerFailed(f"{client.address}: its workers have weights of several versions: {sorted(versions)}")
@@ -192,13 +194,14 @@ class Vllm:
         _call(client, "lockstep_join", **asdict(meeting))
 
     def begin(self, client: Channel) -> None:
-        """Does nothing: the worker extension receives all tensors in one call."""
+        """Does nothing, because the worker extension receives all tensors in one call of `receive`."""
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
         _call(client, "lockstep_receive", group=group, **asdict(announced))
 
     def finish(self, client: Channel) -> None:
-        """Does nothing: see `begin`."""
+        """Does nothing, because the worker extension receives all tensors in one call of `receive`, which also ends the
+        update."""
 
     def leave(self, client: Channel, group: str) -> None:
         _call(client, "lockstep_leave", limit=LEAVE_SECONDS)
@@ -238,11 +241,11 @@ class Vllm:
         if info["quantization"] is not None:
             wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if needs.sleep and not info["sleep"] and info["device"] != "cpu":
-            # /sleep succeeds even without the flag.
-            wrong.append("it cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
+            # The route /sleep succeeds even if the flag is missing, so the flag is checked here.
+            wrong.append("the server cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
         if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
             takes = f"LoRA adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no LoRA adapters"
-            wrong.append(f"it accepts {takes}, but the run has one of rank {needs.lora_rank}")
+            wrong.append(f"the server accepts {takes}, but the run has an adapter of rank {needs.lora_rank}")
         return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
 
 
@@ -260,7 +263,8 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
 
 @contextmanager
 def _unless_unknown() -> Iterator[None]:
-    """Ignores the error of older vLLM versions that have no version route; the workers still report the version."""
+    """Ignores the error of older vLLM versions that have no route for the weight version; the workers still report the
+    version."""
     try:
         yield
     except ServerFailed as error:

@@ -1,7 +1,7 @@
-"""The weight check: the server continues fixed prompts, and the trainer scores the generated tokens.
+"""The weight check: compares the log-probs of the server and of the trainer for tokens that the server generates.
 
-Even if names, checksums and versions are right, the engine may compute with different weights (a packed copy, a stale
-cache). Its log-probs then differ from the trainer's.
+Even if tensor names, checksums and versions are right, the engine may compute with different weights, such as a packed
+copy or a stale cache. Then the engine's log-probs differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
-# The temperature of a check. It differs enough from 1 to detect log-probs without temperature scaling.
+# The sampling temperature of a weight check, which differs enough from 1 to detect log-probs without temperature
+# scaling.
 TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Mean and maximum of the absolute log-prob difference over the tokens of a check."""
+    """Mean and maximum of the absolute log-prob difference between engine and trainer, over the tokens of a weight
+    check."""
 
     mean: float
     largest: float
 
 
-# Bounds of the rounding error for equal weights: ROOM times the difference between two pushes of the same weights,
-# clamped to LEAST and MOST.
+# Bounds of the log-prob difference between engine and trainer for equal weights. The bounds are ROOM times the larger
+# difference that two checks of the same weights found, clamped to LEAST and MOST.
 LEAST = {
     torch.float32: Bounds(2e-5, 1e-4),
     torch.bfloat16: Bounds(0.02, 0.15),
@@ -49,7 +51,7 @@ ROOM = 4.0
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The tokens of one check with their log-probs in the engine and in the trainer."""
+    """The generated tokens of one weight check with their log-probs in the engine and in the trainer."""
 
     ids: Sequence[Sequence[int]]
     rollout_logprobs_K: torch.Tensor
@@ -68,7 +70,8 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
 
 
 def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
-    """Returns the requests of a check, with `sampling` or at a fixed temperature."""
+    """Returns the requests of a weight check, with the given `sampling` or, by default, at the temperature
+    TEMPERATURE."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
     prompt = min(PROMPT_TOKENS, max(1, max_length - NEW_TOKENS))
@@ -82,7 +85,7 @@ def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | Non
 def checked(
     policy: Policy, device: torch.device, requests: Sequence[WantedSample], answers: Sequence[Answer]
 ) -> CheckResult:
-    """Scores the server's tokens with the trainer, under the sampling distribution."""
+    """Computes the trainer's log-probs of the tokens that the server generated, under the sampling distribution."""
     sampling = requests[0].sampling
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
     rows = [
@@ -103,7 +106,7 @@ def checked(
 
 
 def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> Bounds:
-    """Computes the bounds of later checks from two pushes of the same weights."""
+    """Computes the bounds of later weight checks from the checks of two pushes of the same weights."""
     least, most = LEAST[dtype], MOST[dtype]
     mean, largest = max(first.off.mean, second.off.mean), max(first.off.largest, second.off.largest)
     return Bounds(
@@ -113,7 +116,8 @@ def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> B
 
 
 def repeat_noise(first: CheckResult, second: CheckResult) -> float:
-    """Returns how much the engine's log-probs differ between two pushes of the same weights."""
+    """Returns the largest difference of the engine's log-probs between two pushes of the same weights; inf if no tokens
+    can be compared."""
     same = _common_tokens(first, second)
     return (
         float((first.rollout_logprobs_K[same] - second.rollout_logprobs_K[same]).abs().max())
@@ -123,7 +127,7 @@ def repeat_noise(first: CheckResult, second: CheckResult) -> float:
 
 
 def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
-    """Returns why a check fails; None if it passes."""
+    """Returns why a weight check fails, or None if it passes. `before` is the last check of the same server."""
     off = now.off
     if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
         at = int((now.rollout_logprobs_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
@@ -133,13 +137,14 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
             f"{now.rollout_logprobs_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
         )
     if before is not None and _is_unchanged(now, before, noise):
-        return "its log-probs of the weight check match the weights before the last update"
+        return "its log-probs of the weight check still match the weights before the last update"
     return None
 
 
 def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
     """Returns whether the engine still has the previous weights. A small update may change log-probs by less than the
-    bounds. But if the trainer's log-probs changed by more than `noise`, the engine's must have changed too."""
+    bounds of the check. But if the trainer's log-probs changed by much more than `noise`, the engine's log-probs must
+    have changed by more than `noise` too."""
     same = _common_tokens(now, before)
     if len(same) < sum(map(len, now.ids)):
         return False  # different tokens were sampled, so the weights have changed
@@ -149,7 +154,7 @@ def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
 
 
 def _common_tokens(a: CheckResult, b: CheckResult) -> torch.Tensor:
-    """Returns the indices of the tokens that have the same preceding tokens in both results."""
+    """Returns the indices of the tokens that are equal in both results, together with all tokens before them."""
     indices: list[int] = []
     start = 0
     for one, other in zip(a.ids, b.ids, strict=True):

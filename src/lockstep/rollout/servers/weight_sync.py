@@ -1,4 +1,4 @@
-"""Weight sync to the servers: pause, push, flush, set the version, resume; then the weight check."""
+"""Sends weights to a server: pause, push the weights, flush caches, set the version, resume, run the weight check."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates 
 
 
 class WeightSync:
-    """Sends weights to the servers and verifies them; used on rank 0."""
+    """Sends weights to the servers and verifies with the weight check that the servers use them; used on rank 0."""
 
     def __init__(self, manager: ServerManager, device: Device):
         self.manager, self.device = manager, device
         self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
         self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
         self.updates = 0
-        """The number of updates that the weights sent next have had."""
+        """The number of updates of the weights that are sent next."""
         self.pushes = 0
         self.checked: dict[str, CheckResult] = {}
         """The last weight check of each server by its address."""
         self.bounds: Bounds | None = None
-        """Bounds of the weight check, calibrated by the first two pushes."""
+        """Bounds of the weight check, calibrated by the first two pushes, or None before the calibration."""
         self.by_memory = by_memory(
             self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
         )
@@ -69,18 +69,18 @@ class WeightSync:
 
     @property
     def adapter(self) -> str | None:
-        """The name of the current LoRA adapter on the servers; None without LoRA."""
+        """The name of the current LoRA adapter on the servers, or None without LoRA."""
         return None if self.manager.lora_rank is None else f"lockstep-{self.fleet.version}"
 
     @property
     def transport(self) -> str:
-        """The transport as a value of `rollout.weight_sync`."""
+        """The weight transport in use, as a value of `rollout.weight_sync`."""
         return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
 
     # -- which servers
 
     def sync_all(self, weights: Weights) -> None:
-        """Sends the weights to every reachable server; waits until at least one has them."""
+        """Sends the weights to every reachable server; waits until at least one server has the weights."""
         self.seconds.clear()
         self._next_version()
         reached = []
@@ -95,8 +95,8 @@ class WeightSync:
             self._wait_for_one(weights)
 
     def _targets(self) -> list[Server]:
-        """Returns the servers that get the weights now. A lost server gets them when it responds again (`bring_up`). If
-        all servers are lost, all are returned."""
+        """Returns the servers that get the weights now. A lost server gets the weights when it responds again
+        (`bring_up`). If all servers are lost, all servers are returned."""
         usable = [server for server in self.fleet.servers if not server.left_out]
         return [server for server in usable if not server.why] or usable
 
@@ -105,12 +105,13 @@ class WeightSync:
         try:
             self.server_adapter.healthy(server.client)
             if not self.world.main:
-                # Rank 0 sends the weights; until then this rank does not use the server.
+                # Rank 0 sends the weights. Until the server has the current version of the weights, this rank does not
+                # use the server.
                 server.up = self.server_adapter.version(server.client) == self.fleet.version
                 return
             if not self.manager.accept_late(server):
                 return
-            # The server was restarted, so the previous check does not apply.
+            # The server may have been restarted, so its previous weight check is dropped.
             self.checked.pop(server.client.address, None)
             self._sync_one(server, list(self.policy.stored.named_parameters()) if weights is None else weights)
         except ServerFailed as error:
@@ -121,14 +122,14 @@ class WeightSync:
                 self.manager.restart(server)
 
     def _lose(self, server: Server, error: ServerFailed) -> bool:
-        """Marks a server as lost; returns whether it is unreachable, so that the run continues with the others. A
-        server that fails during a push has undefined weights and gets no requests before the next push."""
+        """Marks a server as lost. Returns True if the server gave no HTTP status; the run then continues with the other
+        servers. A server that fails during a push has undefined weights and gets no requests before the next push."""
         server.up, server.why, server.since = False, str(error), time.monotonic()
         return error.status is None
 
     def _wait_for_one(self, weights: Weights) -> None:
-        """Restarts the servers that lockstep started after all servers were lost, and sends the weights to the first
-        one that responds."""
+        """Called when all servers are lost. Restarts the servers that lockstep started, and sends the weights to the
+        first server that responds."""
         for server in self.fleet.servers:
             self.manager.restart(server)
         while not self.fleet.up():
@@ -144,7 +145,7 @@ class WeightSync:
     def _sync_one(self, server: Server, weights: Weights) -> None:
         try:
             if not (server.up or server.asleep):
-                self._unlink(server)  # a lost server is no longer in its group
+                self._unlink(server)  # a lost server is no longer in its process group
             self._push_and_check(server, weights)
         except ServerFailed as error:
             self._unlink(server)
@@ -153,8 +154,9 @@ class WeightSync:
             raise
 
     def _abandon(self, server: Server) -> None:
-        """Cleans up after a failed push: marks the weights as incomplete, closes the update and resumes the server. A
-        paused server may fail its health check, because some servers generate tokens for it."""
+        """Cleans up after a failed push: marks the weights as incomplete, closes the update and resumes the server. The
+        server must not stay paused, because the health check of some servers generates tokens and fails during a
+        pause."""
         client = server.client
         if by_collective(self.settings):
             with suppress(ServerFailed):
@@ -167,8 +169,8 @@ class WeightSync:
                 action(client)
 
     def _push_and_check(self, server: Server, weights: Weights) -> None:
-        """Pushes the weights and checks them. The first push is repeated, to measure the rounding noise of the
-        check."""
+        """Pushes the weights and runs the weight check. The first push is repeated, to measure the rounding noise of
+        the check."""
         self._push(server, weights)
         result = self._check(server)
         if self.bounds is None:
@@ -214,7 +216,7 @@ class WeightSync:
             reported = server_adapter.version(client)
         if reported != version:
             raise ServerFailed(
-                f"{client.address}: weights of version {version} were pushed, but it reports version {reported}"
+                f"{client.address}: weights of version {version} were pushed, but the server reports version {reported}"
             )
 
     @contextmanager
@@ -258,7 +260,8 @@ class WeightSync:
             self._prepare_files(folder, server, weights)()
 
     def _fall_back_to_files(self, why: str) -> None:
-        """Warns and sends weights by files from now on; raises if the recipe explicitly requires `memory`."""
+        """Warns and sends weights by files from now on; raises `ServerFailed` if the recipe sets `rollout.weight_sync:
+        memory`."""
         if self.settings.weight_sync == "memory":
             raise ServerFailed(f"{why}: {REMEDY}")
         warnings.warn(
@@ -277,7 +280,7 @@ class WeightSync:
     # -- process groups for the broadcast
 
     def _link(self, server: Server) -> WeightLink:
-        """Returns the process group with the server's workers; creates it on first use."""
+        """Returns the process group with the server's workers; creates the group on first use."""
         link = self._links.get(server.client.address)
         if link is None:
             index, limit = self.world.local_rank, self.settings.server.request_timeout
@@ -295,15 +298,16 @@ class WeightSync:
         for server in self.fleet.servers:
             link = self._links.pop(server.client.address, None)
             if link is not None:
-                # A server that lockstep started is not notified, because it is killed next.
+                # A server that lockstep started is not asked to leave the group, because it is killed next.
                 link.close(notify=server.process is None)
 
     def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:
-        # A server that fails at its first push would fail again. A server that had weights before may recover.
+        # A server that fails at the first push would fail again, so the error is final. A failure after the first push
+        # may be temporary.
         lost = error.lost and self.bounds is not None
         return refusal_kind(lost=lost).at(
             f"rollout.engine {self.server_adapter.name} at {server.client.address}",
-            f"it did not load the weights after {self.updates} updates: {error}",
+            f"the server did not load the weights after {self.updates} updates: {error}",
             RESUME_REMEDY if lost else _UNTOUCHED,
             code="weight-sync-failed",
         )
@@ -313,12 +317,13 @@ class WeightSync:
     def _check(self, server: Server, sampling: Sampling | None = None) -> CheckResult:
         requests = check_requests(self.policy, self.adapter, sampling)
         with self._timed("probe"):
-            # The samples are submitted together, so that they form one HTTP request.
+            # The samples of the weight check are submitted together, so that they form one HTTP request.
             answers = self.manager.clients.start(self._sampled(server, requests)).result()
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
                 raise ServerFailed(
-                    f"{server.client.address}: it answered the weight check with weights of version {answer.version}"
+                    f"{server.client.address}: the server answered the weight check with weights of version "
+                    f"{answer.version}"
                 )
         with self._timed("score"):
             return checked(self.policy, self.device.torch_device(self.world.local_rank), requests, answers)
@@ -331,13 +336,14 @@ class WeightSync:
             server.up = False
             raise Refusal.at(
                 f"rollout.engine {self.server_adapter.name} at {server.client.address}",
-                f"it does not generate with the weights after {self.updates} updates: {why}",
+                f"the server does not generate with the weights after {self.updates} updates: {why}",
                 _UNTOUCHED,
                 code="weights-differ",
             )
 
     def _refuse_other_truncation(self, server: Server) -> None:
-        """Raises if engine and trainer exclude different tokens with `rollout.truncated_sampling: mask`."""
+        """Raises `Refusal` if the engine and the trainer exclude different tokens when `top_p`, `top_k` or `min_p`
+        truncates sampling."""
         settings = self.settings
         sampling = Sampling(
             max_tokens=1,
@@ -353,8 +359,9 @@ class WeightSync:
         if not result.off.mean <= bounds.mean:
             raise Refusal.at(
                 "rollout.truncated_sampling",
-                f"engine {self.server_adapter.name} truncates differently from the trainer (top_p {settings.top_p:g}, "
-                f"top_k {settings.top_k}, min_p {settings.min_p:g}): the mean difference is {result.off.mean:.3g}",
+                f"engine {self.server_adapter.name} truncates sampling differently from the trainer (top_p "
+                f"{settings.top_p:g}, top_k {settings.top_k}, min_p {settings.min_p:g}): the mean log-prob difference "
+                f"is {result.off.mean:.3g}",
                 "remove top_p, top_k and min_p",
                 code="truncated-sampling",
             )

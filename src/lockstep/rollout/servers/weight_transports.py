@@ -31,7 +31,7 @@ from lockstep.rollout.servers.server_client import ServerClient
 from lockstep.rollout.servers.weight_check import fingerprint
 from lockstep.run.tensor_file import write_model
 
-# Transport by files: safetensors in /dev/shm or a shared folder, written one tensor at a time.
+# Transport by files: the run writes safetensors files to /dev/shm or a shared folder, one tensor at a time.
 
 FOLDER_KEY = "rollout.server.folder"
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +40,8 @@ _PREFIX = "lockstep-weights-"
 
 @contextmanager
 def transfer_folder(parent: str | None) -> Iterator[Path]:
-    """Creates a folder that run and server can both access, and removes it afterwards."""
+    """Creates a folder that the run and the server can access, and removes the folder at the end of the `with`
+    block."""
     where = Path(parent) if parent is not None else _default_parent()
     try:
         _remove_stale(where)
@@ -56,7 +57,8 @@ def transfer_folder(parent: str | None) -> Iterator[Path]:
 
 
 def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
-    """Writes all weights of a model in `dtype`. Only one tensor at a time is converted on the device."""
+    """Writes all weights of a model in `dtype`. The weights are converted one tensor at a time, to save device
+    memory."""
     shapes = {name: tensor.shape for name, tensor in weights}
     _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
     tensors = dict(weights)
@@ -92,16 +94,16 @@ def _refuse_no_room(folder: Path, size: int) -> None:
         raise Refusal.at(
             FOLDER_KEY,
             f"{folder.parent} has {free / 2**30:.1f} GiB free; the weights need {size / 2**30:.1f} GiB",
-            "give the path of a folder with more free space that run and engine can both access",
+            "give the path of a folder with more free space that the run and the engine can access",
             code="disk-full",
         )
 
 
 def _remove_stale(parent: Path) -> None:
-    """Removes folders of runs that were killed during a push."""
+    """Removes transfer folders of runs that were killed during a push."""
     for folder in parent.glob(f"{_PREFIX}*"):
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        # Another run may remove its folder at the same time.
+        # Another run may remove the same folder at the same time.
         with suppress(FileNotFoundError):
             is_ours = folder.stat().st_uid == os.getuid()
             if process.isdigit() and is_ours and not Path(f"/proc/{process}").exists():
@@ -111,13 +113,13 @@ def _remove_stale(parent: Path) -> None:
 # Transport by broadcast: the run and all workers of one server form a process group.
 #
 # The HTTP request and the run's broadcast run on separate threads, because a broadcast cannot be interrupted. The run
-# stops waiting when either fails or exceeds the time limit.
+# stops waiting when one of the two threads fails or exceeds the time limit.
 
 KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
-# Time limits of the rendezvous and of one tensor.
+# Maximum time limit of the rendezvous, in seconds.
 MEETING_SECONDS = 600.0
-# Extra time for one side to report its error after the other side has failed.
+# Extra seconds after a time limit, and for the server to report its error after the run's operation has failed.
 _GRACE_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
@@ -126,7 +128,8 @@ Weights = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightLink:
-    """The process group with one server. A link that has failed cannot be reused: `close` it and create a new one."""
+    """The process group of the run and the workers of one server. A link that has failed cannot be reused: call `close`
+    and create a new link."""
 
     def __init__(
         self,
@@ -152,9 +155,10 @@ class WeightLink:
         self._group: dist.ProcessGroup | None = None
 
     def join(self) -> None:
-        """Creates the group with all workers of the server."""
+        """Creates the process group with all workers of the server."""
         meeting = self.meeting
-        # Longer than our own limit, because backends react differently when an operation times out.
+        # The timeout of the process group is longer than our own time limit, because backends react differently to a
+        # timeout.
         limit = 2 * meeting.seconds + _MARGIN_SECONDS
 
         def ours() -> dist.ProcessGroup:
@@ -169,7 +173,7 @@ class WeightLink:
         )
 
     def give(self, weights: Weights, dtype: torch.dtype) -> None:
-        """Broadcasts all weights, bucket by bucket. Only one tensor at a time is copied."""
+        """Broadcasts all weights, bucket by bucket. The run copies only one tensor at a time."""
         self.server_adapter.begin(self.client)
         for bucket in _buckets(weights, dtype, self.server_adapter.bucket_bytes):
             announced = Announced(
@@ -192,11 +196,13 @@ class WeightLink:
         for _, tensor in weights:
             sent = tensor.detach().to(dtype).contiguous()
             self._group.broadcast(sent, RUN).wait()
-            # `wait` may only order the streams. The copy must not be overwritten before it is sent.
+            # `wait` may return before the tensor is sent, and the memory of `sent` must not be reused before the tensor
+            # is sent.
             self.device.synchronise()
 
     def _run_both(self, theirs: Callable[[], None], ours: Callable[[], Any], server_name: str, limit: float) -> Any:
-        """Runs the request to the server and the run's side of the operation concurrently; returns the run's result."""
+        """Runs the HTTP request to the server (`theirs`) and the run's part of the collective (`ours`) concurrently;
+        returns the result of `ours`."""
         server_side, run_side = _start_thread(theirs), _start_thread(ours)
         deadline = time.monotonic() + limit + _GRACE_SECONDS
         while True:
@@ -218,7 +224,7 @@ class WeightLink:
             self._progress(f"{self.meeting.backend} with {self.client.address}")
 
     def close(self, *, notify: bool = True) -> None:
-        """Destroys the group. With `notify`, first asks the server to leave it."""
+        """Destroys the group. With `notify`, first asks the server to leave the group."""
         if notify and self._group is not None:
             with suppress(ServerFailed):
                 self.server_adapter.leave(self.client, self.meeting.name)
@@ -228,13 +234,13 @@ class WeightLink:
 
 
 def _start_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Runs the work on a daemon thread, which does not keep the process alive."""
+    """Runs `work` on a daemon thread, which does not keep the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - passed on by the future
+        except BaseException as error:  # noqa: BLE001 - the future passes the exception on
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="weights").start()
@@ -242,7 +248,8 @@ def _start_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Iterator[Weights]:
-    """Yields buckets of up to `max_bytes`, or of one larger tensor; without a limit, a single bucket."""
+    """Divides the weights into buckets of at most `max_bytes`. A tensor larger than `max_bytes` is a bucket by itself.
+    If `max_bytes` is None, there is one bucket."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -270,13 +277,14 @@ def own_address(server: str) -> str:
 
 
 def by_collective(settings: RolloutSettings) -> bool:
-    """Returns whether weights are sent by broadcast in a process group; `auto` never selects it."""
+    """Returns whether weights are sent by broadcast in a process group; with a server, `auto` never selects the
+    broadcast."""
     return ENGINES[settings.engine].served and settings.weight_sync == "collective"
 
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
-    """Raises `Refusal` for a server on rank 0's device if the backend cannot connect two processes on one device. With
-    `rollout.url` this cannot be checked in advance; then the broadcast itself fails."""
+    """Raises `Refusal` if the server uses rank 0's device and the backend cannot connect two processes on one device.
+    With `rollout.url` the server's device is unknown, so nothing is checked and the broadcast itself may fail."""
     if not by_collective(settings) or settings.url is not None or device.meets_itself:
         return
     run_device = first_visible(device)
@@ -284,15 +292,15 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
     if server_devices is None or run_device in server_devices:
         raise Refusal.at(
             KEY,
-            f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
-            f"device {run_device}",
+            f"{device.collective} cannot connect two processes on one {device.name} device; the run and the engine "
+            f"share device {run_device}",
             f"{REMEDY}, or choose other devices with rollout.server.devices",
             code="device-in-use",
         )
 
 
 def first_visible(device: Device) -> int | None:
-    """Returns the index of rank 0's device on this machine; None if the visible-devices variable has no indices."""
+    """Returns the index of rank 0's device on this machine, or None if the visible-devices variable has no indices."""
     visible = os.environ.get(device.visible_variable or "", "")
     first = visible.partition(",")[0].strip()
     return 0 if not visible else int(first) if first.isdigit() else None
@@ -302,12 +310,13 @@ def first_visible(device: Device) -> int | None:
 
 
 class Unopened(ServerFailed):
-    """Raised if the server cannot map the run's memory; its weights are then unchanged."""
+    """Raised if the server cannot map the run's memory; the server's weights are then unchanged."""
 
 
 @dataclass
 class SharedMemory:
-    """The memory locations of the weights of a run. The location of a tensor is computed once per tensor."""
+    """The memory locations of the weights of a run. A location is computed only once, unless the tensor moves in
+    memory."""
 
     device: Device
     _places: dict[str, tuple[int, TensorPlace]] = field(default_factory=dict)
@@ -326,7 +335,7 @@ class SharedMemory:
             places = [self._device_place(name, tensor) for name, tensor in weights]
         else:
             raise Unopened(f"memory of a {self.device.name} device cannot be shared with another process")
-        # Pending writes to these tensors must be complete.
+        # Wait until all pending writes to these tensors are complete.
         self.device.synchronise()
         shapes = [list(tensor.shape) for tensor in tensors]
         return Placed([name for name, _ in weights], shapes, sums, str(dtype).removeprefix("torch."), places)
@@ -343,7 +352,8 @@ class SharedMemory:
 
 
 def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Returns why a tensor cannot be shared without a copy, for which the device may lack memory; None if it can."""
+    """Returns why a tensor cannot be shared without a copy, or None if it can. Copies are avoided, because the device
+    may not have enough memory for them."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
@@ -356,8 +366,8 @@ def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
 def by_memory(
     settings: RolloutSettings, server_adapter: ServerAdapter, device: Device, processes: int, *, adapter: bool
 ) -> bool:
-    """Returns whether weights are sent by shared memory. `auto` selects it if a single-process run starts the server on
-    its own device, because then no copy is needed."""
+    """Returns whether weights are sent by shared memory. `auto` selects shared memory if a single-process run starts
+    the server on its own device, because then no copy is needed."""
     if not ENGINES[settings.engine].served or adapter:
         return False
     if settings.weight_sync != "auto":

@@ -1,1 +1,1 @@
-"""Modules that a serving engine imports. Its Python may not have lockstep, so this folder is on its PYTHONPATH."""
+"""Modules that vLLM imports. vLLM's Python may not have lockstep installed, so this folder is on its PYTHONPATH."""

@@ -1,6 +1,7 @@
-"""Weight transfer by broadcast, for both sides: the run and all workers of one server form a separate process group.
+"""Weight transfer by broadcast, in a process group of the run and all workers of one server. Both use this module.
 
-The run imports this file as part of lockstep. The server imports it without lockstep, so it may only import torch.
+The run imports this file as part of lockstep. The server imports this file without lockstep, so it may only import
+torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def joined(backend: str, store: dist.Store, name: Any, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """Creates a process group that does not need a default group: a single-process run has none, and that of the
-    workers excludes the run. Waits up to `seconds` for the other ranks."""
+    """Creates a process group without using the default group of torch.distributed: a single-process run has no default
+    group, and the default group of the workers does not include the run. Waits up to `seconds` for the other ranks."""
     with _no_split():
         group, _ = _new_process_group_helper(
             size,
@@ -41,14 +42,16 @@ def joined(backend: str, store: dist.Store, name: Any, rank: int, size: int, sec
 def met(
     address: str, port: int, name: str, backend: str, rank: int, size: int, seconds: float
 ) -> tuple[dist.ProcessGroup, dist.Store]:
-    """Joins the group as a worker. The store must live as long as the group."""
+    """Joins the process group as a worker. Returns the group and its store; the store must live as long as the
+    group."""
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
     return joined(backend, store, name, rank, size, seconds), store
 
 
 def left(group: dist.ProcessGroup) -> None:
-    """Destroys the group on this rank without waiting for the others, which may have died during a broadcast."""
-    with suppress(RuntimeError):  # not supported by the backend
+    """Destroys the process group on this rank without waiting for the other ranks, which may have died during a
+    broadcast."""
+    with suppress(RuntimeError):  # the backend does not support abort
         group.abort()
     dist.destroy_process_group(group)
 
@@ -59,9 +62,9 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arriving(Iterator[tuple[str, torch.Tensor]]):
-    """Receives the announced tensors one by one and compares each with its checksum.
+    """Receives the tensors that the run has announced one by one, and compares each tensor with its checksum.
 
-    After an error the remaining tensors must still be received (`take_rest`); otherwise the other ranks hang.
+    After an error, call `take_rest` to receive the remaining tensors; otherwise the other ranks hang.
     """
 
     def __init__(
@@ -95,7 +98,8 @@ class Arriving(Iterator[tuple[str, torch.Tensor]]):
 
 @contextmanager
 def _no_split() -> Iterator[None]:
-    """Prevents torch from creating the group by splitting the default group, of which the run is not a member."""
+    """Prevents torch from creating the new group by splitting the default group, because the run is not in the default
+    group."""
     default = dist.group.WORLD if dist.is_initialized() else None
     if default is None or default.bound_device_id is None:
         yield

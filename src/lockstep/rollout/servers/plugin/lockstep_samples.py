@@ -1,14 +1,16 @@
 """HTTP middleware for vLLM (`--middleware lockstep_samples.SampleRoute`): adds a route for many samples per request and
 requires an API key for every route except /health.
 
-vLLM's routes take one request per prompt, create objects for every log-prob and produce output after every token. With
-a small model that takes longer than decoding. This route returns one line per sample when the sample is finished.
+vLLM's own routes take one request per prompt, create objects for every log-prob and produce output after every token.
+With a small model, this overhead takes longer than decoding. The route `/lockstep/samples` returns one line per sample
+when the sample is finished.
 
 vLLM's own API key protects only the OpenAI routes. The routes that a run needs (`/collective_rpc` and others of
-VLLM_SERVER_DEV_MODE) let any client load weights and open files, so they need a key too.
+VLLM_SERVER_DEV_MODE) let any client load weights and open files, so the middleware requires the key for these routes
+too.
 
-It runs in the server's Python, which may not have lockstep installed. So it imports only files of this folder, and vLLM
-on the first request.
+The middleware runs in the server's Python, which may not have lockstep installed. So it imports only files of this
+folder, and imports vLLM on the first request.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
-    where `token_ids` is the index of a prompt. The response has one line of JSON per sample, in the order in which they
-    finish: `{number, answer}` or `{number, status, error}`. GET shows that the route exists.
+    where `token_ids` is the index of a prompt. The response has one line of JSON per sample, in the order in which the
+    samples finish: `{number, answer}` or `{number, status, error}`. A GET request shows that the route exists.
 
-    Every request except GET /health needs the key of the server's environment."""
+    Every request except GET and HEAD of /health needs the key in the server's environment variable
+    LOCKSTEP_SERVER_KEY."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -126,11 +129,12 @@ async def _generated(
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    # Request one final output and flat log-probs, and do not copy the parameters.
+    # vLLM shall return one final output with flat log-probs, and shall not copy the sampling parameters.
     kind = RequestOutputKind.FINAL_ONLY
     params = SamplingParams(**sampling_params, output_kind=kind, flat_logprobs=True, skip_clone=True)
     if params.stop:
-        # vLLM's front end searches for stop strings and needs each token, so the output must not be buffered.
+        # vLLM's front end searches for stop strings and needs each token, so the output of this request must not be
+        # buffered. A name without the prefix SAMPLE disables the buffering.
         name = f"text-{name}"
     final = None
     adapter = _adapter(state.openai_serving_models, model)
@@ -144,7 +148,7 @@ async def _generated(
         "logprobs": _logprobs(final),
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
-        # The run compares this digest with that of its prompt.
+        # The run compares this digest with the digest of the prompt that it requested.
         "prompt": prompt_digest(final.prompt_token_ids),
         # Newer versions of vLLM report the weight version of each token.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
@@ -157,8 +161,8 @@ def prompt_digest(ids: list[int]) -> str:
 
 
 def _is_client_error(error: Exception) -> bool:
-    """Returns whether the request is invalid, so that a retry would fail. Newer vLLM versions have a base class for
-    such errors; older ones raise ValueError."""
+    """Returns whether the error means that the request is invalid, so that a retry would fail too. Newer vLLM versions
+    have a base class for such errors; older versions raise ValueError."""
     from vllm import exceptions
 
     names = ("VLLMClientError", "VLLMValidationError", "VLLMNotFoundError")
@@ -171,7 +175,7 @@ def _logprobs(final: Any) -> list[float]:
     packed = (final.kv_transfer_params or {}).get(LOGPROBS)
     if packed is not None:
         return list(memoryview(packed).cast("d"))
-    # The sampled token is the first at each position.
+    # The first entry at each position is the sampled token.
     flat = made.logprobs
     if [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
         raise RuntimeError("vLLM returned log-probs of tokens that were not sampled")
@@ -179,7 +183,7 @@ def _logprobs(final: Any) -> list[float]:
 
 
 def _adapter(models: Any, model: str) -> Any:
-    """Returns the LoRA request for a model name; None for the base model."""
+    """Returns the LoRA request for a model name, or None for the base model."""
     return None if models.is_base_model(model) else models.lora_requests[model]
 
 

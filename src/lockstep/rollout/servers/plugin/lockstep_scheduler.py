@@ -1,10 +1,11 @@
 """Scheduler extension for vLLM (`--scheduler-cls lockstep_scheduler.scheduler`): sends the output of a `SampleRoute`
 sample once, when the sample is finished.
 
-vLLM's engine sends every token with its log-prob to the HTTP process separately. For a small model that takes longer
-than decoding. This scheduler buffers tokens and log-probs until the sample is finished. Other requests are unchanged.
+vLLM's engine sends every token with its log-prob to the HTTP process separately. With a small model, this overhead
+takes longer than decoding. This scheduler buffers tokens and log-probs until the sample is finished. Other requests are
+unchanged.
 
-It runs in the server's Python, which may not have lockstep installed, so it may only import numpy and vLLM.
+The scheduler runs in the server's Python, which may not have lockstep installed, so it may only import numpy and vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 SAMPLE = "lockstep-sample-"
 """Prefix of the request ids whose output is buffered."""
 LOGPROBS = "lockstep_logprobs"
-"""Key under which the log-probs of such requests are sent, as little-endian float64."""
+"""Key in `kv_transfer_params` under which the log-probs of buffered requests are sent, as little-endian float64."""
 
 
 def scheduler(vllm_config: Any, **given: Any) -> Any:
@@ -46,12 +47,13 @@ class _FinishedSamples:
                 finished for output in outputs.outputs if (finished := self._finished(output)) is not None
             ]
         if len(self._buffers) > len(self.requests):
-            # Drop buffers of aborted requests.
+            # Drop the buffers of requests that vLLM has aborted.
             self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in self.requests}
         return {client: outputs for client, outputs in by_client.items() if _is_needed(outputs)}
 
     def _finished(self, output: Any) -> Any:
-        """Returns the output to send now: None until the sample is finished, then its complete output."""
+        """Returns the output to send now. For a buffered sample: None until the sample is finished, then its complete
+        output."""
         name = output.request_id
         if not name.startswith(SAMPLE):
             return output
@@ -66,20 +68,20 @@ class _FinishedSamples:
 
 
 class _Buffer:
-    """The output of an unfinished sample."""
+    """Collects the output of an unfinished sample."""
 
     def __init__(self, first: Any):
         self._first = first
         self._ids: list[int] = []
         self._scored, self._logprobs = bytearray(), bytearray()
-        """Token ids and log-probs, as the raw bytes of one array per step."""
+        """Token ids and log-probs as raw bytes; each step appends the bytes of its arrays."""
         self._kinds: tuple[Any, Any] = (np.int32, np.float32)
 
     def take(self, output: Any) -> None:
         self._ids += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
-            # The sampled token is the first entry of its row.
+            # The first entry of each row is the sampled token.
             self._scored += logprobs.logprob_token_ids[:, 0].tobytes()
             self._logprobs += logprobs.logprobs[:, 0].tobytes()
             self._kinds = logprobs.logprob_token_ids.dtype, logprobs.logprobs.dtype
@@ -92,7 +94,8 @@ class _Buffer:
             raise RuntimeError(f"vLLM returned log-probs of tokens that were not sampled: {last.request_id}")
         last.new_token_ids, last.new_logprobs = self._ids, None
         last.prefill_stats = self._first.prefill_stats
-        # vLLM's front end passes this field on unchanged, and our samples do not transfer KV caches.
+        # The log-probs are sent in this field, because vLLM's front end passes it on unchanged and lockstep's samples
+        # do not transfer KV caches.
         last.kv_transfer_params = {LOGPROBS: logprobs.astype("<f8").tobytes()}
         return last
 

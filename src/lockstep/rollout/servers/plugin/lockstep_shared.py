@@ -1,7 +1,8 @@
-"""Weight transfer by shared memory, for both sides: the run sends the location of each tensor, and the workers of a
-server on the same machine map it. Device memory is copied once, into the server's weights.
+"""Weight transfer by shared memory: the run sends the location of each tensor, and the workers of a server on the same
+machine map the tensor. Both use this module. Device memory is copied once, into the server's weights.
 
-The run imports this file as part of lockstep. The server imports it without lockstep, so it may only import torch.
+The run imports this file as part of lockstep. The server imports this file without lockstep, so it may only import
+torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.multiprocessing import reductions
 
 TensorPlace = dict[str, Any]
 """The location of a tensor, as JSON values."""
-# Index of the device among the arguments of torch's rebuild function.
+# Index of the device argument in the arguments of torch's function that rebuilds a shared tensor.
 _DEVICE = 6
 _CLASSES = {kind.__name__: kind for kind in (torch.Tensor, torch.storage.TypedStorage)}
 
@@ -25,18 +26,18 @@ _CLASSES = {kind.__name__: kind for kind in (torch.Tensor, torch.storage.TypedSt
 
 
 def device_place(tensor: torch.Tensor) -> TensorPlace:
-    """Returns the location of a device tensor (torch's IPC handle). Call it once per tensor, because each call makes
-    torch keep another reference."""
+    """Returns the location of a device tensor (torch's IPC handle). Call `device_place` once per tensor, because each
+    call makes torch keep another reference to the memory."""
     rebuild, arguments = reductions.reduce_tensor(tensor.detach())
     properties = torch.get_device_module(tensor.device.type).get_device_properties(tensor.device)
     return {"device": str(properties.uuid), "rebuild": rebuild.__name__, "said": [_to_json(each) for each in arguments]}
 
 
 def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[TensorPlace]:
-    """Copies tensors into one file that both sides map; returns their locations."""
+    """Copies host tensors into one file that the run and the server map; returns the location of each tensor."""
     starts = [0]
     for tensor in tensors:
-        # Each tensor is aligned for every dtype.
+        # Each tensor starts at a multiple of 64 bytes, which is aligned for every dtype.
         starts.append(starts[-1] + -(-tensor.numel() * dtype.itemsize // 64) * 64)
     mapped = torch.from_file(str(file), shared=True, size=max(starts[-1], 1), dtype=torch.uint8)
     for start, tensor in zip(starts, tensors, strict=False):
@@ -48,7 +49,8 @@ def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
 
 
 def opened(place: TensorPlace, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Maps the tensor at a location; raises ValueError if its dtype or shape differs."""
+    """Maps the tensor at a location into this process; raises ValueError if the tensor does not have this dtype and
+    shape."""
     if "file" in place:
         mapped = torch.from_file(place["file"], shared=True, size=place["size"], dtype=torch.uint8)
         return _part(mapped, place["start"], dtype, shape)

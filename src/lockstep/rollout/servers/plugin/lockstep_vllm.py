@@ -1,9 +1,9 @@
 """Worker extension for vLLM (`--worker-extension-cls lockstep_vllm.WeightExtension`): loads weights from files, by
 broadcast in a process group of the run and all workers, or from shared memory.
 
-It runs in the server's Python, which may not have lockstep installed, so it may only import torch, safetensors, vLLM
-and files of this folder. `/collective_rpc` calls each method with one JSON text and gets a dict, with errors under
-`error`.
+The extension runs in the server's Python, which may not have lockstep installed, so it may only import torch,
+safetensors, vLLM and files of this folder. The route `/collective_rpc` of vLLM calls a method with its arguments as one
+JSON string. The method returns a dict; if it fails, the dict has the key `error`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lockstep_group import Arriving, bit_sum, left, met  # type: ignore[import-n
 from lockstep_shared import opened  # type: ignore[import-not-found]
 from safetensors import safe_open
 
-# The weight version after a start. vLLM's default value could be mistaken for a version of another run.
+# The weight version of a server that has just started. The default value of vLLM could be mistaken for a version of
+# another run.
 FRESH = "as started"
 
 
@@ -34,7 +35,7 @@ def _returns_errors(work: Callable[..., dict[str, Any]]) -> Callable[[Any, str],
 
 
 class WeightExtension:
-    """Methods that vLLM adds to its worker class; `self` is a vLLM worker."""
+    """Methods that vLLM adds to its worker class, so that `self` is a vLLM worker."""
 
     @_returns_errors
     def lockstep_facts(self) -> dict[str, Any]:
@@ -56,14 +57,15 @@ class WeightExtension:
 
     @_returns_errors
     def lockstep_version(self, version: str | None = None) -> dict[str, Any]:
-        """Returns the weight version, after setting it if one is given."""
+        """Sets the weight version if `version` is given, and returns the current weight version."""
         if version is not None:
             self._lockstep_version = version
         return {"version": getattr(self, "_lockstep_version", FRESH)}
 
     @_returns_errors
     def lockstep_load(self, files: list[str], names: list[str], sums: list[int]) -> dict[str, Any]:
-        """Loads all weights of the model from safetensors files with checkpoint names."""
+        """Loads all weights of the model from safetensors files. `names` are the tensor names of the Hugging Face
+        checkpoint."""
         found = _names_in(files)
         _refuse_other_names(found, names)
         _load(self, _verified(_tensors(files), dict(zip(names, sums, strict=True))))
@@ -73,8 +75,8 @@ class WeightExtension:
     def lockstep_take(
         self, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str, places: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Loads all weights of the model from the run's memory. If that memory cannot be mapped, changes nothing and
-        returns the reason as `unopened`, so that the run can use files."""
+        """Loads all weights of the model from the run's memory. If the run's memory cannot be mapped, changes nothing
+        and returns the reason as `unopened`, so that the run can use files."""
         try:
             tensors = _opened(self, names, shapes, dtype, places)
             # The checksums verify that the right memory was mapped.
@@ -94,11 +96,14 @@ class WeightExtension:
     def lockstep_join(
         self, address: str, port: int, name: str, backend: str, size: int, seconds: float
     ) -> dict[str, Any]:
-        """Joins the group with the run (rank 0) and the other workers."""
+        """Joins the process group with the run (rank 0) and the other workers."""
         copies = self.vllm_config.parallel_config.data_parallel_size  # type: ignore[attr-defined]
         if copies != 1:
-            # The workers of all copies have the same ranks, and the group has ranks for only one copy.
-            raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files")
+            # Workers of different data-parallel copies have the same ranks, and the process group has ranks for only
+            # one copy.
+            raise ValueError(
+                f"the server has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files"
+            )
         _leave(self)
         self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
         return {"rank": self.rank + 1}  # type: ignore[attr-defined]
@@ -107,7 +112,8 @@ class WeightExtension:
     def lockstep_receive(
         self, group: str, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str
     ) -> dict[str, Any]:
-        """Receives all weights of the model from the group, with checkpoint names and in this order."""
+        """Receives all weights of the model from the process group, in the order of `names`, which are names of the
+        checkpoint."""
         name, joined, _ = getattr(self, "_lockstep_group", (None, None, None))
         if name != group:
             return {"error": f"the worker is not in group {group}: it was restarted", "lost": True}
@@ -127,7 +133,7 @@ class WeightExtension:
 
 
 def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    # The version is reset first, so that partly loaded weights do not have the previous version.
+    # The version is reset first, so that a partly loaded model does not report the previous version.
     worker._lockstep_version = "incomplete"
     model = worker.model_runner.get_model()
     try:
@@ -140,8 +146,8 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _close_reload(worker: Any, model: Any) -> None:
-    """Closes a reload that raised, because vLLM would count its tensors together with those of the next reload.
-    Incomplete layers drop their new tensors and keep the previous ones."""
+    """Closes a reload that raised an exception. If it stayed open, vLLM would count its tensors together with the
+    tensors of the next reload. Layers that are not complete drop their new tensors and keep the previous tensors."""
     try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -158,7 +164,8 @@ def _close_reload(worker: Any, model: Any) -> None:
 def _opened(
     worker: Any, names: list[str], shapes: list[list[int]], dtype: str, places: list[dict[str, Any]]
 ) -> list[torch.Tensor]:
-    """Maps the tensors. A tensor whose location is unchanged stays mapped, because the run updates it in place."""
+    """Maps the tensors of the run. A tensor whose location is unchanged stays mapped, because the run updates its
+    weights in place."""
     before = getattr(worker, "_lockstep_opened", {})
     now = {}
     for name, shape, place in zip(names, shapes, places, strict=True):
@@ -179,7 +186,7 @@ def _wrong_checksums(names: list[str], tensors: list[torch.Tensor], sums: list[i
 
 
 def _leave(worker: Any) -> None:
-    """Leaves the group, if there is one."""
+    """Leaves the process group, if the worker has joined one."""
     _, group, _ = getattr(worker, "_lockstep_group", (None, None, None))
     worker._lockstep_group = None, None, None
     if group is not None:
@@ -197,7 +204,7 @@ def _names_in(files: list[str]) -> list[str]:
 def _tensors(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
+            for name in opened.keys():  # noqa: SIM118 - `opened` is not a dict
                 yield name, opened.get_tensor(name)
 
 
@@ -216,7 +223,8 @@ def _refuse_other_names(found: list[str], names: list[str]) -> None:
 
 
 def _loaded_names(model: Any, reload: Callable[[], None]) -> set[str] | None:
-    """Returns the names that `model.load_weights` loaded during `reload`; vLLM itself only warns about missing ones."""
+    """Returns the names that `model.load_weights` loaded during `reload`, because vLLM only warns about missing
+    names."""
     loaded: list[set[str] | None] = []
     load = model.load_weights
 
@@ -241,8 +249,8 @@ def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
 
 
 def _repack_heads(model: Any) -> None:
-    """Updates the packed copy of the head with which vLLM computes logits on a CPU; a reload of a tied embedding does
-    not update it. Does nothing on other devices."""
+    """Updates the packed copy of the output head with which vLLM computes logits on a CPU, because a reload of a tied
+    embedding does not update this copy. Has no effect on other devices."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
