@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def serve_worker(connection: int) -> None:
-    """Runs the rollout worker. Its modules are imported here, so that its supervisor process does not load them."""
+    """Runs the rollout worker. The worker modules are imported inside this function, so that the supervisor process
+    does not load these modules."""
     from lockstep.rollout.worker.worker_loop import work
 
     work(connection)
