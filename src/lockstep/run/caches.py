@@ -150,7 +150,7 @@ def folders_bound() -> float:
         raise Refusal.at(
             BOUND,
             f"{text!r} is not a number of GiB",
-            f"unset it for {DEFAULT_GB:g}, or set a number",
+            f"set a number, or unset the variable to use the default of {DEFAULT_GB:g} GiB",
             code="not-a-number",
         )
     return number * 2**30

@@ -193,7 +193,7 @@ class RunFolder:
         """Returns the content of env.json, or an empty dict if the file does not exist."""
         if not self.env.exists():
             return {}
-        return read_object(self.env, "remove it to resume without this history")
+        return read_object(self.env, "remove the file to resume without the history of earlier starts")
 
     def write_env(self, extra: dict[str, Any]) -> None:
         """Writes env.json. Entries of earlier starts are kept under `before_resume`."""

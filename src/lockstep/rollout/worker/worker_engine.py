@@ -61,7 +61,7 @@ class WorkerEngine:
     to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If it is None, the
     weights are sent through shared memory. Every rank has a worker, and all ranks must call `hand_over` together."""
 
-    instead = "remove rollout.max_staleness: generation and training then take turns"
+    instead = "remove rollout.max_staleness: generation and training then alternate"
 
     def __init__(
         self,
@@ -220,7 +220,9 @@ class WorkerEngine:
                     if waited >= SILENT_SECONDS:
                         raise self._hung()
                     if waited >= tell_at:
-                        say(f"waiting for the rollout worker for {waited:.0f} s: its process runs; log {self.log}")
+                        say(
+                            f"waiting for the rollout worker for {waited:.0f} s: its process still runs; see {self.log}"
+                        )
                         tell_at = waited + TELL_AGAIN_SECONDS
                     self._changed.wait(min(SILENT_SECONDS, tell_at) - waited)
         finally:
@@ -249,7 +251,7 @@ class WorkerEngine:
         return LostProcess.at(
             KEY,
             f"the rollout worker has not responded for {SILENT_SECONDS:g} s{self._last_lines()}",
-            "it hangs: run the same command again to resume from the last checkpoint",
+            "the worker hangs: run the same command again to resume from the last checkpoint",
             code="worker-lost",
         )
 

@@ -235,7 +235,7 @@ def refuse_other_weights(
     raise Refusal.at(
         "rollout.max_staleness",
         f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
-        "the last checkpoint is untouched; remove the key to generate with the trained model itself",
+        "the last checkpoint is unchanged; remove rollout.max_staleness to generate without a worker process",
         code="weights-differ",
     )
 
