@@ -179,9 +179,7 @@ def _data(env: dict[str, Any]) -> list[str]:
             for file in source.get("files", []):
                 rows.append((part, _short(file["name"]), f"{file['rows']:,}", f"`{str(file['sha256'])[:16]}`"))
     kept = data.get("kept", {})
-    counts = (
-        [f"\n{kept['rows']:,} rows with {kept['tokens']:,} tokens in all were used for training."] if kept else []
-    )
+    counts = [f"\n{kept['rows']:,} rows with {kept['tokens']:,} tokens in all were used for training."] if kept else []
     found = _table("Data", rows)
     return [*found, *counts] if found else []
 

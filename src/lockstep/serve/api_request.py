@@ -279,9 +279,7 @@ def _message(message: Any, where: str) -> Message:
 def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, dict) else None
-        raise bad_value(
-            where, f"is of type {kind!r}; only text is supported" if kind else "is not a part of type text"
-        )
+        raise bad_value(where, f"is of type {kind!r}; only text is supported" if kind else "is not a part of type text")
     return str(part["text"])
 
 
