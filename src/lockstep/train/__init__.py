@@ -1,4 +1,4 @@
-"""Training: the loops and their stages. `lockstep.train(recipe)` calls this package."""
+"""The training loops and the stages of a step. `lockstep.train(recipe)` calls this package."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         WarningSign(
             "clipped",
             lambda metrics: metrics.get("actor/pg_clipfrac", 0.0) > 0.3,
-            f"over 30 % of the tokens have a clipped ratio: an update moves the policy too far. Lower optim.lr, {fewer}",
+            f"over 30 % of the ratios are clipped: an update moves the policy too far. Lower optim.lr, {fewer}",
         ),
         WarningSign(
             "moved",

@@ -102,7 +102,7 @@ class WorkerEngine:
     # -- requests
 
     def hand_over(self, version: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Sends the current weights, after `version` updates, and further requests to the worker.
+        """Sends the current weights (those after `version` steps) and further requests to the worker.
 
         Returns after the check that the worker has the same weights.
         """

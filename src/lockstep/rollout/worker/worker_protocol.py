@@ -234,7 +234,7 @@ def refuse_other_weights(
         return
     raise Refusal.at(
         "rollout.max_staleness",
-        f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
+        f"the rollout worker does not have the weights after {version} steps: its result of the weight check {why}",
         "the last checkpoint is unchanged; remove rollout.max_staleness to generate without a worker process",
         code="weights-differ",
     )
@@ -278,7 +278,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Announces the weights after `version` updates, which are in the shared memory or follow by broadcast. The worker
+    """Announces the weights after `version` steps, which are in the shared memory or follow by broadcast. The worker
     generates the responses to `ask` with these weights or later ones."""
 
     version: int
