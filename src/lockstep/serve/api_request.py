@@ -289,7 +289,7 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
         if name in _RESERVED_TEMPLATE_ARGUMENTS or not re.search(
             rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)
         ):
-            raise bad_value(f"chat_template_kwargs.{name}", "is not a variable of the model's chat template")
+            raise bad_value(f"chat_template_kwargs.{name}", "is no argument of the model's chat template")
     if not tokenizer.chat_template:
         raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
     try:

@@ -45,7 +45,7 @@ def inside(root: Path, path: Path) -> bool:
 def open_inside(root: Path, path: Path) -> BinaryIO:
     """Opens a regular file inside `root`. Links that lead out of `root` are not followed."""
     if not inside(root, path):
-        raise Missing(f"{path.name} is a link to a file outside the viewed folder")
+        raise Missing(f"{path.name} is a link out of the viewed folder")
     try:
         # O_NONBLOCK prevents that the open of a named pipe blocks.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

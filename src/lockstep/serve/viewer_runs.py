@@ -84,7 +84,7 @@ def find_runs(root: Path) -> FoundRuns:
             if not _is_text(entry.name):
                 left_out.append(f"{os.fsencode(path.relative_to(root))!r} has a name that is not UTF-8: rename it")
             elif entry.is_symlink() and not inside(root, path):
-                left_out.append(f"{path.relative_to(root)} is a link to a folder outside the viewed folder")
+                left_out.append(f"{path.relative_to(root)} is a link out of the viewed folder")
             elif _is_run(path):
                 if len(runs) < MAX_RUNS:
                     runs[str(path.relative_to(root))] = path
@@ -358,9 +358,9 @@ def flat(value: Any) -> dict[str, str]:
             values[key] = json.dumps(part, ensure_ascii=False, default=str)
             left -= len(values[key])
             if left < 0:
-                raise Missing(f"the file has more than {MAX_VALUES:,} characters and is too large to show")
+                raise Missing(f"the file has too many characters to show: the limit is {MAX_VALUES:,}")
         else:
-            raise Missing(f"the file has more than {MAX_KEYS:,} keys and is too large to show")
+            raise Missing(f"the file has too many keys to show: the limit is {MAX_KEYS:,}")
 
     try:
         walk(value, "")
