@@ -142,7 +142,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten(0, -2)[: max(1, MOST // tensor.shape[-1])]
 
 
-# --- Files: safetensors, written by hand.
+# --- Writes safetensors files without the package safetensors.
 
 
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], small: int = 0) -> None:
@@ -323,7 +323,7 @@ def _parts(output: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)] if isinstance(values, (tuple, list)) else []
 
 
-# --- Inputs of the model, and its log-probabilities.
+# --- Records the inputs of the model and its log-probabilities.
 
 
 class MicroBatch:

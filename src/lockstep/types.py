@@ -1,4 +1,4 @@
-"""The data types of the package, one type per stage of a step.
+"""The data types that the stages of a training step exchange.
 
 Suffixes of tensor names give the shape: N is the number of rows, T the number of positions, and K the number of target
 tokens of a micro-batch.
@@ -166,10 +166,10 @@ class ContextSplit(Protocol):
 class MicroBatch:
     """The input of one forward pass on one device: sequences packed into one row (N = 1), or right-padded rows.
 
-    `lengths` are the sequence lengths in order. Sequences in a packed row may share a prefix, which is stored once.
-    `packed_index_E` maps each token of the concatenated full sequences to its index in the packed row; it is None if no
-    prefix is shared. `predictors_K` are the indices of the flattened N*T positions whose hidden states predict
-    `targets_K`. `index_K` are the indices of these targets among all targets of the update.
+    `lengths` are the lengths of the sequences, in the order of the sequences. Sequences in a packed row may share a
+    prefix, which is stored once. `packed_index_E` maps each token of the concatenated full sequences to its index in
+    the packed row; it is None if no prefix is shared. `predictors_K` are the indices of the flattened N*T positions
+    whose hidden states predict `targets_K`. `index_K` are the indices of these targets among all targets of the update.
     """
 
     input_ids_NT: torch.Tensor

@@ -60,7 +60,7 @@ class MadeFolder:
 
     def hold(self) -> None:
         """Locks the folder against deletion until this process ends."""
-        with contextlib.suppress(OSError):  # a read-only folder, or a file system without locks
+        with contextlib.suppress(OSError):  # ignores read-only folders and file systems without locks
             if self.path not in _held:
                 file = _held[self.path] = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -98,13 +98,13 @@ class MadeFolder:
             self.path.rename(gone)
             shutil.rmtree(gone)
             self._label.unlink(missing_ok=True)
-            # The lock file stays, because other processes may wait for it.
+            # The lock file is not deleted, because other processes may wait for its lock.
             return True
         return False
 
 
 def _sweep(home: Path) -> None:
-    """Removes leftovers of killed processes."""
+    """Deletes temporary folders of killed processes from the cache."""
     for leftover in [*home.glob(f"{ASIDE}*"), *home.glob(f"{_REMOVING}*")]:
         # A leftover name may have the prefix twice, because a converter may also write to a temporary path.
         made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))

@@ -58,7 +58,7 @@ class State:
     kind: str = ""
     """The type of the trained model: `policy` or `value`. Empty in checkpoints of earlier lockstep versions."""
     files: dict[str, str] = field(default_factory=dict)
-    """Additional text files of the model, by name."""
+    """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
@@ -96,7 +96,8 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
-    """Writes a checkpoint (tensors by file name) atomically. Existing checkpoints are not changed."""
+    """Writes a checkpoint atomically. `tensors` maps file names to their tensors. Existing checkpoints are not
+    changed."""
     target = folder_of(checkpoints, state.step)
     require_disk(checkpoints, sum(map(bytes_of, tensors.values())), "a checkpoint")
     try:
@@ -146,7 +147,8 @@ def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkp
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure, warn: Callable[[str], None]) -> None:
-    """Removes checkpoints that are neither among the newest nor among the best. Folders are renamed before deletion.
+    """Removes checkpoints that are neither among the newest nor among the best. A folder is renamed before it is
+    deleted, so that a kill leaves no partial checkpoint.
 
     A checkpoint with unreadable metrics is renamed with a warning and not removed, because it may be the best.
     """
@@ -185,7 +187,7 @@ def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Removes leftovers of killed processes, and makes state files private."""
+    """Deletes temporary folders of killed processes, and makes state.json readable only for the user."""
     for pattern in (".writing-*", ".removing-*"):
         for leftover in checkpoints.glob(pattern):
             shutil.rmtree(leftover)
@@ -210,7 +212,7 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
                 "start again with another run.name",
                 code="damaged-checkpoint",
             )
-        warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
+        warn(f"checkpoint {path.name} is damaged ({damage}); using the checkpoint before it")
         _set_aside(path)
 
 
@@ -278,7 +280,7 @@ def read(path: Path) -> Checkpoint:
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
                 str(path),
-                f"was written in format {version}, but this version reads {VERSION} and {SHARDED_VERSION}",
+                f"was written in format {version}, but this version reads the formats {VERSION} and {SHARDED_VERSION}",
                 code="unsupported-version",
             )
         _refuse_paths(values.get("files", {}), path / STATE)
@@ -325,7 +327,10 @@ def _measured(path: Path, measure: Measure) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         why = f"its {measure.name} is {value!r}"
         raise Refusal.at(
-            str(path / STATE), why, "remove the checkpoint, or choose one with --step", code="damaged-checkpoint"
+            str(path / STATE),
+            why,
+            "remove the checkpoint, or choose another checkpoint with --step",
+            code="damaged-checkpoint",
         )
     return measure.value({measure.name: value}) if value is not None else None
 

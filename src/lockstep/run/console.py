@@ -90,14 +90,14 @@ class Console:
         """Prints a title and a table of names and values."""
 
     def say(self, text: str) -> None:
-        """Prints information: a checkpoint saved, a file written."""
+        """Prints information, such as "saved a checkpoint"."""
 
     def warn(self, text: str) -> None:
         """Prints a warning; the run continues."""
 
     @contextlib.contextmanager
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
-        """Shows the progress of a task; the body calls `advance` on the yielded object."""
+        """Shows the progress of a task. The body of the `with` block calls `advance` on the yielded object."""
         yield TaskProgress()
 
     def begin(self, total_steps: int, done: int = 0) -> None:
@@ -326,7 +326,7 @@ class PlainConsole(Console):
         _print(f"validation after step {step}: {validation_rows(metrics)}")
 
     def end(self) -> None:
-        # A run that stops early still prints its last step.
+        # If a run stops early, the line of its last step is still printed.
         if self._pending:
             _print(self._pending)
         self._pending = ""

@@ -27,7 +27,7 @@ def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> It
         yield aside
         take_name(aside, path, over=over, durable=durable)
     except BaseException:
-        with contextlib.suppress(OSError):  # on a read-only disk there is nothing to remove
+        with contextlib.suppress(OSError):  # on a read-only disk, there is no temporary file
             _remove(aside)
         raise
 
@@ -38,7 +38,7 @@ def aside_of(path: Path) -> Path:
 
 
 def cleared_aside(path: Path) -> Path:
-    """Removes leftovers at the temporary path of `path`, and returns it."""
+    """Deletes an old file or folder at the temporary path of `path`. Returns the temporary path."""
     aside = aside_of(path)
     _remove(aside)
     return aside
@@ -57,7 +57,7 @@ def take_name(aside: Path, path: Path, *, over: bool = False, durable: bool = Tr
 
 
 def _remove(aside: Path) -> None:
-    """Removes leftovers of a killed process or of a failed write."""
+    """Deletes the temporary file or folder of a killed process or of a failed write."""
     if aside.is_dir():
         shutil.rmtree(aside)
     else:

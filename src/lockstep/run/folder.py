@@ -108,7 +108,7 @@ class RunFolder:
         return self.path / f"recipe.to_step_{last}.yaml"
 
     def earlier_recipes(self) -> dict[int, Path]:
-        """Returns the paths of the earlier recipes, by the last step of each."""
+        """Returns the paths of the earlier recipes of a resumed run, by the last step to which each recipe applied."""
         found = [re.fullmatch(r"recipe\.to_step_(\d+)\.yaml", file.name) for file in self.path.glob("recipe.to_step_*")]
         return {last: self.earlier_recipe(last) for last in sorted(int(match[1]) for match in found if match)}
 
@@ -196,10 +196,10 @@ class RunFolder:
         return read_object(self.env, "remove the file to resume without the history of earlier starts")
 
     def write_env(self, extra: dict[str, Any]) -> None:
-        """Writes env.json. Entries of earlier starts are kept under `before_resume`."""
+        """Writes env.json. The content of earlier starts of the run is kept under the key `before_resume`."""
         facts = describe_environment()
         if taken := sorted(facts.keys() & extra.keys()):
-            raise ValueError(f"keys of env.json given twice: {', '.join(taken)}")
+            raise ValueError(f"env.json already has these keys: {', '.join(taken)}")
         facts.update(extra)
         earlier = self.read_env()
         if earlier:
@@ -213,7 +213,7 @@ class RunFolder:
         try:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise unwritten(f"run folder {self.path}", error, "a run needs a writable folder") from error
+            raise unwritten(f"run folder {self.path}", error, "the run folder must be writable") from error
         try:
             _lock_or_refuse(file, self.path)
             with contextlib.suppress(OSError):  # the process id is only for information
@@ -228,7 +228,7 @@ class RunFolder:
 
 
 def _current_recipe(recipe: str) -> str:
-    """Converts a stored recipe of an earlier version: masks secrets and renames keys."""
+    """Converts a stored recipe of an earlier lockstep version: masks secrets and renames keys."""
     # The import is here, so that commands that only list runs do not load the recipe schema.
     from lockstep.recipe.renamed_keys import stored_recipe
 
@@ -256,7 +256,7 @@ def refuse_unwritable(path: Path, option: str) -> None:
         raise Refusal.at(
             f"{option} {path}",
             f"folder {path.parent} does not exist",
-            "create it, or give another path",
+            "create the folder, or give another path",
             code="no-such-file",
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -271,7 +271,7 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         raise Refusal.at(
             f"run folder {path}",
             f"process {holder} is using it" if holder else "another process is using it",
-            "wait for it, stop it, or give this run another folder",
+            "wait for that process, stop it, or use another run folder",
             code="folder-in-use",
         ) from None
     except OSError as error:

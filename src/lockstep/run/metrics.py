@@ -33,7 +33,9 @@ class MetricsLog:
         if self._last is None:
             self._last = _last_step(self.path)
         if step <= self._last:
-            raise ValueError(f"{self.path} already has step {self._last}, so step {step} cannot follow; rewind first")
+            raise ValueError(
+                f"{self.path} already has step {self._last}, so step {step} cannot follow; rewind it first"
+            )
         data = {name: _to_json(float(value)) for name, value in metrics.items()}
         line = json.dumps({"step": step, "data": data}, allow_nan=False) + "\n"
         append_text(self.path, line)
@@ -69,7 +71,7 @@ def append_text(path: Path, text: str) -> None:
                     content = content[file.write(content) :]
                 os.fsync(file.fileno())
             except OSError:
-                with contextlib.suppress(OSError):  # `rewind_lines` removes an incomplete line
+                with contextlib.suppress(OSError):  # otherwise `rewind_lines` removes the line
                     os.ftruncate(file.fileno(), before)
                 raise
         if new:

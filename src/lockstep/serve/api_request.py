@@ -27,7 +27,7 @@ MIN_TEMPERATURE = 0.01
 MAX_CHOICES, MAX_STOPS, MAX_STOP_IDS = 128, 16, 128
 # If a text has more characters than this number times the context length, first only its beginning is tokenized.
 CHARACTERS_PER_TOKEN = 16
-# Default of `max_tokens` in OpenAI's completions.
+# The default of `max_tokens` in OpenAI's completions API.
 DEFAULT_COMPLETION_TOKENS = 16
 _NO_TOOLS = "the answer is plain text; tool calls are not parsed"
 # Arguments of `apply_chat_template` that `chat_template_kwargs` must not contain: they are no template variables, or
@@ -43,7 +43,7 @@ _ORIGIN = Origin("messages", 0)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that requests use. `max_model_len` limits the tokens of prompt and answer together."""
+    """The model that the server serves. `max_model_len` limits the tokens of prompt and answer together."""
 
     names: tuple[str, ...]
     """The model names that a request may use. Replies contain the first name."""
@@ -184,7 +184,7 @@ def _stops(fields: BodyReader) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise bad_value("stop", "is neither text nor a list of texts")
     if not all(valid_text(stop, "stop") for stop in stops):
-        raise bad_value("stop", "an empty text would end every answer before it begins")
+        raise bad_value("stop", "an empty stop string would end every answer before it begins")
     if len(stops) > MAX_STOPS:
         raise bad_value("stop", f"has {len(stops)} texts, over the limit of {MAX_STOPS}")
     return tuple(stops)
@@ -308,7 +308,7 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
     return ids
 
 
-# -- keys of a body
+# -- keys of a request body
 
 _MISSING = object()
 _LARGEST = sys.float_info.max
@@ -380,7 +380,7 @@ class BodyReader:
             raise bad_value(key, why)
 
     def ignore(self, *keys: str) -> None:
-        """Drops keys that do not change the answer."""
+        """Ignores keys of the request that do not change the answer."""
         for key in keys:
             self._left.pop(key, None)
 

@@ -75,7 +75,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class _RunningSequence:
-    """A sequence in progress: its request, the index of its choice, and its text."""
+    """A sequence that is being generated: its request, the index of its choice in the reply, and its text."""
 
     pending: PendingRequest
     choice: int
@@ -93,7 +93,8 @@ class Load:
 
 
 class EngineWorker:
-    """Runs the engine for all requests. `decode` returns the text of token ids without special tokens."""
+    """Runs the inference engine in a thread for all requests. `decode` returns the text of token ids without special
+    tokens."""
 
     def __init__(self, engine: LiveEngine, decode: Callable[[list[int]], str], limits: ServeLimits):
         self._engine, self._decode, self._limits = engine, decode, limits

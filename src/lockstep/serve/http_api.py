@@ -30,7 +30,7 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Returns the body in OpenAI's format."""
+        """Returns the body of the error reply in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, usual)

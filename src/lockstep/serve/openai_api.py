@@ -41,7 +41,8 @@ def model_site(app: ModelApp, api_key: str | None) -> HttpSite:
 
 
 def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tuple[str, str], Handler]:
-    """Returns the routes that list the models in OpenAI's format, with vLLM's `max_model_len`."""
+    """Returns the HTTP routes that list the models in OpenAI's format. The list also has the key `max_model_len` of
+    vLLM."""
     model = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "lockstep"}
     if max_model_len:
         model["max_model_len"] = max_model_len
@@ -66,7 +67,7 @@ class LanguageModelApp:
 
     def __init__(self, served: ServedModel, worker: EngineWorker):
         self.served, self.worker = served, worker
-        # One thread tokenizes requests, so that a long prompt delays neither the streams nor the engine.
+        # A separate thread tokenizes requests, so that a long prompt does not delay other responses or the engine.
         self._encoder = ThreadPoolExecutor(1, "encoder")
         self.routes: Mapping[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): self.chat,

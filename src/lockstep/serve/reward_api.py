@@ -235,7 +235,7 @@ class RewardModelApp:
             if not math.isfinite(score):
                 raise ApiError(500, f"the score of response {number} is {score}", code="score_not_finite")
         if key == "rewards":
-            # The keys that OpenRLHF's clients read.
+            # These are the keys that the clients of OpenRLHF read.
             return as_json({"rewards": scores, "scores": scores, "extra_logs": {}})
         return as_json({key: scores})
 

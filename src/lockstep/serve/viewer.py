@@ -173,7 +173,7 @@ def _equal_tokens(given: str, token: str) -> bool:
 
 
 class RunData:
-    """The JSON replies of the page: runs, curves, samples, recipes."""
+    """Computes the JSON replies for the viewer page: runs, curves, samples and recipes."""
 
     def __init__(self, folder: Path):
         self.runs = RunList(folder)
@@ -222,7 +222,7 @@ class RunData:
         first = _integer(query, "first", min(low for low, _ in ranges), -MAX_STEP, MAX_STEP)
         last = _integer(query, "last", max(high for _, high in ranges), -MAX_STEP, MAX_STEP)
         if last < first:
-            raise Missing(f"the step {last} is before the step {first}")
+            raise Missing(f"the range of steps is empty: the last step {last} is before the first step {first}")
         shown = {
             metric: {
                 name: points

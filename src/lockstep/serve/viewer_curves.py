@@ -51,7 +51,7 @@ class Curves:
 
     @property
     def version(self) -> str:
-        """A text that changes whenever the data changes."""
+        """A version string, which changes when the curves change."""
         return f"{self._inode}-{self._offset}"
 
     def read_more(self, seconds: float | None = None) -> None:

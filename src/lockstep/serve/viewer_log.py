@@ -76,7 +76,7 @@ class LogLine(NamedTuple):
 
 
 def complete_end(file: BinaryIO) -> int:
-    """Returns the offset of the end of the last complete line."""
+    """Returns the byte offset after the last complete line of the file."""
     return _after_newline_before(file, os.fstat(file.fileno()).st_size)
 
 

@@ -1,5 +1,4 @@
-"""Lists the runs of a folder with summaries, reads their recipes and environments, and compares the setups of two
-runs."""
+"""Lists the runs of a folder with summaries, reads their recipes and environments, and compares the setups of runs."""
 
 from __future__ import annotations
 
@@ -213,7 +212,7 @@ class RunIndex:
         self.cache: RunCache = {}
         self._written: RunCache = {}
         self._file: Path | None = None
-        with contextlib.suppress(RuntimeError):  # there is no home directory
+        with contextlib.suppress(RuntimeError):  # the user has no home directory
             name = hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
             self._file = cache_home() / RUNS / f"{name}.json"
         # An index of another lockstep version is not used, because that version may summarize the same files

@@ -110,7 +110,7 @@ class _Tracer:
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.backwards:
-            return None  # gradient checkpointing recomputes a layer that was traced already
+            return None  # gradient checkpointing recomputes a layer that is already traced
         entered = self.tick()
         tensors: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""The files of a tape. They are plain safetensors, parquet and JSON.
+"""The files of a tape. A tape is the recording of a run and consists of safetensors, parquet and JSON files.
 
     tape/tape.json                     version, recipe, device, fingerprints
     tape/step_000001.safetensors       tensors of a step; the metadata key `lockstep` has JSON
@@ -124,7 +124,7 @@ class TapeFolder:
         if version != VERSION:
             raise Refusal.at(
                 str(self.manifest_file),
-                f"has format {version}; this version reads format {VERSION}",
+                f"has format {version}; this version of lockstep reads format {VERSION}",
                 "record the run again, or use the lockstep version that recorded it",
                 code="unsupported-version",
             )

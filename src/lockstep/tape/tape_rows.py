@@ -198,7 +198,7 @@ def _example(row: dict[str, Any]) -> Example:
 
 @dataclass(frozen=True)
 class RecordedExample(Example):
-    """A sequence of a recorded step, with the (position, token id) pairs of its targets."""
+    """An input sequence of a recorded step. `pairs` has the position and the token id of each target."""
 
     pairs: tuple[tuple[int, int], ...] = ()
 

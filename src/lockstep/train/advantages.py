@@ -1,5 +1,4 @@
-"""Computes the advantages of a step: KL penalty in the reward, advantage estimator, rollout correction, KL
-coefficient."""
+"""Computes advantages: the KL penalty in the reward, the estimator, rollout correction, and the KL coefficient."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The responses of a step as flat token vectors, their distribution over ranks, and the models' log-probs and
-values."""
+"""The responses of a step as flat token vectors, their distribution over ranks, and the outputs of the models."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Experience:
     rollouts: list[Rollout]
     examples: list[Example]
     sequence_K: torch.Tensor
-    """The response number of each token."""
+    """For each token, the number of the response that contains it."""
     group_S: torch.Tensor
     rollout_logprobs_K: torch.Tensor
     """The log-probs that the inference engine returned."""
@@ -69,12 +68,12 @@ class Experience:
 
     @cached_property
     def num_response_tokens_S(self) -> torch.Tensor:
-        """Number of policy tokens of every response."""
+        """The number of policy tokens of every response of the step."""
         return torch.tensor([meta.num_response_tokens for meta in self.metas], dtype=torch.long)
 
     @property
     def last_K(self) -> torch.Tensor:
-        """Index of the last token of each local response."""
+        """The index of the last token of each response on this rank."""
         return self.num_response_tokens_S[list(self.local_numbers)].cumsum(0) - 1
 
     def responses_to(self, first: int, last: int) -> slice:
@@ -388,7 +387,7 @@ def check_rollout_logprobs(
             f"the log-probs that engine {recipe.rollout.engine} returned differ from the trainer's for the same tokens "
             f"and weights: mean |difference| {mean:.3g} (limit {limit:.3g}), k3 {k3:.3g} (limit {limit / 2:.3g}), over "
             f"{tokens:,} tokens of {experience.sequences:,} responses",
-            "look for a proxy or load balancer that mixes up answers, and for settings that change how the server "
+            "check for a proxy or load balancer that mixes up answers, and for settings that change how the server "
             "samples. Set a larger limit to accept the difference, or null to disable the check. The last checkpoint "
             "is untouched",
             code="logprobs-differ",

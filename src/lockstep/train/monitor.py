@@ -139,7 +139,7 @@ QUIET = 20
 
 
 class EarlyStop:
-    """Early stopping. Without settings it never stops. Rank 0 decides.
+    """Early stopping. Without settings, early stopping never ends the run. Rank 0 decides.
 
     A resumed run reads earlier values from metrics.jsonl, so it stops at the same step as an uninterrupted run.
     """
@@ -210,7 +210,7 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class IdleCause:
-    """Why the updates of a step change nothing, and the remedy."""
+    """The reason why the updates of a step do not change the model, and the remedy."""
 
     cause: str
     remedy: str
@@ -265,7 +265,7 @@ class IdleUpdates:
         zero = "the gradient of the loss is exactly zero"
         if any(learner.scale is not None for learner in self._learners):
             return IdleCause(f"{zero}, possibly because of an fp16 underflow", "use model.dtype=bf16 or fp32")
-        return IdleCause(zero, "check the loss and its settings, and the rows (lockstep data show)")
+        return IdleCause(zero, "check the loss and its settings, and the dataset rows (run `lockstep data show`)")
 
 
 def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
@@ -305,7 +305,8 @@ def _all_masked(cut: float) -> IdleCause:
         )
     others = "algorithm.rollout_correction rejects every token" + (" that is not masked as truncated" if cut else "")
     return IdleCause(
-        f"no token is trained: {others}", "widen the bands of algorithm.rollout_correction, or lower optim.lr"
+        f"no token is trained: {others}",
+        "widen the bounds of algorithm.rollout_correction, or lower optim.lr",
     )
 
 
@@ -402,7 +403,7 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         WarningSign(
             "disagreement",
             lambda metrics: metrics.get("training/rollout_probs_diff_mean", 0.0) > 0.05,
-            "engine and trainer disagree on the probability of tokens by more than 0.05 on average: updates are off "
+            "the token probabilities of engine and trainer differ by more than 0.05 on average: updates are off "
             f"policy. {remedy}",
         ),
     ]

@@ -44,9 +44,9 @@ SAME_BATCHES = {**CHECK_TOLERANCE, torch.float32: 1e-4}
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 CAUSES = {
-    "adapter": "the adapter does not start at zero: it must not change the model before it is trained",
+    "adapter": "the adapter does not start at zero, but an untrained adapter must not change the output of the model",
     "model": "policy and reference were loaded differently: check the dtype, and whether model files have changed",
-    "disk": "the log-prob cache under the run folder's `tables/` was made by another model; remove it",
+    "disk": "the log-prob cache in the folder `tables` of run.folder was computed by another model; remove it",
 }
 
 
@@ -104,7 +104,7 @@ def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, m
         Problem(
             f"step 0, {example.origin}",
             f"policy and reference must be the same model before the first update, and {differing:,} of "
-            f"{len(difference):,} log-probabilities differ; the worst is {float(policy[worst]):.6f} against "
+            f"{len(difference):,} log-probabilities differ; the worst pair is {float(policy[worst]):.6f} and "
             f"{float(reference[worst]):.6f}",
             CAUSES[kind],
             code="wrong-initial-loss",

@@ -193,7 +193,7 @@ class Optimizer:
                 state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
             state["step"] += 1
             counts.append(state["step"].item())
-        group = self.adamw.param_groups[0]  # the groups differ only in weight decay
+        group = self.adamw.param_groups[0]  # the parameter groups differ only in weight decay
         ready.step(counts, clip, lr=lr, betas=group["betas"], eps=group["eps"])
 
     def forget(self) -> None:
@@ -220,8 +220,8 @@ class Optimizer:
         targets = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
-            # AdamW creates its state in the first step, but restoring needs the state before that step. The fused
-            # kernel keeps its step count on the device.
+            # AdamW creates its state in the first step, but restoring needs the state before that step. The fused AdamW
+            # of torch keeps its step count on the device.
             state["step"] = torch.zeros((), device=parameter.device if self.adamw.defaults["fused"] else None)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, requires_grad=False)

@@ -117,8 +117,8 @@ def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]
             found.append(f"the {name} after step {step} changes, because recipe keys have changed: {rates_text}")
         else:
             found.append(
-                f"the {name} up to step {step} was planned for {before} steps and from there on for {steps}: "
-                f"{rates_text}; its curve differs from a run of {steps} steps"
+                f"the {name} schedule up to step {step} was computed for {before} steps, and after it for {steps}: "
+                f"{rates_text}; it differs from the schedule of a run of {steps} steps"
             )
     return found
 
@@ -196,8 +196,8 @@ def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: O
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [
-        f"resuming although weight decay skips {names[0]}{more} from now on: they are biases or norms, which the "
-        "version that saved the checkpoint decayed because they have two dimensions"
+        f"resuming although weight decay skips {names[0]}{more} from now on: these are biases or norms with two "
+        "dimensions, to which the version that saved the checkpoint applied weight decay"
     ]
 
 
@@ -307,7 +307,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
     if target.path.exists() and target.path.samefile(source.path):
         newer = [other for other in checkpoints.steps_in(target.checkpoints) if other > step]
         if newer:
-            why = f"the run has reached step {newer[-1]}: going back would discard later steps"
+            why = f"the run has reached step {newer[-1]}: resuming from an earlier step would discard the later steps"
             raise Refusal.at(
                 f"--resume-from {path}", why, "set another run.name to start a new run", code="already-exists"
             )
@@ -319,7 +319,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
             return None
         why = f"{target.path} exists and does not start from this checkpoint"
         raise Refusal.at(
-            f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out", code="already-exists"
+            f"--resume-from {path}", why, "choose another run.name, or remove --resume-from", code="already-exists"
         )
     refuse_changed_recipe(checkpoints.read(found).state, resolved(recipe), model_paths(recipe))
     try:

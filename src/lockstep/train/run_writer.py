@@ -108,7 +108,7 @@ class Run:
             "parameters": self.prepared.memory.parameters,
         }
 
-    # -- before the first step
+    # -- methods that are called before the first step
 
     def begin(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
         """Prints the plan of the run, writes recipe.yaml and env.json, and starts the trackers. `fused` lists the fused
@@ -147,7 +147,7 @@ class Run:
         if lost := missing_steps(logged, last):
             state = "has missing steps" if logged else "is empty" if file.exists() else "is missing"
             self.console.warn(
-                f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are complete"
+                f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are not affected"
             )
 
     def _write_pending(self) -> None:
@@ -264,7 +264,7 @@ class Run:
         ]
         append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
-    # -- after the last step
+    # -- methods that are called after the last step
 
     def summarise(self, step: int, use: tuple[str, str]) -> None:
         """Prints the results of the run. `use` is a table row that says how to use the model."""

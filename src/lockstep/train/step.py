@@ -135,7 +135,7 @@ class Learner:
             raise Refusal.at(
                 self._rows(self._origins),
                 "no token of the update is trained",
-                "check the loss mask of these rows (lockstep data show)",
+                "check the loss mask of these rows (run `lockstep data show`)",
                 code="no-trained-token",
             )
         divisor = divisor or targets

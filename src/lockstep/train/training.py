@@ -335,7 +335,7 @@ def load_models(run: Run) -> Models:
         assert isinstance(one.module, Policy | ValueModel)
         if recipe.model.master_weights and one.module.digits.lost:
             run.console.warn(
-                f"the master weights start from values rounded to {recipe.model.dtype}: the files of "
+                f"the master weights start from values rounded to {recipe.model.dtype}, because the files of "
                 f"{recipe.model.path} cannot be read tensor by tensor"
             )
     packing = Packing.of(recipe, world, run.prepared.pad_id)
@@ -354,7 +354,7 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
         # The signal may arrive while this thread writes to the same stream, which does not allow a nested write. So
         # another thread prints the message. `threading.Thread` is not used, because it needs locks that this thread may
         # hold.
-        text = "stopping after this step and a checkpoint; press Ctrl-C again to stop at once"
+        text = "stopping after this step; a checkpoint will be saved; press Ctrl-C again to stop immediately"
         _thread.start_new_thread(console.warn, (text,))
 
     before = signal.signal(signal.SIGINT, remember)

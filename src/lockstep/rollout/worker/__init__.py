@@ -1,4 +1,4 @@
-"""A worker process that generates with a copy of the weights while the run trains. Imported by `rollout` and above."""
+"""A worker process that generates responses during training. May be imported by `rollout` and above."""
 
 from __future__ import annotations
 

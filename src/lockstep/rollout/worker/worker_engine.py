@@ -1,4 +1,4 @@
-"""The engine that uses a rollout worker process: requests can be sent before their responses are needed."""
+"""The engine that generates in a rollout worker process. Requests can be sent before their responses are needed."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _RequestKey = tuple[Sampling, int, int]
 
 
 class WorkerEngine:
-    """An engine that generates in a worker process. It starts the process without waiting for it. Use it from one
-    thread.
+    """An engine that generates in a worker process. It starts the process without waiting for it. Only one thread may
+    use this object.
 
     `policy` is the trained policy on `device`. `own` is the index of the worker's device. The worker writes its output
     to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If it is None, the
@@ -75,7 +75,7 @@ class WorkerEngine:
     ):
         self.policy, self.device, self.log, self.collective = policy, device, log, collective
         self.waited = 0.0
-        """Seconds spent waiting for responses and weight syncs."""
+        """The seconds that the training process has waited for responses and weight syncs."""
         self._numbers = count()
         self._sent: dict[_RequestKey, tuple[int, Request]] = {}
         self._changed = threading.Condition()
@@ -143,7 +143,7 @@ class WorkerEngine:
                     del received[number]
 
     def busy(self) -> float:
-        """Returns the seconds in which the worker was busy."""
+        """Returns for how many seconds the worker was busy so far."""
         with self._changed:
             running = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
             return self._busy + running

@@ -1,4 +1,4 @@
-"""The loop of the rollout worker process: receives weights and requests, and generates.
+"""The main loop of the rollout worker process: receives weights and requests, and generates responses.
 
 When a message from the run arrives, the engine pauses after the current decoding step. Unfinished responses then
 continue with the new weights: the prompt and the generated tokens are prefilled again. The sampling noise of a token
@@ -41,7 +41,7 @@ from lockstep.rollout.worker.worker_protocol import (
 )
 from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 
-# Interval of heartbeats while no response is finished.
+# The worker sends a heartbeat if it has sent no message for this many seconds.
 HEARTBEAT_SECONDS = 5.0
 
 
@@ -141,7 +141,7 @@ class _Worker:
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
 
     def _same_sampling(self) -> list[_Unfinished]:
-        """Returns the jobs with the same sampling as the first job."""
+        """Returns the jobs that have the same sampling parameters as the first job."""
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:

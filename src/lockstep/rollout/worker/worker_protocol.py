@@ -1,4 +1,4 @@
-"""The messages and weights that the run and its rollout worker exchange."""
+"""The messages and weights that the training process and its rollout worker exchange."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.recipe import Recipe
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 
-# Weight sync to the rollout worker: shared memory or broadcast, and the weight check.
+# This part sends weights to the rollout worker by shared memory or broadcast, and checks the weights of the worker.
 
 HERE = "127.0.0.1"
 WORKER = 1
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.5
 
 
 class BroadcastFailed(RuntimeError):
-    """Raised if the other process of a broadcast has ended or does not respond."""
+    """Raised if a weight broadcast fails, because the other process has ended or does not respond."""
 
 
 class WeightGroup:
@@ -128,7 +128,7 @@ class Place:
 
 
 def places_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
-    """Returns consecutive locations for the parameters."""
+    """Returns the locations of the parameters, one after the other, in the shared memory."""
     places, start = [], 0
     for name, parameter in parameters:
         places.append(Place(name, start, tuple(parameter.shape), parameter.dtype))
@@ -287,7 +287,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Probed:
-    """The worker's log-probs of the weight check for `version`."""
+    """The log-probs that the worker has computed for the check of the weights of `version`."""
 
     version: int
     logprobs: list[float]

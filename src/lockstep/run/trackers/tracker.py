@@ -35,7 +35,7 @@ def import_tracker(package: str) -> ModuleType:
 
 
 def tracker_id(folder: RunFolder, tracker: str, resumed_at: int) -> tuple[str, bool]:
-    """Returns the id of the run in a tracker, and whether it is the id of a resumed run."""
+    """Returns the run id in a tracker, and whether the id was stored by an earlier start of the run."""
     stored = _stored_ids(folder).get(tracker) if resumed_at else None
     return stored or uuid.uuid4().hex[:12], stored is not None
 
@@ -55,11 +55,11 @@ def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dic
 def _stored_ids(folder: RunFolder) -> dict[str, str]:
     if not folder.trackers.exists():
         return {}
-    return read_object(folder.trackers, "restore it, or remove it: the trackers then start a new run")
+    return read_object(folder.trackers, "restore the file, or remove it to start a new run in the trackers")
 
 
 class Sink(Protocol):
-    """Interface of a tracker. Its constructor takes the run folder, the project name and the console.
+    """Interface of a tracker. The constructor of a tracker takes the run folder, the project name and the console.
 
     `resumed_at` is the step at which the run resumes; it is 0 for a new run.
     """
