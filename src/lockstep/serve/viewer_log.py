@@ -187,7 +187,7 @@ def _after_newline_before(file: BinaryIO, offset: int) -> int:
 @dataclass(frozen=True)
 class SampleFilter:
     """Selects samples. `ended` selects samples with this value of the key `stop`. `failed` selects samples whose reward
-    failed."""
+    or rollout function failed."""
 
     kind: str = ""
     ended: str = ""

@@ -325,7 +325,7 @@ class WarningSign:
 
 
 class Warnings:
-    """Prints warnings about problems that the metrics of an online run indicate."""
+    """Yields warnings about problems that the metrics of an online run indicate."""
 
     def __init__(self, recipe: Recipe):
         self._first_entropy: float | None = None
