@@ -83,8 +83,7 @@ class ScoredExample(Example):
 
     @property
     def trained_tokens(self) -> int:
-        """The number of scored positions. It does not depend on the number of token ids that are scored at each
-        position."""
+        """The number of scored positions, whatever the number of token ids that are scored at each position."""
         return len(self.positions)
 
     def cut(self, span: slice) -> Self:
@@ -200,7 +199,7 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens without padding. It is 0 for an empty micro-batch, which has only a dummy token."""
+        """The number of tokens without padding. An empty micro-batch, which has only a dummy token, has 0 tokens."""
         return sum(self.lengths) if len(self.targets_K) else 0
 
 
@@ -322,8 +321,7 @@ def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
 class Score:
     """The reward of a response: the weighted total, and each component (`parts`).
 
-    `steps` assigns parts of the total to steps of the response. Its entries are pairs (end of the step in the text,
-    amount).
+    `steps` assigns parts of the total to steps of the response, as pairs (end of the step in the text, amount).
     """
 
     total: float
@@ -333,13 +331,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed reward or rollout function. The response is counted as failed and excluded from baselines and loss. Its
-    score is never replaced by 0. `part` is the name of the reward component, or `ROLLOUT_FUNCTION`."""
+    """A failed reward or rollout function. The response is counted as failed and excluded from baselines and loss. The
+    score of a failed response is never replaced by 0. `part` is the name of the reward component, or
+    `ROLLOUT_FUNCTION`."""
 
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """The file with the last output of the process that ran the reward function. It is ignored in comparisons, because
+    """The file with the last output of the process that ran the reward function. Comparisons ignore this path, because
     it depends on timing which process ran the function."""
 
     @property
@@ -365,10 +364,10 @@ class Turn:
 class Rollout:
     """A completion with its prompt, text and score. `prompt_index` is the index of the prompt in the step.
 
-    `loss_mask[i]` is 1 for tokens of the policy. It is 0 for tokens of an environment, which are not trained and have 0
-    in `logprobs`. `token_rewards` assigns parts of the score to tokens before the last token. Its entries are pairs
+    `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment. Environment tokens are not trained
+    and have 0 in `logprobs`. `token_rewards` assigns parts of the score to tokens before the last token, as pairs
     (token index, amount). `versions` has for each token the version of the weights (number of steps) that generated it.
-    It is empty in synchronous runs, where all tokens of a step have the same version.
+    `versions` is empty in synchronous runs, where all tokens of a step have the same version.
     """
 
     prompt: Prompt
@@ -388,7 +387,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """The number of tokens that the policy generated. It does not include tokens of the environment."""
+        """The number of tokens that the policy generated, without tokens of the environment."""
         return sum(self.loss_mask)
 
     @property

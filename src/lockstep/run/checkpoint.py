@@ -49,7 +49,7 @@ class State:
     data: dict[str, Any]
     world_size: int
     measured: dict[str, float] = field(default_factory=dict)
-    """The finite metrics of the step. They are used to find the best checkpoints."""
+    """The finite metrics of the step, which are used to find the best checkpoints."""
     loss_scale: list[float] = field(default_factory=list)
     skipped: int = 0
     end_tokens: list[int] = field(default_factory=list)

@@ -283,7 +283,7 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         ) from error
 
 
-# A forked child process, such as a data worker, inherits the lock of its parent. It would keep the lock after the
+# A forked child process, such as a data worker, inherits the lock of its parent. A child would keep the lock after its
 # parent is killed, so child processes close the lock file immediately.
 _held: set[int] = set()
 

@@ -13,9 +13,9 @@ from lockstep.masking import without_concealed
 # Text of dataset rows, responses and files may contain escape sequences, which a terminal would execute. So `write`
 # prints escape sequences as visible text. No other module may print; a test checks this.
 #
-# The pattern matches control characters except line break and tab. It matches characters that change the writing
-# direction, because they can disguise a line. It matches separators at which some terminals break lines. It matches
-# lone surrogates, because they cannot be encoded.
+# The pattern matches control characters except line break and tab, separators at which some terminals break lines, and
+# lone surrogates, which cannot be encoded. The pattern also matches characters that change the writing direction,
+# because such characters can disguise a line.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -104,8 +104,8 @@ def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[
 
 
 def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
-    """Formats the metrics of a step as one line. It shows as many columns as fit in `width`, and uses narrower gaps if
-    more columns then fit."""
+    """Formats the metrics of a step as one line. The line has as many columns as fit in `width`. The gaps are narrower
+    if more columns then fit."""
     wide = _line(columns, metrics, width, "  ")
     close = _line(columns, metrics, width, " ")
     return close if len(close.split()) > len(wide.split()) else wide

@@ -36,7 +36,7 @@ def sample_line(
 
 
 MOST_TOKENS = 2048
-"""Maximum number of tokens per response whose details are logged. It limits the size of samples.jsonl."""
+"""Maximum number of tokens per response whose details are logged, to limit the size of samples.jsonl."""
 DIGITS = 4
 # A character has at most four bytes, and each byte may be a token.
 LONGEST_CHARACTER = 4

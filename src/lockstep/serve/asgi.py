@@ -128,7 +128,7 @@ class _Server(uvicorn.Server):
 
 
 def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
-    """Returns the ASGI application of the site. It calls `site.check` before it handles a request."""
+    """Returns the ASGI application of the site, which calls `site.check` before it handles a request."""
     routes = [
         Route(path, _endpoint(site, handler, limits), methods=[method])
         for (method, path), handler in site.routes.items()

@@ -1,6 +1,6 @@
 """The thread that runs the inference engine.
 
-It admits requests between decoding steps, and returns tokens after each step.
+The thread admits requests between decoding steps, and returns tokens after each step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GenerationRequest:
     prompts: Sequence[Sequence[int]]
     n: int
     samplings: Sequence[Sampling]
-    """The sampling settings of each prompt. They may differ in the maximum number of new tokens and in the seed."""
+    """The sampling settings of each prompt, which may differ in the maximum number of new tokens and in the seed."""
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
 

@@ -1,4 +1,4 @@
-"""Types for HTTP requests, replies, errors and limits. They do not depend on the HTTP server (`asgi.py`)."""
+"""Types for HTTP requests, replies, errors and limits, which do not depend on the HTTP server (`asgi.py`)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]] | Callable[[HttpRequest]
 @dataclass(frozen=True)
 class HttpSite:
     """The routes of one server by (method, path). A handler that is not a coroutine function runs in a thread. `check`
-    runs before the body of a request is read. It raises `ApiError` to reject the request."""
+    runs before the body of a request is read, and raises `ApiError` to reject the request."""
 
     routes: Mapping[tuple[str, str], Handler]
     check: Callable[[HttpRequest], None]

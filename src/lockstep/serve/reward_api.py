@@ -115,8 +115,8 @@ class RewardEncoder:
 
 @dataclass
 class RewardWorker:
-    """The thread that runs the reward model. It scores the sequences of all waiting requests in one batch, up to a
-    limit."""
+    """The thread that runs the reward model. The thread scores the sequences of all waiting requests in one batch, up
+    to a limit."""
 
     model: RewardModel
     limits: ServeLimits

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 # Decoders return this character for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma)
 # return it once for each byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# With each new token, the last tokens (the window) are decoded again. These are the maximum and minimum number of
-# tokens in the window. A window is sufficient, because the text of a token depends only on the tokens shortly before
-# it.
+# With each new token, the last tokens (the window) are decoded again. `_MAX_WINDOW` and `_MIN_WINDOW` are the maximum
+# and minimum number of tokens in the window. A window is sufficient, because the text of a token depends only on the
+# tokens shortly before it.
 _MAX_WINDOW, _MIN_WINDOW = 24, 8
 # If this many tokens do not give a complete character, the text is returned as the decoder returns it.
 _MAX_INCOMPLETE = 8 * _MAX_WINDOW

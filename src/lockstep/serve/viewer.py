@@ -1,8 +1,9 @@
-"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It never writes.
+"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs.
 
-Three measures keep other web pages and other users from reading the runs. The server listens only on the loopback
-address. Every path begins with a random token, which is compared in constant time. Only host names of the loopback
-address are accepted. Otherwise a web site could let its own host name resolve to 127.0.0.1 and then read the replies.
+The viewer never changes a run. Three measures keep other web pages and other users from reading the runs. The server
+listens only on the loopback address. Every path begins with a random token, which is compared in constant time. Only
+host names of the loopback address are accepted. Otherwise a web site could let its own host name resolve to 127.0.0.1
+and then read the replies.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ def _within(steps: Sequence[int], domain: tuple[int, int]) -> range:
 
 
 def downsampled(steps: Sequence[int], values: Sequence[float], domain: tuple[int, int], buckets: int) -> list[int]:
-    """Returns the indices of the points to draw. It includes one point before and after the range, so that lines reach
-    the edges of the plot. The lowest and the highest point of each bucket are always included."""
+    """Returns the indices of the points to draw. One point before and one point after the range are included, so that
+    lines reach the edges of the plot. The lowest and the highest point of each bucket are always included."""
     places = _within(steps, domain)
     before, after = range(max(0, places.start - 1), places.start), range(places.stop, min(len(steps), places.stop + 1))
     if len(places) <= 4 * buckets:
@@ -177,8 +177,8 @@ def downsampled(steps: Sequence[int], values: Sequence[float], domain: tuple[int
 
 
 def smoothed(values: Sequence[float], half: int) -> array[float]:
-    """Returns the moving average over `half` points before and after each point. Near the ends of the curve, it
-    averages fewer points. The report of a comparison smooths curves in the same way."""
+    """Returns the moving average over `half` points before and after each point. Near the ends of the curve, the
+    average covers fewer points. The report of a comparison smooths curves in the same way."""
     sums = array("d", accumulate(values, initial=0.0))
     count = len(values)
     mean = array("d", bytes(8 * count))

@@ -44,7 +44,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the digest of each tensor. Tensors of the same shape are stacked and processed together. If tensors are
-    sharded, all ranks must call it with the tensors in the same order."""
+    sharded, all ranks must call this function with the tensors in the same order."""
     alike: dict[tuple[torch.Size, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.shape, tensor.device), []).append(name)
@@ -57,8 +57,8 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
-    """Returns the digests of stacked matrices. It uses only elementwise products and sums. A device may compute matrix
-    products in tf32 or bf16, so the digest of the same tensor would depend on the device."""
+    """Returns the digests of stacked matrices, computed only with elementwise products and sums. A device may compute
+    matrix products in tf32 or bf16, so the digest of the same tensor would depend on the device."""
     count, rows, columns = rows_NRC.shape
     device = rows_NRC.device
     # All products use the same buffer to save memory, because each product is as large as the input.
@@ -85,7 +85,7 @@ def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(profile_NP: torch.Tensor, marks_PM: torch.Tensor) -> torch.Tensor:
-    """Returns the projections of each profile on every column of `marks_PM`. It does not use a matrix product."""
+    """Returns the projections of each profile on every column of `marks_PM`, computed without a matrix product."""
     return (profile_NP[:, None] * marks_PM.T).sum(2)
 
 
@@ -130,8 +130,8 @@ def size_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
-    """Returns the relative distance of two tensors, given their digests: the distance divided by the larger norm. It is
-    0 for two zero tensors."""
+    """Returns the relative distance of two tensors, given their digests: the distance divided by the larger norm. The
+    relative distance of two zero tensors is 0."""
     difference, size = distance(a, b), max(norm(a), norm(b), floor)
     if not math.isfinite(difference) or not math.isfinite(size):
         return math.inf
@@ -148,7 +148,7 @@ def _signs(count: int, seed: int, device: torch.device, each: int = SKETCH) -> t
 
 
 def sign_table(count: int, seed: int, each: int) -> torch.Tensor:
-    """Returns random values 1 and -1, which are identical on every device and version. They are part of the tape
+    """Returns random signs (1 and -1), which are identical on every device and version. The signs are part of the tape
     format."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
     return torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1

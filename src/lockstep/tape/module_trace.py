@@ -87,8 +87,9 @@ class _Tracer:
 
     def request(self, name: str, tensor: torch.Tensor) -> None:
         """Requests a digest of `tensor` under `name`. If several modules read a tensor, its digest is computed once.
-        Tensors are identified by address, shape and version. They are kept alive, so that no other tensor gets the same
-        address. The digest is computed later from a copy, because the tensor itself may be overwritten."""
+        Tensors are identified by address, shape and version. Requested tensors are kept alive, so that no other tensor
+        gets the same address. The digest is computed later from a copy, because the tensor itself may be
+        overwritten."""
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.seen:
             self.seen[key] = tensor, name
@@ -261,8 +262,8 @@ def trace_modules(
 
 
 def fixed_sum(targets_K: torch.Tensor) -> torch.Tensor:
-    """Returns the scalar at which the backward pass of a trace starts. It is a weighted sum. The weights of the targets
-    differ, so that swapped targets change the sum."""
+    """Returns the scalar at which the backward pass of a trace starts. The scalar is a weighted sum. The weights of the
+    targets differ, so that swapped targets change the sum."""
     weights_K = 1 + 0.5 * torch.cos(1.7 * torch.arange(len(targets_K), dtype=torch.float32))
     return (targets_K * weights_K.to(targets_K.device)).sum()
 

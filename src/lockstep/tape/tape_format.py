@@ -259,7 +259,8 @@ class TapeWriter:
         self._last: Future[None] | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Waits for the previous write, so that at most one step is kept in memory. Then starts this write."""
+        """Waits for the previous write, so that at most one step is kept in memory, and then starts `write` in the
+        thread."""
         self.wait()
         self._last = self._thread.submit(_with_short_switches, write)
 

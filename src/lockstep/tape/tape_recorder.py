@@ -64,8 +64,8 @@ class Observer:
 @dataclass
 class _Passed:
     """A processed micro-batch. `index_K` are the indices of its target tokens. `answers`, `received` and `pulls` are
-    functions that return the outputs, the inputs and the gradients of the outputs. They wait until the copy to the CPU
-    is complete."""
+    functions that return the outputs, the inputs and the gradients of the outputs. These functions wait until the copy
+    to the CPU is complete."""
 
     index_K: torch.Tensor
     answers: Callable[[], torch.Tensor]
@@ -123,8 +123,8 @@ class UpdateObserver(Observer):
         self._summed.append((self._key, targets, scale, passed))
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Returns all recorded tensors of the step on the CPU. All ranks must call it. Only this function waits for the
-        device."""
+        """Returns all recorded tensors of the step on the CPU. All ranks must call this function. Only this function
+        waits for the device."""
         for key, targets, scale, passed in self._summed:
             answers_K, pulls_K, owner_K = torch.zeros(targets), torch.zeros(targets), torch.zeros(targets)
             for one in passed:
@@ -173,7 +173,8 @@ class UpdateObserver(Observer):
             self._left = {f"{self.name}/left/{name}": one for name, one in self.weight_digests().items()}
 
     def weight_digests(self) -> dict[str, torch.Tensor]:
-        """Returns digests of the model's parameters on the device. If the model is sharded, all ranks must call it."""
+        """Returns digests of the model's parameters on the device. If the model is sharded, all ranks must call this
+        function."""
         return digests(self.optimizer.parameters)
 
     @property
@@ -427,7 +428,7 @@ class TapeRecorder(Recorder):
 
 def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
     """Returns the sequences of a module trace: the first sequences that have target tokens, up to `rows` sequences and
-    `TRACE_TOKENS` tokens. It returns at least one sequence, if any has targets."""
+    `TRACE_TOKENS` tokens. The first such sequence is always included."""
     chosen: list[Example] = []
     for example in examples:
         if not example.targets:
@@ -439,7 +440,8 @@ def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
 
 
 def weights_of(learners: Sequence[Taped]) -> dict[str, torch.Tensor]:
-    """Returns weights and optimizer states of all learners. If a model is sharded, all ranks must call it."""
+    """Returns weights and optimizer states of all learners. If a model is sharded, all ranks must call this
+    function."""
     found: dict[str, torch.Tensor] = {}
     for learner in learners:
         found |= {f"{learner.name}/model/{k}": v for k, v in trained_weights(learner.module.stored).items()}

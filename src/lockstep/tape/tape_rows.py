@@ -223,7 +223,7 @@ def _plain(examples: Sequence[Example]) -> bool:
 
 def _scored_tokens(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the token ids of all sequences, the pairs of `Example.scored_tokens`, and the number of pairs per
-    sequence. It is vectorized over all sequences."""
+    sequence. The computation is vectorized over all sequences."""
     ids = np.array(list(chain.from_iterable(one.ids for one in examples)), dtype=np.int64)
     mask = np.array(list(chain.from_iterable(one.loss_mask for one in examples)), dtype=np.int64)
     lengths = np.array([len(one) for one in examples])

@@ -143,7 +143,7 @@ class Checkpointer:
         return Position(found.state.step, dict(found.state.carried))
 
     def _fingerprints(self) -> Fingerprints:
-        """Returns the fingerprints of the files of all models of the run. All ranks must call it."""
+        """Returns the fingerprints of the files of all models of the run. All ranks must call this function."""
         world, paths = self.run.world, model_paths(self.run.recipe)
         with world.stage("fingerprints of the models"):
             local = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None

@@ -55,7 +55,7 @@ class Experience:
     """The parts of the scores that are assigned to tokens before the last token of a response."""
     baseline_S: torch.Tensor | None
     world: World
-    """The ranks over which the responses are distributed. Its size is 1 if all responses are on this rank."""
+    """The ranks over which the responses are distributed. The world size is 1 if all responses are on this rank."""
 
     @property
     def sequences(self) -> int:
@@ -110,11 +110,11 @@ class Experience:
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
 
     def all_rollouts(self) -> list[Rollout]:
-        """Returns all responses of the step. All ranks must call it."""
+        """Returns all responses of the step. All ranks must call this function."""
         return [rollout for rollout, _ in self.all_rollouts_and_examples()]
 
     def all_rollouts_and_examples(self) -> list[tuple[Rollout, Example]]:
-        """Returns all responses of the step with their training examples. All ranks must call it."""
+        """Returns all responses of the step with their training examples. All ranks must call this function."""
         pairs = zip(self.rollouts, self.examples, strict=True)
         shares = self.world.gather(list(zip(self.local_numbers, pairs, strict=True)))
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
@@ -372,7 +372,7 @@ def check_rollout_logprobs(
 ) -> dict[str, float]:
     """Compares the log-probs that the engine returned with the log-probs of the trainer, before any update. The engine
     and the trainer have the same weights. If the log-probs of the trainer are not yet computed (`old_needed`), this
-    function computes them. It does nothing if there is no limit for the difference."""
+    function computes them. Nothing is compared if there is no limit for the difference."""
     if (limit := logprob_limit(recipe)) is None:
         return {}
     trainer_K = outputs.trainer_K if recipe.algorithm.rollout_correction.bypass else outputs.old_K

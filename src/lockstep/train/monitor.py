@@ -167,7 +167,7 @@ class EarlyStop:
             self._count(step, metrics)
 
     def observe(self, step: int, metrics: Mapping[str, float], *, validated: bool) -> bool:
-        """Processes the metrics of a step. Returns whether the run must stop. All ranks must call it."""
+        """Processes the metrics of a step. Returns whether the run must stop. All ranks must call this function."""
         if self._measure is None or (self._measure.validated and not validated):
             return False
         name = self._measure.name
@@ -270,8 +270,8 @@ class IdleUpdates:
 
 def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
     """Returns the reason why the responses of a step have no learning signal, or None if they have one. All ranks must
-    call it. The KL loss, the entropy bonus and the router loss may still have a gradient, but it does not depend on the
-    rewards. In a run without rewards (only a teacher), the KL divergence is the learning signal."""
+    call this function. The KL loss, the entropy bonus and the router loss may still have a gradient, but it does not
+    depend on the rewards. In a run without rewards (only a teacher), the KL divergence is the learning signal."""
     experience, advantages = batch.experience, batch.advantages
     metrics, reduce = advantages.metrics, experience.reduce
     kept_K = advantages.keep_K > 0

@@ -82,7 +82,7 @@ class Ahead:
 
     def use(self) -> dict[str, float]:
         """Returns the utilisation of the worker and the trainer in the last step, and the waiting time of the trainer.
-        All ranks must call it."""
+        All ranks must call this function."""
         return self._clock.lap()
 
 
@@ -120,7 +120,7 @@ def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 def staleness_metrics(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
     """Returns metrics of the staleness of the weights that generated the policy tokens, in steps. All ranks must call
-    it."""
+    this function."""
     ages = [
         step - version
         for rollout in rollouts.experience.rollouts

@@ -17,10 +17,10 @@ from lockstep.recipe.schema import Optim
 
 
 def learning_rate(step: int, total: int, settings: Optim) -> float:
-    """Returns the learning rate of update `step` (counted from 0) of `total` updates. It rises linearly from lr/warmup
-    in the warm-up and then follows the schedule. The first update after the warm-up has the peak learning rate.
-    `cosine` and `linear` would reach the minimum one update after the last update, so no update has a learning rate of
-    zero. `wsd` stays at the peak and falls linearly in the last fraction `decay` of the updates."""
+    """Returns the learning rate of update `step` (counted from 0) of `total` updates. The learning rate rises linearly
+    from lr/warmup in the warm-up and then follows the schedule. The first update after the warm-up has the peak
+    learning rate. `cosine` and `linear` would reach the minimum one update after the last update, so no update has a
+    learning rate of zero. `wsd` stays at the peak and falls linearly in the last fraction `decay` of the updates."""
     warmup = warmup_steps(total, settings)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -84,7 +84,8 @@ class Optimizer:
         self.masters = masters
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._grads: dict[str, torch.Tensor] = {}
-        """The gradients for the fused kernel. They are converted to fp32 when the second micro-batch is added."""
+        """The gradients for the fused kernel. The gradients are converted to fp32 when the second micro-batch is
+        added."""
         self._ready: Any = None
         """The prepared update of the fused kernel. `gradient_norm` sets it."""
         self.master_weights = (
@@ -203,7 +204,7 @@ class Optimizer:
             parameter.grad = None
 
     def local_state(self) -> dict[str, torch.Tensor]:
-        """Returns the optimizer state of this rank by name. It has shards if the parameters are sharded."""
+        """Returns the optimizer state of this rank by name. The tensors are shards if the parameters are sharded."""
         state = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             for key, value in self.adamw.state[parameter].items():
@@ -211,8 +212,8 @@ class Optimizer:
         return state
 
     def full_state(self) -> dict[str, torch.Tensor]:
-        """Returns the full optimizer state by name, on the CPU. If the parameters are sharded, all ranks must call
-        it."""
+        """Returns the full optimizer state by name, on the CPU. If the parameters are sharded, all ranks must call this
+        function."""
         return {name: whole(value).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:

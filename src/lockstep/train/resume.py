@@ -290,9 +290,9 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
     return found or ["the order or the grouping of the files has changed"]
 
 
-# `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. It also copies the
-# metrics, samples and recipes up to that checkpoint. Then the new run is resumed as usual. The other run is not
-# changed.
+# `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
+# also gets the metrics, samples and recipes up to that checkpoint. The new run is then resumed as usual. The other run
+# is not changed.
 
 ORIGIN = "resumed_from.json"
 """A file in the new run folder that contains the path and the step of the source run."""

@@ -354,7 +354,8 @@ def _spared(learner: Learner) -> frozenset[str]:
 def record_rollouts(
     tape: Recorder, rollouts: Rollouts, experience: Experience, outputs: ModelOutputs, advantages: Advantages
 ) -> None:
-    """Records the rollouts and the token vectors of a step of an online method on the tape. All ranks must call it."""
+    """Records the rollouts and the token vectors of a step of an online method on the tape. All ranks must call this
+    function."""
     if not tape.on:
         return
     every = experience.all_rollouts_and_examples()

@@ -1,7 +1,7 @@
 """The two training operations, `forward_backward` and `optim_step`, and the load-balancing loss of MoE routers.
 
-The loss of a micro-batch is a sum over tokens. Its divisor is computed over all micro-batches and ranks of the update,
-so micro-batches, loss scaling and sharding do not change the gradient.
+The loss of a micro-batch is a sum over tokens. The divisor of the loss is computed over all micro-batches and ranks of
+the update, so micro-batches, loss scaling and sharding do not change the gradient.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Learner:
         )
 
     def _rows(self, mine: Sequence[Origin]) -> str:
-        """Returns the names of the rows of all ranks. All ranks must call it."""
+        """Returns the names of the rows of all ranks. All ranks must call this function."""
         # Ranks of the same tensor-parallel or context-parallel group have the same rows.
         origins = list(dict.fromkeys(origin for share in self.world.gather(list(mine)) for origin in share))
         names = ", ".join(str(origin) for origin in origins[:SHOWN_ROWS])

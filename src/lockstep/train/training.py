@@ -86,8 +86,8 @@ _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+
 
 
 def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
-    """Raises `Refusal` if a recipe key names a metric that the run does not compute. It is called after the first step.
-    `metrics` are the metric names of rank 0, so that all ranks come to the same result."""
+    """Raises `Refusal` if a recipe key names a metric that the run does not compute. The check runs after the first
+    step. `metrics` are the metric names of rank 0, so that all ranks come to the same result."""
     refuse_all(list(_unmeasured(recipe, metrics)))
 
 
@@ -144,7 +144,7 @@ class Training:
 
     @property
     def carried(self) -> dict[str, float]:
-        """The values that the training loop keeps between steps. They are stored in checkpoints and tapes."""
+        """The values that the training loop keeps between steps. These values are stored in checkpoints and tapes."""
         return self.position.carried
 
     @property
@@ -232,7 +232,7 @@ class Training:
 
     def _should_stop(self) -> tuple[bool, bool]:
         """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps. All
-        ranks must call it."""
+        ranks must call this function."""
         if (warning := self.idle.observe()) and self.keeps:
             self.run.console.warn(warning)
         ranks = self.run.world.gather((len(self._interrupt), self.idle.count))

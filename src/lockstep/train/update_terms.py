@@ -110,7 +110,8 @@ def select_tokens(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Computes the policy loss of a micro-batch. Its vectors have one number per token of the update on this rank."""
+    """Computes the policy loss of a micro-batch. The vectors of this class have one number per token of the update on
+    this rank."""
 
     algorithm: Algorithm
     policy_loss: Callable[[PolicyTokens], Sums]

@@ -54,8 +54,8 @@ _RequestKey = tuple[Sampling, int, int]
 
 
 class WorkerEngine:
-    """An engine that generates in a worker process. It starts the process without waiting for it. Only one thread may
-    use this object.
+    """An engine that generates in a worker process. The constructor starts the process without waiting for it. Only one
+    thread may use this object.
 
     `policy` is the trained policy on `device`. `own` is the index of the worker's device. The worker writes its output
     to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If it is None, the

@@ -12,8 +12,7 @@ from lockstep.run.trackers.tracker import import_tracker
 
 
 class TensorboardSink:
-    """Writes event files in the folder `tensorboard/`. It uses only the package tensorboard, not torch or
-    tensorflow."""
+    """Writes event files in the folder `tensorboard/` with the package tensorboard, without torch or tensorflow."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         import_tracker("tensorboard")

@@ -156,8 +156,8 @@ def _unknown(name: str) -> Refusal:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    # swanlab uses the global random generator of Python when it starts. Its state is restored, because a tracker must
-    # not change the results of the run.
+    # swanlab uses the global random generator of Python when it starts. The state of the generator is restored, because
+    # a tracker must not change the results of the run.
     state = random.getstate()
     try:
         yield
