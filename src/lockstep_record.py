@@ -1,4 +1,4 @@
-"""Record a training loop of any framework as a lockstep tape. One file that needs torch (2.1 or newer), nothing else.
+"""Records a training loop of any framework as a lockstep tape. This file needs only torch (2.1 or newer).
 
     from lockstep_record import record
 
@@ -8,10 +8,10 @@
 Copy this file to the training machine, and copy the recorded folder back. Then run `lockstep compare tape-old tape-new`
 or `lockstep replay tape-old --model MODEL`. docs/recorder.md lists what is recorded and what is not.
 
-An update ends with `optimizer.step()`. Everything is local to the rank: the tape has this rank's shard of a sharded
-parameter. Recording does not change the training, with one exception: at a snapshot with modules autograd may sum
-gradients in another order, which is rounding. If recording fails, training continues, and a warning and `tape.json`
-report the error.
+An update ends with `optimizer.step()`. Each rank records its own tape. Of a sharded parameter, the tape has the shard
+of this rank. Recording does not change the training, with one exception: in a snapshot that traces modules, autograd
+may sum gradients in a different order, which changes their rounding. If recording fails, training continues, and a
+warning and `tape.json` report the error.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = ["MicroBatch", "Recorder", "digest", "record", "write_tensors"]
 
-# The format that lockstep/tape reads.
+# The constants of the tape format that lockstep/tape reads.
 VERSION, LEARNER, ROOT = 1, "train", "(root)"
 BLOCKS, SKETCH, MARKS = 8, 4, 8
 SAMPLED, STACKED = 64, 64
-# Snapshots keep the weights of models up to this size, unless `weights` is set.
+# If `weights` is not set, snapshots contain the weights of models with up to this many parameters.
 KEPT_PARAMETERS = 16_000_000
-# Numbers that are digested at a time, and the most of a module's input or output: later rows are left out.
+# `CHUNK` is the number of elements that `digest` processes at a time. `MOST` is the maximum number of elements of a
+# module's input or output that are digested; later rows are ignored.
 CHUNK = MOST = 2**22
-# For larger parameters the indices differ between versions of torch.
+# Larger parameters are not sampled, because the random indices would differ between versions of torch.
 LARGEST_SAMPLED = 2**28
-# The share of the gradient at the logits that may not come from log-probabilities.
+# The maximum fraction of the gradient at the logits that the gradient of the log-probabilities does not explain, by
+# dtype.
 EXACT = {torch.float16: 3e-2, torch.bfloat16: 3e-2}
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -53,34 +55,37 @@ DTYPES = {
 }  # fmt: skip
 COARSER = ("fp32", "fp16", "bf16")
 SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Parts of module names that wrappers add.
+# Matches the parts of module names that wrappers such as FSDP add.
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
-# Inputs that no module computes and that library versions pass in different ways.
+# Matches the names of module inputs that are not recorded: no module computes them, and library versions pass them in
+# different ways.
 PASSED_ALONG = re.compile(r"mask|position|cache|past|cos$|sin$")
 
 Digested = tuple  # digest, shape, dtype
-Places = tuple[torch.Tensor, torch.Tensor]  # of targets: rows of the flattened logits, and tokens
+Places = tuple[torch.Tensor, torch.Tensor]  # for each target: its row of the flattened logits, and its token id
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def record(model: torch.nn.Module, optimizer: Any = None, folder: Any = "tape", **settings: Any) -> Recorder:
-    """Record all updates inside the `with` block into `folder` (into `folder/rank_N` if there are several ranks).
+    """Records all updates inside the `with` block to `folder`, or to `folder/rank_N` if there are several ranks.
 
-    `model` is the trained module, wrapped or not. Without an `optimizer`, the one that holds the model's parameters is
-    found at its first step, for trainers that create it themselves. Settings: `steps` (record 100 updates),
-    `every` (10: a snapshot at the first update and at every tenth after it), `modules` (patterns of modules to digest;
-    `()` for none), `weights` (keep weights and optimizer state at snapshots; by default up to 16 million
-    parameters), `temperature` (by which the trainer divides the logits), `first_step`.
+    `model` is the trained module, wrapped or not. If `optimizer` is None, the recorder finds the optimizer of the model
+    at its first step, for trainers that create the optimizer themselves. Settings: `steps` is the number of updates to
+    record (100). With `every=10`, the first and then every tenth update is a snapshot with details. `modules` are name
+    patterns of the modules to trace; `()` traces none. `weights` says whether snapshots contain weights and optimizer
+    states; by default they do up to 16 million parameters. `temperature` is the number by which the trainer divides the
+    logits. `first_step` is the number of the first update.
     """
     return Recorder(model, optimizer, folder, **settings)
 
 
-# --- Digests: the numbers of lockstep/tape/digest.py, in float64 on the host.
+# --- Digests: the same numbers as in lockstep/tape/digest.py, computed in float64 on the CPU.
 
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """60 numbers: four statistics, projections of eight blocks of rows, profiles of columns and rows."""
+    """Returns a digest of 60 numbers: four statistics, projections of eight blocks of rows, and profiles of columns and
+    rows."""
     rows_RC = tensor.detach().reshape(-1, 1) if tensor.ndim < 2 else tensor.detach().flatten(0, -2)
     rows, columns = rows_RC.shape
     run = max(1, -(-rows // BLOCKS))
@@ -113,7 +118,7 @@ def _signs(count: int, seed: int, each: int = SKETCH) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _sampled(count: int) -> torch.Tensor:
-    """Indices of sampled weights, as in lockstep/tape/tape_recorder.py."""
+    """Returns the indices of the recorded elements of a parameter, as in lockstep/tape/tape_recorder.py."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, count, (min(SAMPLED, count),), generator=generator)
 
@@ -124,23 +129,25 @@ def _pick(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of the tensor."""
+    """Returns the shard of the tensor on this rank."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    """The first rows of a large tensor. The cut depends on the shape only, so two recordings cut the same rows."""
+    """Returns only the first rows of a large tensor. The number of rows depends only on the shape, so two recordings
+    keep the same rows."""
     if tensor.numel() <= MOST or tensor.ndim < 2:
         return tensor
     return tensor.detach().flatten(0, -2)[: max(1, MOST // tensor.shape[-1])]
 
 
-# --- Files: safetensors, written by hand.
+# --- Writes safetensors files without the package safetensors.
 
 
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], small: int = 0) -> None:
-    """Stack tensors of one shape up to `small` elements; the metadata lists their names. Written atomically."""
+    """Writes a safetensors file atomically. Tensors of the same shape with up to `small` elements are stacked, and the
+    metadata lists their names."""
     by_shape: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         by_shape.setdefault((tuple(tensor.shape), tensor.dtype), []).append(name)
@@ -164,7 +171,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[
     with open(aside, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, size in written:
-            if size:  # directly from memory: torch may be installed without numpy
+            if size:  # written from memory, because torch may be installed without numpy
                 file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
     os.replace(aside, path)
 
@@ -173,11 +180,12 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[
 
 
 class _Tracer:
-    """The first micro-batch of a snapshot: digests of every module's inputs and outputs, forward and backward."""
+    """Traces the first micro-batch of a snapshot: digests of the inputs and outputs of every module, forward and
+    backward."""
 
     def __init__(self, root: torch.nn.Module, patterns: Sequence[str], guarded: Guard, alive_BT: torch.Tensor | None):
         self.guarded = guarded
-        # Positions that are not padding. Kernels may compute anything at padding.
+        # The positions that are not padding. Padding is excluded, because kernels may compute any values there.
         self.alive_BT = None if alive_BT is None or bool(alive_BT.all()) else alive_BT.bool()
         self.clock, self.forwards, self.dtype = 0, True, "fp32"
         self.events: list[dict[str, Any]] = []
@@ -206,7 +214,7 @@ class _Tracer:
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             if not self.forwards:
-                return None  # another micro-batch, or recomputation of a checkpointed layer
+                return None  # another micro-batch, or gradient checkpointing recomputes a layer
             names = _names_of(module.forward)
             named = [names[i] if i < len(names) else "rest" for i in range(len(args))]
             seen: list[Digested] = []
@@ -235,7 +243,8 @@ class _Tracer:
             def arrives(gradient: torch.Tensor) -> None:
                 self.arrived.setdefault(name, []).append((self.tick(), self.of(gradient)))
 
-            # No alias here: trainers write to logits in place, and a hook on a view would be lost.
+            # Outputs get no alias, because trainers may change logits in place, and a hook on a view would then be
+            # lost.
             for value in given:
                 if value.requires_grad:
                     value.register_hook(self.guarded(arrives))
@@ -243,7 +252,8 @@ class _Tracer:
         return hook
 
     def _aliased(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """A separate alias, so that the gradient at it is this module's share only."""
+        """Returns a separate alias of an input, so that the gradient of the alias contains only the contribution of
+        this module."""
         if not (tensor.requires_grad and tensor.is_floating_point()):
             return tensor
         alias = tensor.view_as(tensor)
@@ -256,7 +266,8 @@ class _Tracer:
         self.store(name, "", "backward", entered, [one for _, one in came], [self.of(gradient)])
 
     def of(self, tensor: torch.Tensor) -> Digested:
-        """The digest of a tensor. An output that is the next module's input is digested once."""
+        """Returns the digest of a tensor. If an output is also the input of the next module, its digest is computed
+        once."""
         self.dtype = max(self.dtype, SHORT_NAMES.get(tensor.dtype, "fp32"), key=COARSER.index)
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.cache:
@@ -290,7 +301,7 @@ class _Tracer:
 
 
 def _names_of(forward: Any) -> tuple[str, ...]:
-    return _parameter_names(getattr(forward, "__func__", forward))  # a cached bound method would keep its module alive
+    return _parameter_names(getattr(forward, "__func__", forward))  # a bound method in the cache would keep its module
 
 
 @lru_cache(maxsize=1024)
@@ -312,15 +323,13 @@ def _parts(output: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)] if isinstance(values, (tuple, list)) else []
 
 
-# --- Inputs of the model, and its log-probabilities.
+# --- Records the inputs of the model and its log-probabilities.
 
 
 class MicroBatch:
-    """A call of the model: `inputs` are its integer tensors, `arguments` its plain values.
-
-    `answers` are the log-probabilities of all tokens that have a token before them, or the values of a value model;
-    `pulls` are the slopes of the loss at the answers.
-    """
+    """One call of the model. `inputs` are the integer tensors and `arguments` the numbers and strings that it is called
+    with. `answers` are the log-probabilities of all tokens except the first of each sequence, or the values of a value
+    model. `pulls` are the gradients of the loss with respect to `answers`."""
 
     def __init__(self, inputs: dict[str, torch.Tensor], arguments: dict[str, Any], left_out: Sequence[str] = ()):
         self.inputs, self.arguments, self.left_out = inputs, arguments, left_out
@@ -330,7 +339,8 @@ class MicroBatch:
         self.locate(None)
 
     def locate(self, logits: torch.Tensor | None) -> bool:
-        """Find sequences without padding, their targets, and each target's row of the logits; False without logits."""
+        """Finds the sequences without padding, their target tokens, and the row of the logits for each target. Returns
+        False if there are no usable logits."""
         ids = self.inputs.get("input_ids")
         self.ids = self.lengths = self.targets = self.tokens = self.index = torch.zeros(0, dtype=torch.int64)
         self.asked = torch.zeros((0, 2), dtype=torch.int64)
@@ -342,7 +352,7 @@ class MicroBatch:
         valid = alive.reshape(-1).nonzero().flatten()
         new = torch.ones(len(valid), dtype=torch.bool)
         new[1:] = valid[1:] // width != valid[:-1] // width
-        if positions is not None and positions.shape == ids.shape:  # in a packed row each sequence starts at 0
+        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at 0
             counted = positions.reshape(-1)[valid]
             new[1:] |= counted[1:] != counted[:-1] + 1
         owner, count = new.long().cumsum(0) - 1, int(new.sum())
@@ -351,7 +361,7 @@ class MicroBatch:
         if logits is None or logits.ndim != 3 or len(logits) != len(ids):
             return False
         length, wide = logits.shape[1], logits.shape[2]
-        first, value = width - length, wide == 1  # trainers may request the last logits only
+        first, value = width - length, wide == 1  # some trainers compute only the last logits
         if first < 0 or (not value and wide <= int(ids.max())):
             return False
         place = torch.arange(len(valid)) - (self.lengths.cumsum(0) - self.lengths)[owner]
@@ -366,7 +376,7 @@ class MicroBatch:
         return True
 
     def read(self, logits: torch.Tensor | None, temperature: float, guarded: Guard) -> None:
-        """Read the outputs for the targets, and register a hook for the gradient there."""
+        """Reads the model outputs for the targets, and registers a hook that reads the gradients of these outputs."""
         if not self.locate(logits) or logits is None:
             return
         here = self.index.to(logits.device), self.tokens.to(logits.device)
@@ -382,15 +392,13 @@ class MicroBatch:
 
     @torch.no_grad()
     def _read_slopes(self, flat: torch.Tensor, gradient: torch.Tensor, here: Places, temperature: float) -> None:
-        """The slope of the loss at each log-probability, from the gradient at the logits.
-
-        A loss that depends only on log-probabilities has the gradient slope * (onehot - p) / temperature, which is
-        solved for the slope. The rest of the gradient shows whether that holds: it is large with an entropy bonus or
-        another
-        temperature.
-        """
+        """Computes the gradient of the loss with respect to each log-probability (the slope) from the gradient at the
+        logits. If the loss depends only on log-probabilities, the gradient at the logits is slope * (onehot - p) /
+        temperature. This equation is solved for the slope. If the rest of the gradient is large, the assumption is
+        wrong, for example because of an entropy bonus or another temperature."""
         self.reached = True
-        # Some trainers divide the logits by the temperature in place. After any other change the slopes are lost.
+        # Some trainers divide the logits by the temperature in place. If they change the logits in another way, the
+        # slopes cannot be computed.
         errors = {scale: _off(logprobs(flat, *here, scale), self.answers) for scale in (1.0, temperature)}
         divided = min(errors, key=lambda scale: errors[scale])
         if not errors[divided] <= (5e-2 if flat.dtype in EXACT else 1e-4):
@@ -409,7 +417,7 @@ class MicroBatch:
             reached += float(g.square().sum())
             pulls.append((slope * temperature).cpu())
         self.pulls = torch.cat(pulls)
-        # The last logits of a sequence have no target: a gradient there is not explained either.
+        # The last logits of a sequence have no target, so a gradient there is also not explained by log-probabilities.
         left += max(0.0, total - reached * (1 + 1e-5))
         self.exact = left <= EXACT.get(gradient.dtype, 1e-3) ** 2 * total
 
@@ -421,7 +429,7 @@ def _chunks(index: torch.Tensor, token: torch.Tensor, width: int) -> Iterator[tu
 
 
 def logprobs(flat: torch.Tensor, index: torch.Tensor, token: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities of the tokens at the rows `index` of the flattened logits, in fp32."""
+    """Returns the fp32 log-probabilities of the tokens `token` at the rows `index` of the flattened logits."""
     found = [
         torch.log_softmax(flat[rows].float() / temperature, -1).gather(1, tokens[:, None])[:, 0]
         for rows, tokens in _chunks(index, token, flat.shape[1])
@@ -453,7 +461,7 @@ class Recorder:
         first_step: int = 1,
     ):
         self.model, self.root, self.given = model, _unwrapped(model), optimizer
-        while getattr(self.given, "optimizer", None) is not None:  # accelerate, DeepSpeed and Megatron wrap it
+        while getattr(self.given, "optimizer", None) is not None:  # unwraps accelerate, DeepSpeed, Megatron
             self.given = self.given.optimizer
         self.steps, self.every, self.modules, self.temperature = steps, every, tuple(modules), temperature
         self.step = self.first_step = first_step
@@ -476,7 +484,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if os.path.exists(os.path.join(self.folder, "tape.json")):
-            raise FileExistsError(f"{self.folder} already holds a tape: give another folder, or remove it")
+            raise FileExistsError(f"{self.folder} already holds a tape: use another folder, or remove the tape")
         os.makedirs(self.folder, exist_ok=True)
         try:
             self._hook()
@@ -499,7 +507,7 @@ class Recorder:
         self._hook_optimizer()
         self._patch(torch.autograd, "backward", self._backward)
         self._patch(torch.nn.utils, "clip_grad_norm_", self._clip)
-        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has a separate one
+        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has its own method
             self._patch(self.model, "clip_grad_norm_", self._clip_sharded)
 
     def _unhook(self) -> None:
@@ -513,12 +521,13 @@ class Recorder:
         self.handles, self.patched = [], []
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Add metrics to the last update, for the curves of `lockstep compare`."""
+        """Adds metrics of the trainer to the last update. `lockstep compare` compares their curves."""
         if self.metrics is not None:
             self.metrics.update({name: float(value) for name, value in {**(values or {}), **more}.items()})
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """If recording fails, training continues. The error is reported once and written to the tape."""
+        """Wraps a hook so that training continues if recording fails. The error is reported once and written to the
+        tape."""
 
         def guarded(*args: Any) -> Any:
             if self.stopped is not None or self.step >= self.first_step + self.steps:
@@ -580,7 +589,7 @@ class Recorder:
         if not torch.is_grad_enabled() or self.depth:
             return
         if self.had_gradients and not any(p.grad is not None for p in self.parameters.values()):
-            self._note("discarded", f"gradients were cleared without a step before update {self.step}")
+            self._note("discarded", f"gradients were cleared without an optimizer step before update {self.step}")
             self._drop_tracer()
             self._begin()
         given = {**dict(zip(_names_of(module.forward), args)), **kwargs}
@@ -676,11 +685,12 @@ class Recorder:
                 found[name] = gradient
         if len(found) < len(self.parameters):
             missing = len(self.parameters) - len(found)
-            self._note("gradients", f"{missing} of {len(self.parameters)} parameters had none on this rank")
+            self._note("gradients", f"{missing} of {len(self.parameters)} parameters had no gradient on this rank")
         return found
 
     def _take_gradients(self) -> None:
-        """Reads gradients before clipping if the clipping is observed, else before the optimizer step."""
+        """Records the gradients before clipping. If the recorder cannot see the clipping, it records them before the
+        optimizer step."""
         if not self.detailed or any("/gradient" in name for name in self.tensors):
             return
         exact = self._by_formula()
@@ -691,7 +701,8 @@ class Recorder:
                 self._keep(f"sample/{name}/gradient", _pick(gradient))
 
     def _by_formula(self) -> bool:
-        """Whether the optimizer is AdamW with one set of settings, which a replay can compute."""
+        """Returns whether the optimizer is AdamW with the same settings for all parameters, so that a replay can
+        compute its update."""
         optimizer = self.given or self.optimizer
         if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
             return False
@@ -739,7 +750,7 @@ class Recorder:
         dropped = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self.root.modules())
         config: Any = getattr(self.root, "config", None)
         if self.root.training and (dropped or bool(getattr(config, "attention_dropout", False))):
-            self._note("dropout", "dropout is on: no other device has the same masks")
+            self._note("dropout", "dropout is on: another device has different dropout masks")
 
     # Files.
 
@@ -758,14 +769,14 @@ class Recorder:
                 tensors[f"{LEARNER}/0/pulls"] = torch.cat(pulls)
             update["slopes_exact"] = len(pulls) == len(micros) and all(one.exact for one in micros)
         else:
-            self._note("log-probs", "the model's output has no logits of the size of the vocabulary")
+            self._note("log-probs", "the output of the model has no logits over the vocabulary")
         for one in micros:
             if one.left_out:
-                self._note("inputs", f"{', '.join(one.left_out)}: floating-point inputs are not kept")
+                self._note("inputs", f"{', '.join(one.left_out)}: floating-point inputs of the model are not recorded")
         info: dict[str, Any] = {"carried": {}, "updates": [update], "calls": [one.arguments for one in micros]}
         if self.tracer is not None and self.traced in micros:
             self.dtype = max(self.dtype, self.tracer.dtype, key=COARSER.index)
-            # A recording has one rank, so its trace is always rank 0's.
+            # A tape of this recorder has only one rank, so the rank of its trace is always 0.
             info["probe"] = {"traces": [{"learner": LEARNER, "rank": 0, "events": self.tracer.events}]}
             tensors.update({f"probe/{LEARNER}/0/{name}": value for name, value in self.tracer.tensors.items()})
         self.clipped = self.clip
@@ -783,7 +794,7 @@ class Recorder:
         write_tensors(os.path.join(self.folder, f"weights_{self.step:06d}.safetensors"), tensors, {})
 
     def _write_metrics(self) -> None:
-        """Write the metrics of an update when no more can be added."""
+        """Writes the metrics of the last update, after which no more metrics can be added to it."""
         if self.metrics is not None:
             with open(os.path.join(self.folder, "metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(self.metrics) + "\n")
@@ -839,7 +850,7 @@ class Recorder:
 
 
 def _unwrapped(model: Any) -> torch.nn.Module:
-    """The module inside DDP, FSDP, DeepSpeed's engine or Megatron's wrappers."""
+    """Returns the module inside the wrappers of DDP, FSDP, DeepSpeed or Megatron."""
     while isinstance(getattr(model, "module", None), torch.nn.Module) and len(list(model.children())) == 1:
         model = model.module
     return model
@@ -872,7 +883,7 @@ def _logits_of(output: Any) -> torch.Tensor | None:
 
 
 def _fed(micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-    """The model's calls, and their sequences without padding."""
+    """Returns the inputs of all calls of the model, and their sequences without padding."""
     found = {f"micro/{i}/{name}": _small(value) for i, one in enumerate(micros) for name, value in one.inputs.items()}
     for name, tail in (("ids", ()), ("lengths", ()), ("asked", (2,)), ("targets", ())):
         parts = [getattr(one, name) for one in micros]
@@ -881,6 +892,6 @@ def _fed(micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in 32 bits if they fit."""
+    """Converts 64-bit integers to 32 bits if all values fit."""
     fits = tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) < 2**31
     return tensor.to(torch.int32) if fits else tensor

@@ -1,6 +1,7 @@
-"""The data types of the package, one type per stage of a step.
+"""The data types that the stages of a training step exchange.
 
-Suffixes of tensor names give the shape: N micro-batch rows, T positions, K target tokens of a micro-batch.
+Suffixes of tensor names give the shape: N is the number of rows, T the number of positions, and K the number of target
+tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """File and row number of a data row, for messages."""
+    """The file and the row number of a dataset row. Messages contain it."""
 
     file: str
     row: int
@@ -54,11 +55,11 @@ class Example:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of trained positions, for reports."""
+        """The number of trained positions, which reports show."""
         return self.targets
 
     def cut(self, span: slice) -> Self:
-        """Returns the part of the example within the span."""
+        """Returns the example with only the tokens of the slice `span`."""
         return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span])
 
 
@@ -66,7 +67,8 @@ class Example:
 class ScoredExample(Example):
     """A row whose targets are outputs at given positions: the model scores each of `token_ids` at each of `positions`.
 
-    A model with a scalar head has one output per position; `token_ids` then has one entry, which is not used.
+    A model with a scalar head has one output per position. For such a model, `token_ids` has one entry, which is not
+    used.
     """
 
     positions: Sequence[int] = ()
@@ -81,7 +83,7 @@ class ScoredExample(Example):
 
     @property
     def trained_tokens(self) -> int:
-        """Number of positions, independent of the number of token ids scored at each."""
+        """The number of scored positions, whatever the number of token ids that are scored at each position."""
         return len(self.positions)
 
     def cut(self, span: slice) -> Self:
@@ -90,7 +92,7 @@ class ScoredExample(Example):
 
 
 class Item(Protocol):
-    """One item of an offline data set: the sequences of one loss term."""
+    """One item of the dataset of an offline method: the sequences of one loss term, such as a pair of DPO."""
 
     @property
     def examples(self) -> tuple[Example, ...]: ...
@@ -101,7 +103,8 @@ class Item(Protocol):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Responses to one prompt, best first; a pair is a ranking of two. `margin` is the margin of the pair loss."""
+    """Responses to one prompt, best response first. A pair has two responses. `margin` is the margin of the pair
+    loss."""
 
     examples: tuple[Example, ...]
     margin: float = 0.0
@@ -113,7 +116,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class _SingleExample:
-    """An item of one sequence."""
+    """A dataset item that has only one sequence."""
 
     example: Example
 
@@ -135,7 +138,7 @@ class LabeledResponse(_SingleExample):
 
 @dataclass(frozen=True)
 class StepLabels(_SingleExample):
-    """A solution with step labels: `labels[i]` is the target distribution over the token ids at step i."""
+    """A solution with labels for its steps. `labels[i]` is the target distribution over the token ids at step i."""
 
     example: ScoredExample
     labels: tuple[tuple[float, ...], ...]
@@ -145,27 +148,27 @@ class ContextSplit(Protocol):
     """The split of a micro-batch over the ranks of a context-parallel group (`parallel/context_split.py`)."""
 
     def local_part(self, batch: MicroBatch) -> MicroBatch:
-        """Returns this rank's tokens of the micro-batch, and the targets that they predict."""
+        """Returns the tokens of the micro-batch that belong to this rank, and the targets that these tokens predict."""
 
     @property
     def local_T(self) -> torch.Tensor:
-        """Indices of this rank's tokens in the full packed row, on the host."""
+        """The indices of this rank's tokens in the full packed row, as a CPU tensor."""
 
     def layout(self, device: torch.device, kernel: str) -> Any:
-        """Returns the attention layout over all ranks, for the attention named `kernel`."""
+        """Returns the attention layout over all ranks for the attention kernel with the name `kernel`."""
 
     def gather_outputs(self, output: Any) -> Any:
-        """All-gathers the outputs for each rank's targets into the outputs for all targets."""
+        """All-gathers the outputs. Each rank has the outputs for its targets, and gets the outputs for all targets."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass on one device: sequences packed into one row (N = 1), or right-padded rows.
 
-    `lengths` are the sequence lengths in order. Sequences in a packed row may share a prefix, which is stored once;
-    `packed_index_E` maps each token of the concatenated full sequences to its index in the packed row (None: nothing
-    is shared). `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`; `index_K` are
-    the indices of these targets among all targets of the update.
+    `lengths` are the lengths of the sequences, in the order of the sequences. Sequences in a packed row may share a
+    prefix, which is stored once. `packed_index_E` maps each token of the concatenated full sequences to its index in
+    the packed row; it is None if no prefix is shared. `predictors_K` are the indices of the flattened N*T positions
+    whose hidden states predict `targets_K`. `index_K` are the indices of these targets among all targets of the update.
     """
 
     input_ids_NT: torch.Tensor
@@ -180,39 +183,42 @@ class MicroBatch:
     teacher: Callable[[MicroBatch], Any] | None = None
     """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
     local_index_K: torch.Tensor | None = None
-    """Indices of the targets among this rank's targets of the update; None if the rank has all of them."""
+    """The indices of the targets among this rank's targets of the update. None if this rank has all targets of the
+    update."""
     token_grads: Callable[..., Any] | None = None
-    """Gradient of the loss with respect to each target, up to a constant factor (see `kernels/logprob.py`)."""
+    """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
+    `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split over a context-parallel group. A rank's part has it too, with the `lengths` of the full sequences."""
+    """The split of this micro-batch over a context-parallel group. The part of one rank also has this split, and has
+    the `lengths` of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
-        """Indices of the targets in this rank's per-target vectors of the update."""
+        """The indices of the targets in the vectors of this rank that have one number per target of the update."""
         return self.index_K if self.local_index_K is None else self.local_index_K
 
     @property
     def tokens(self) -> int:
-        """Number of tokens without padding; 0 for the dummy token of an empty micro-batch."""
+        """The number of tokens without padding. An empty micro-batch, which has only a dummy token, has 0 tokens."""
         return sum(self.lengths) if len(self.targets_K) else 0
 
 
 @dataclass
 class Sums:
-    """A loss and its metrics as sums over tokens. `train/step.py` divides them once per update."""
+    """A loss and its metrics as sums over tokens. `train/step.py` divides these sums once per update."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-# Computes the sums from the output of a module and its micro-batch.
+# A loss function: computes `Sums` from the output of a module and the micro-batch.
 Loss = Callable[[Any, MicroBatch], Sums]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with the data that a reward needs (one RL row)."""
+    """One dataset row of an online method: a prompt with the data that a reward function needs."""
 
     data_source: str
     prompt: list[Message]
@@ -220,7 +226,7 @@ class Question:
     origin: Origin
     extra_info: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[dict[str, Any]] = ()
-    """JSON schemas of the tools that a response may call; the chat template renders them."""
+    """The JSON schemas of the tools that a response may call. The chat template renders these schemas."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy. `seed` is the seed of the run (see `kernels/sampling.py`)."""
+    """Sampling parameters. Temperature 0 means greedy decoding. `seed` is the seed of the run (see
+    `kernels/sampling.py`)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -245,7 +252,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Whether log-probs are under the truncated distribution (top-p, top-k, min-p) instead of the full one."""
+    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). Otherwise they are computed
+    from the full distribution."""
 
 
 @dataclass(frozen=True)
@@ -258,11 +266,10 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `n` samples of one prompt. `key` seeds its random numbers, `first` is the first sample number.
-
-    `max_tokens` is an additional limit, below `Sampling.max_tokens`. `question` is for rollout functions; engines
-    ignore it. After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
-    """
+    """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the number of
+    the first sample. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`. Only rollout
+    functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished samples. Only
+    engines that can pause use it."""
 
     ids: Sequence[int]
     key: int
@@ -273,30 +280,31 @@ class Request:
     partial_responses: Mapping[int, PartialResponse] | None = None
 
 
-# Stop reason of an unfinished completion: its engine was paused.
+# The stop reason of a completion that is unfinished, because the engine was paused.
 PAUSED = "paused"
-# Stop reason of a completion whose rollout function failed, and the key of that function.
+# The stop reason of a completion whose rollout function failed, and the recipe key of that function.
 FAILED = "failed"
 ROLLOUT_FUNCTION = "rollout.function"
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Sample `sample` of request `request`. `ids` includes the end token if one was generated."""
+    """A response: sample number `sample` of the request with index `request`. `ids` includes the end token if one was
+    generated."""
 
     request: int
     sample: int
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """Stop reason: `token`, `string` or `length`; `environment` if a rollout function ended the response, `failed` if
-    it failed."""
+    """The stop reason: `token`, `string`, `length`, `environment` (a rollout function ended the response) or `failed`
+    (the rollout function failed)."""
     loss_mask: Sequence[int] = ()
-    """1 for tokens of the policy, as in `Rollout`."""
+    """1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
     versions: Sequence[int] = ()
-    """Weight version of each token, as in `Rollout`."""
+    """The version of the weights that generated each token, as in `Rollout`."""
     failure: str = ""
-    """Error message of a failed rollout function."""
+    """The error message, if the rollout function failed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
@@ -313,7 +321,7 @@ def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
 class Score:
     """The reward of a response: the weighted total, and each component (`parts`).
 
-    `steps` lists the amounts of the total that are credited to earlier steps: (end of the step in the text, amount).
+    `steps` assigns parts of the total to steps of the response, as pairs (end of the step in the text, amount).
     """
 
     total: float
@@ -323,13 +331,15 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed reward or rollout function. The response is counted and excluded from baselines and loss; its score is
-    never replaced by 0. `part` is the name of the reward component, or `ROLLOUT_FUNCTION`."""
+    """A failed reward or rollout function. The response is counted as failed and excluded from baselines and loss. The
+    score of a failed response is never replaced by 0. `part` is the name of the reward component, or
+    `ROLLOUT_FUNCTION`."""
 
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """File with the last output of the reward's process. Not compared, because timing decides which process it is."""
+    """The file with the last output of the process that ran the reward function. Comparisons ignore this path, because
+    it depends on timing which process ran the function."""
 
     @property
     def key(self) -> str:
@@ -338,7 +348,7 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """The reason, and the log file if there is one."""
+        """The reason of the failure, and the path of the log file if there is one."""
         return self.why + (f" (its last output is in {self.log})" if self.log else "")
 
 
@@ -354,10 +364,10 @@ class Turn:
 class Rollout:
     """A completion with its prompt, text and score. `prompt_index` is the index of the prompt in the step.
 
-    `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment, which are not trained and have 0 in
-    `logprobs`. `token_rewards` lists the amounts of the score that are credited to a token before the last: (token
-    index, amount). `versions` is the weight version (number of updates) that generated each token; it is empty in
-    synchronous runs, where the version is the step number.
+    `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment. Environment tokens are not trained
+    and have 0 in `logprobs`. `token_rewards` assigns parts of the score to tokens before the last token, as pairs
+    (token index, amount). `versions` has for each token the version of the weights (number of steps) that generated it.
+    `versions` is empty in synchronous runs, where all tokens of a step have the same version.
     """
 
     prompt: Prompt
@@ -377,12 +387,12 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens that the policy generated, without environment tokens."""
+        """The number of tokens that the policy generated, without tokens of the environment."""
         return sum(self.loss_mask)
 
     @property
     def turns(self) -> list[Turn]:
-        """The tokens, split into turns of the policy and of the environment."""
+        """The tokens of the response, split into turns of the policy and of the environment."""
         turns: list[Turn] = []
         for token, mask in zip(self.ids, self.loss_mask, strict=True):
             if not turns or turns[-1].policy != bool(mask):
@@ -393,22 +403,22 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutMeta:
-    """A rollout without tokens and text. Every rank has the metadata of all rollouts of a step."""
+    """The metadata of a rollout, without its tokens and text. Every rank has the metadata of all rollouts of a step."""
 
     prompt_index: int
     sample: int
     prompt_tokens: int
     response_length: int
-    """Tokens of the response, including environment tokens."""
+    """The number of tokens of the response, including tokens of the environment."""
     num_response_tokens: int
-    """Tokens that the policy generated."""
+    """The number of tokens that the policy generated."""
     shared: int
-    """Length of the untrained prefix that all scored responses to the prompt share."""
+    """The number of tokens of the untrained prefix that all scored responses to this prompt have in common."""
     stop: str
     score: Score | Failure
-    """The score, without its `steps`."""
+    """The score, with empty `steps`."""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response."""
+        """The number of tokens of prompt and response together."""
         return self.prompt_tokens + self.response_length

@@ -1,7 +1,7 @@
-"""The cache folder of lockstep. Its content can be recreated, so deleting it costs only time.
+"""The cache folder of lockstep. Lockstep recreates missing cache entries, so deleting the cache costs only time.
 
-Converted model folders are large. A process that uses one locks it until the process ends, so that other processes and
-`lockstep cache --clear` do not delete it.
+Models that lockstep has converted to Hugging Face folders are large. A process that uses such a model folder locks it
+until the process ends, so that other processes and `lockstep cache --clear` do not delete it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lockstep.errors import Refusal
 from lockstep.run.files import ASIDE
 
 ROWS, FOLDERS, VERIFIED, RUNS = "rows", "folders", "models", "runs"
-"""The parts of the cache: encoded rows, converted model folders, architectures that passed their check, run lists."""
+"""The subfolders of the cache: tokenised dataset rows, converted model folders, model architectures that passed their
+check, and lists of runs."""
 BOUND = "LOCKSTEP_CACHE_GB"
 DEFAULT_GB = 50.0
 _REMOVING = ".removing-"
@@ -29,8 +30,8 @@ _held: dict[Path, int] = {}
 
 
 def cache_home() -> Path:
-    """Returns `LOCKSTEP_CACHE`, or a folder in the user's cache directory. Raises RuntimeError if the user has no home
-    directory."""
+    """Returns the cache folder: `LOCKSTEP_CACHE`, or a folder in the user's cache directory. Raises RuntimeError if the
+    user has no home directory."""
     configured = os.environ.get("LOCKSTEP_CACHE")
     return (
         Path(configured)
@@ -59,7 +60,7 @@ class MadeFolder:
 
     def hold(self) -> None:
         """Locks the folder against deletion until this process ends."""
-        with contextlib.suppress(OSError):  # a read-only folder, or a file system without locks
+        with contextlib.suppress(OSError):  # ignores read-only folders and file systems without locks
             if self.path not in _held:
                 file = _held[self.path] = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -67,7 +68,8 @@ class MadeFolder:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Locks the folder exclusively for the conversion; other processes wait."""
+        """Locks the model folder exclusively during its conversion. Other processes that convert the same model
+        wait."""
         with self._making.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -89,25 +91,25 @@ class MadeFolder:
         return 0.0
 
     def delete(self) -> bool:
-        """Deletes the folder; returns False if a process uses it."""
+        """Deletes the folder. Returns False, without deleting, if a process uses the folder."""
         with contextlib.suppress(OSError), self._lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             gone = self.path.with_name(f"{_REMOVING}{self.path.name}")
             self.path.rename(gone)
             shutil.rmtree(gone)
             self._label.unlink(missing_ok=True)
-            # The lock file stays, because other processes may wait for it.
+            # The lock file is not deleted, because other processes may wait for its lock.
             return True
         return False
 
 
 def _sweep(home: Path) -> None:
-    """Removes leftovers of killed processes."""
+    """Deletes temporary folders of killed processes from the cache."""
     for leftover in [*home.glob(f"{ASIDE}*"), *home.glob(f"{_REMOVING}*")]:
-        # If a converter also writes to a temporary path, the name has the prefix twice.
+        # A leftover name may have the prefix twice, because a converter may also write to a temporary path.
         made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))
         with contextlib.suppress(OSError), made._making.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if no process is creating the folder
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process is creating the folder
             shutil.rmtree(leftover)
 
 
@@ -119,7 +121,8 @@ def made_folders() -> list[MadeFolder]:
 
 
 def make_room(new: MadeFolder) -> list[str]:
-    """Deletes the least recently used folders, except `new`, until the size limit is met. Returns messages."""
+    """Deletes the least recently used model folders, except `new`, until the cache is below its size limit. Returns
+    messages for the user."""
     bound, folders = folders_bound(), made_folders()
     _sweep(new.path.parent)
     sizes = {one.path: size_of(one.path) for one in folders}
@@ -147,14 +150,15 @@ def folders_bound() -> float:
         raise Refusal.at(
             BOUND,
             f"{text!r} is not a number of GiB",
-            f"unset it for {DEFAULT_GB:g}, or set a number",
+            f"set a number, or unset the variable to use the default of {DEFAULT_GB:g} GiB",
             code="not-a-number",
         )
     return number * 2**30
 
 
 def clear(part: str) -> tuple[int, list[MadeFolder]]:
-    """Deletes a part of the cache. Returns the freed bytes, and the folders that are in use and were kept."""
+    """Deletes the subfolder `part` of the cache. Returns the number of freed bytes, and the model folders that were
+    kept because they are in use."""
     home = cache_home() / part
     if part != FOLDERS:
         size = size_of(home)

@@ -1,10 +1,10 @@
-"""Atomic checkpoints. They are written to a temporary folder, checksummed and renamed; sharded if there are several
-ranks.
+"""Atomic checkpoints. A checkpoint is written to a temporary folder, checksummed and then renamed.
 
-A checkpoint folder of one process has `model.safetensors` (the trained weights: all of them, or the adapter),
-`optimizer.safetensors` (moments, master weights, random states) and the same two files of a critic, if any. A
-checkpoint of several processes has the same tensors in `shards/`. Both have `state.json` and `manifest.json`, which is
-written last and has the size and SHA-256 of each file. Any number of processes can read both formats.
+A run of one process writes `model.safetensors` (all trained weights, or only the adapter) and `optimizer.safetensors`
+(moments, master weights, random states). If there is a critic, the checkpoint has two more such files for it. A run of
+several ranks writes the same tensors as shards in the folder `shards/`. Every checkpoint also has `state.json` and
+`manifest.json`. The manifest is written last and has the size and SHA-256 of each file. A run with any number of
+processes can read sharded and unsharded checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERSION, SHARDED_VERSION = 1, 2
 SHARDS = "shards"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
-# Required disk space besides the tensors, for headers, JSON and later metrics.
+# Free disk space that a checkpoint needs in addition to its tensors, for headers, JSON files and later metrics.
 SPARE_BYTES = 4 * 2**20
 
 
@@ -49,31 +49,33 @@ class State:
     data: dict[str, Any]
     world_size: int
     measured: dict[str, float] = field(default_factory=dict)
-    """Finite metrics of the step, used to rank checkpoints."""
+    """The finite metrics of the step, which are used to find the best checkpoints."""
     loss_scale: list[float] = field(default_factory=list)
     skipped: int = 0
     end_tokens: list[int] = field(default_factory=list)
     planned: int | None = None
     """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """`policy` or `value`; empty in checkpoints of earlier versions."""
+    """The type of the trained model: `policy` or `value`. Empty in checkpoints of earlier lockstep versions."""
     files: dict[str, str] = field(default_factory=dict)
-    """Additional text files of the model, by name."""
+    """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """The parameters without weight decay: biases and norms if `role`; one-dimensional ones if empty (earlier
-    versions)."""
+    """Which parameters have no weight decay. `role`: biases and norms. Empty, in checkpoints of earlier lockstep
+    versions: one-dimensional parameters."""
     probe: dict[str, Any] = field(default_factory=dict)
-    """A few rows of tokens and their model outputs, which an export must reproduce; empty in earlier versions."""
+    """A few token sequences and the model outputs for them, which the exported model must reproduce. Empty in
+    checkpoints of earlier lockstep versions."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The `path` of each model and the digests of its `files`, by recipe key. Empty in earlier versions."""
+    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. Empty in
+    checkpoints of earlier lockstep versions."""
     version: int = VERSION
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint whose tensors are read on access."""
+    """A checkpoint. A tensor is read from disk when it is accessed."""
 
     state: State
     weights: Mapping[str, torch.Tensor]
@@ -94,7 +96,8 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
-    """Writes a checkpoint (tensors by file name) atomically. Existing checkpoints are not changed."""
+    """Writes a checkpoint atomically. `tensors` maps file names to their tensors. Existing checkpoints are not
+    changed."""
     target = folder_of(checkpoints, state.step)
     require_disk(checkpoints, sum(map(bytes_of, tensors.values())), "a checkpoint")
     try:
@@ -130,7 +133,8 @@ def unwritten_checkpoint(target: Path, why: str) -> Refusal:
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
-    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a remedy that saves space."""
+    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a piece of advice for the error
+    message: the recipe keys that save space."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:
@@ -143,7 +147,8 @@ def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkp
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure, warn: Callable[[str], None]) -> None:
-    """Removes checkpoints that are neither among the newest nor among the best. Folders are renamed before deletion.
+    """Removes checkpoints that are neither among the newest nor among the best. A folder is renamed before it is
+    deleted, so that a kill leaves no partial checkpoint.
 
     A checkpoint with unreadable metrics is renamed with a warning and not removed, because it may be the best.
     """
@@ -167,7 +172,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure
 
 
 def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
-    """Returns the best step that has a checkpoint, and its value; the first of equally good steps."""
+    """Returns the step of the best checkpoint and its metric value. Of equally good steps, it returns the first."""
     values = {step: _measured(folder_of(checkpoints, step), measure) for step in steps_in(checkpoints)}
     for step in _ranked(values, measure):
         if (value := values[step]) is not None:
@@ -176,13 +181,13 @@ def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
 
 
 def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
-    """Returns the steps that have a value, best first."""
+    """Returns the steps that have a metric value, best step first."""
     ranked = [(measure.rank(value), step) for step, value in values.items() if value is not None]
     return [step for _, step in sorted(ranked)]
 
 
 def sweep(checkpoints: Path) -> None:
-    """Removes leftovers of killed processes, and makes state files private."""
+    """Deletes temporary folders of killed processes, and makes state.json readable only for the user."""
     for pattern in (".writing-*", ".removing-*"):
         for leftover in checkpoints.glob(pattern):
             shutil.rmtree(leftover)
@@ -192,8 +197,8 @@ def sweep(checkpoints: Path) -> None:
 
 
 def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
-    """Renames damaged checkpoints, with a warning, until the newest remaining one is complete. Raises if all are
-    damaged."""
+    """Renames damaged checkpoints, with a warning, until the newest remaining checkpoint is complete. Raises if all
+    checkpoints are damaged."""
     steps = steps_in(checkpoints)
     for step in reversed(steps):
         path = folder_of(checkpoints, step)
@@ -207,7 +212,7 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
                 "start again with another run.name",
                 code="damaged-checkpoint",
             )
-        warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
+        warn(f"checkpoint {path.name} is damaged ({damage}); using the checkpoint before it")
         _set_aside(path)
 
 
@@ -218,13 +223,13 @@ def _set_aside(path: Path) -> None:
 
 
 def newest(checkpoints: Path) -> Checkpoint | None:
-    """Reads the newest checkpoint; damaged ones must have been set aside before."""
+    """Reads the newest checkpoint. The caller must have called `set_damaged_aside` before."""
     steps = steps_in(checkpoints)
     return read(folder_of(checkpoints, steps[-1])) if steps else None
 
 
 def damage_of(path: Path) -> str | None:
-    """Describes the damage of a checkpoint folder; None if every file matches the manifest."""
+    """Returns a description of the damage of a checkpoint folder. Returns None if every file matches the manifest."""
     try:
         manifest = read_object(path / MANIFEST)
     except Refusal as refusal:
@@ -268,14 +273,14 @@ def _damage_of_file(file: Path, entry: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads a checkpoint whose files were verified before."""
+    """Reads a checkpoint. The caller must have verified the files with `damage_of` before."""
     values = _current(read_object(path / STATE))
     try:
         version = values.get("version")
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
                 str(path),
-                f"was written in format {version}, but this version reads {VERSION} and {SHARDED_VERSION}",
+                f"was written in format {version}, but this version reads the formats {VERSION} and {SHARDED_VERSION}",
                 code="unsupported-version",
             )
         _refuse_paths(values.get("files", {}), path / STATE)
@@ -291,11 +296,11 @@ def _refuse_paths(files: Any, where: Path) -> None:
     for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
         plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
         if not plain or name in ("", ".."):
-            why = f"its files contain {name!r:.80}, which is not a plain file name with text"
+            why = f"its files contain {name!r:.80}, which is not a plain file name with a text"
             raise Refusal.at(
                 str(where),
                 why,
-                "the checkpoint was changed after it was written: use another one",
+                "the checkpoint was changed after it was written: use another checkpoint",
                 code="damaged-checkpoint",
             )
 
@@ -310,25 +315,29 @@ def _shards(path: Path) -> Callable[[str], StoredTensors]:
 
 
 def part_prefix(part: str) -> str:
-    """Returns the name prefix of the tensors of a part, for files that contain several parts."""
+    """Returns the prefix of tensor names in sharded files, which contain the tensors of several parts (`part`: model,
+    optimizer or critic)."""
     return f"{part.removesuffix('.safetensors')}/"
 
 
 def _measured(path: Path, measure: Measure) -> float | None:
-    """Returns the value of the metric at a checkpoint; None if it is missing or not finite."""
+    """Returns the value of the metric at a checkpoint. Returns None if the metric is missing or not finite."""
     measured = _current(read_object(path / STATE)).get("measured", {})
     value = measured.get(measure.name) if isinstance(measured, dict) else measured
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         why = f"its {measure.name} is {value!r}"
         raise Refusal.at(
-            str(path / STATE), why, "remove the checkpoint, or choose one with --step", code="damaged-checkpoint"
+            str(path / STATE),
+            why,
+            "remove the checkpoint, or choose another checkpoint with --step",
+            code="damaged-checkpoint",
         )
     return measure.value({measure.name: value}) if value is not None else None
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts a state.json of an earlier version: renames recipe keys, and converts `val_loss`, once the only
-    metric."""
+    """Converts the content of a state.json of an earlier lockstep version. Renames recipe keys, and moves `val_loss` to
+    `measured`."""
     if "recipe" in values:
         values = {**values, "recipe": stored_recipe(values["recipe"])}
     if "val_loss" not in values:
@@ -343,19 +352,19 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Returns the size of the full tensors, also if this rank has only shards."""
+    """Returns the size of the unsharded tensors in bytes, even if this rank has only shards."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 # Sharded, asynchronous checkpoints: each rank writes its shards while training continues. The tensors are copied first,
-# so the next step may change them. A thread of each rank writes and checksums its files and synchronises with the
-# others over a separate process group. When all are done, the thread of rank 0 renames the folder. A kill before that
-# leaves the earlier checkpoints intact.
+# so the next step may change them. On each rank, a thread writes and checksums the files and synchronises with the
+# other ranks over a separate process group. When all ranks are done, the thread of rank 0 renames the folder. If a
+# process is killed before the rename, the earlier checkpoints stay intact.
 
 
 class ShardedWriter:
-    """Writes the checkpoints of a run, one at a time. All ranks must create it together. The writer thread of rank 0
-    calls `landed` when a checkpoint is complete."""
+    """Writes sharded checkpoints, one at a time. All ranks must create their writer at the same time. The writer thread
+    of rank 0 calls `landed` when a checkpoint is complete."""
 
     def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
         self.checkpoints, self.world, self.landed = checkpoints, world, landed
@@ -364,8 +373,9 @@ class ShardedWriter:
         self._writing: Future[None] | None = None
 
     def begin(self, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Waits for the previous checkpoint, copies the shards of this rank (tensors by part) and starts writing."""
-        # Imported here, because only runs of several processes need it and the import takes a second.
+        """Waits for the previous checkpoint, copies the tensors of this rank and starts to write the copies. `tensors`
+        maps the parts (model, optimizer, critic) to their tensors."""
+        # The import is here, because it takes a second and only runs of several processes need it.
         from torch.distributed.checkpoint import async_save
 
         self.settle()
@@ -382,7 +392,7 @@ class ShardedWriter:
         self._writing = self._thread.submit(self._finish, saving, state, folder, target)
 
     def settle(self) -> None:
-        """Waits until the current checkpoint is complete; raises if it failed."""
+        """Waits until the current checkpoint is complete. Raises if the write failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -400,7 +410,7 @@ class ShardedWriter:
         try:
             saving.result()
             result = told_of(folder, files_of(folder / SHARDS, self.world.rank))
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # any error is sent to the other ranks, which wait
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # the other ranks wait for a result
             result = _reason(error)
         every: list[Any] = [None] * self.world.size
         dist.all_gather_object(every, result, group=self._group)
@@ -422,7 +432,8 @@ class ShardedWriter:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first error; torch reports the errors of all ranks to every rank."""
+    """Returns the first line of the error message. If torch reports errors of several ranks, it uses the first
+    error."""
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     return first_line(error) or type(error).__name__

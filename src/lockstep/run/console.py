@@ -1,4 +1,4 @@
-"""The console of a run: a live progress bar on a terminal, or plain lines in a file or pipe, with one interface."""
+"""The console output of a run: a live progress bar on a terminal, or plain lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Pace:
         self._ticks: deque[tuple[float, int]] = deque([(self.began, done)], maxlen=50)
 
     def reach(self, done: int) -> None:
-        # The first step includes warm-up, so it is dropped when there is a second one.
+        # The first step includes warm-up, so its time is dropped when a second step is finished.
         if len(self._ticks) == 2 and self._ticks[0][0] == self.began:
             self._ticks.popleft()
         now = time.monotonic()
-        # Fast ticks are merged, so that the estimate covers up to 50 ticks of at least half a second.
+        # Steps that are faster than half a second are merged into one tick, so that the estimate covers up to 50 ticks.
         if len(self._ticks) > 1 and now - self._ticks[-2][0] < 0.5:
             self._ticks.pop()
         self._ticks.append((now, done))
@@ -45,7 +45,8 @@ class Pace:
         return time.monotonic() - self.began
 
     def left(self) -> float | None:
-        """Returns the remaining seconds, which count down between steps; None before the first estimate."""
+        """Returns the estimated remaining seconds, which count down between steps. Returns None if there is no estimate
+        yet."""
         (first_time, first), (last_time, last) = self._ticks[0], self._ticks[-1]
         if self.total is None or last == first:
             return None
@@ -61,20 +62,19 @@ class TaskProgress:
 
 
 class Console:
-    """The console interface. This class prints nothing (for ranks above 0); `Console.open` returns one that prints.
+    """The console interface. This base class prints nothing; ranks above 0 use it. `Console.open` returns a console
+    that prints.
 
-    Output goes to stdout, and `problems` to stderr.
+    Output goes to stdout. Only the errors of `problems` go to stderr.
     """
 
     @staticmethod
     def open(
         columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1, lines: bool = False
     ) -> Console:
-        """Returns a live console on a terminal, otherwise a plain one that prints every `every`-th step. `plain`
-        selects one explicitly.
-
-        With `lines`, the live console also prints a line for every step.
-        """
+        """Returns a live console on a terminal, otherwise a plain console that prints every `every`-th step. `plain`
+        selects the plain (True) or the live console (False) explicitly. With `lines`, the live console also prints a
+        line for every step."""
         if plain is None:
             plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
         if plain:
@@ -90,18 +90,19 @@ class Console:
         """Prints a title and a table of names and values."""
 
     def say(self, text: str) -> None:
-        """Prints information: a checkpoint saved, a file written."""
+        """Prints information, such as "saved a checkpoint"."""
 
     def warn(self, text: str) -> None:
         """Prints a warning; the run continues."""
 
     @contextlib.contextmanager
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
-        """Shows the progress of a task; the body calls `advance` on the yielded object."""
+        """Shows the progress of a task. The body of the `with` block calls `advance` on the yielded object."""
         yield TaskProgress()
 
     def begin(self, total_steps: int, done: int = 0) -> None:
-        """Reports that training starts after `done` finished steps. `end` must follow, also after an error."""
+        """Reports that training starts after `done` finished steps. The caller must call `end` later, also after an
+        error."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Reports that step `step` of `total_steps` is finished."""
@@ -113,13 +114,14 @@ class Console:
         """Reports that training ended or was interrupted. May be called twice."""
 
     def problems(self, refusal: Refusal) -> None:
-        """Prints the problems with remedies to stderr. A silent console prints them too."""
+        """Prints the problems with remedies to stderr. A silent console prints the problems too."""
         self.end()
         print_problems(refusal)
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Prints every problem of a refusal to stderr; `colour` defaults to the terminal's support."""
+    """Prints every problem of a refusal to stderr. If `colour` is None, it prints colours if the terminal supports
+    them."""
     from rich.text import Text
 
     from lockstep.run.screen import Screen
@@ -141,12 +143,13 @@ def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
 
 
 def validation_rows(metrics: dict[str, float]) -> str:
-    """Formats metrics without the `val/` prefix, as in `loss 1.234  accuracy 0.81`."""
+    """Formats validation metrics without the prefix `val/`, as in `loss 1.234 accuracy 0.81`."""
     return "  ".join(f"{name.removeprefix('val/')} {value:.4g}" for name, value in metrics.items())
 
 
 class LiveConsole(Console):
-    """Console for a terminal: progress bars and metrics at the bottom; with `lines`, one line per step above them."""
+    """Console for a terminal: shows progress bars and metrics at the bottom. With `lines`, it prints one line per
+    step."""
 
     def __init__(self, columns: Sequence[Column], screen: RichConsole | None = None, *, lines: bool = False):
         self._columns = columns
@@ -215,7 +218,7 @@ class LiveConsole(Console):
         self._training = None
         self._metrics = ""
         self._hide_when_idle()
-        # The bar is removed now; the last step stays on the screen.
+        # The progress bar is removed now. The line of the last step is printed, so that it stays on the screen.
         if self._last:
             self._print(f"{self._last}  {clock(self._pace.elapsed)}")
         self._last = ""
@@ -252,7 +255,8 @@ class _LiveTask(TaskProgress):
 
 
 class _TimeColumn(ProgressColumn):
-    # rich's own estimate covers only the last 30 seconds, and a step of reinforcement learning may take longer.
+    # The time estimate of the package rich covers only the last 30 seconds, but one step of reinforcement learning may
+    # take longer.
     def render(self, task: Bar) -> Text:
         pace: Pace = task.fields["pace"]
         left = pace.left()
@@ -304,8 +308,8 @@ class PlainConsole(Console):
             self._pending = line
 
     def _eta(self, line: str, step: int) -> str:
-        """Returns the remaining time, placed after the metrics or, if it does not fit, occasionally on a separate
-        line."""
+        """Returns the text with the remaining time, which follows the metrics on the same line. If the line is too
+        long, the text is on a new line, but not after every step."""
         assert self._pace is not None
         left = self._pace.left()
         if left is None or step == self._pace.total:
@@ -322,7 +326,7 @@ class PlainConsole(Console):
         _print(f"validation after step {step}: {validation_rows(metrics)}")
 
     def end(self) -> None:
-        # A run that stops early still prints its last step.
+        # If a run stops early, the line of its last step is still printed.
         if self._pending:
             _print(self._pending)
         self._pending = ""

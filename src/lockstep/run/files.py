@@ -19,15 +19,15 @@ ASIDE = ".writing-"
 def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary path that is renamed to `path` if the block succeeds, and removed otherwise.
 
-    After a kill or a power failure, `path` has either the old or the new version. An existing folder is replaced only
-    with `over`. Without `durable` the write does not wait for the disk and may be lost in a power failure.
+    After a kill or a power failure, `path` has either the old or the new content. An existing folder is replaced only
+    with `over`. Without `durable`, the function does not flush the files to disk, so a power failure may lose them.
     """
     aside = cleared_aside(path)
     try:
         yield aside
         take_name(aside, path, over=over, durable=durable)
     except BaseException:
-        with contextlib.suppress(OSError):  # on a read-only disk there is nothing to remove
+        with contextlib.suppress(OSError):  # on a read-only disk, there is no temporary file
             _remove(aside)
         raise
 
@@ -38,7 +38,7 @@ def aside_of(path: Path) -> Path:
 
 
 def cleared_aside(path: Path) -> Path:
-    """Removes leftovers at the temporary path of `path`, and returns it."""
+    """Deletes an old file or folder at the temporary path of `path`. Returns the temporary path."""
     aside = aside_of(path)
     _remove(aside)
     return aside
@@ -57,7 +57,7 @@ def take_name(aside: Path, path: Path, *, over: bool = False, durable: bool = Tr
 
 
 def _remove(aside: Path) -> None:
-    """Removes leftovers of a killed process or of a failed write."""
+    """Deletes the temporary file or folder of a killed process or of a failed write."""
     if aside.is_dir():
         shutil.rmtree(aside)
     else:
@@ -65,8 +65,9 @@ def _remove(aside: Path) -> None:
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replaces the file `path` atomically; raises OSError, so that the caller can add a remedy. With `private` only the
-    user can read the file; use it for files that contain the recipe or the command line."""
+    """Replaces the content of the file `path` atomically. Raises OSError, so that the caller can write its own error
+    message. With `private`, only the user can read the file. Use `private` for files that contain the recipe or the
+    command line."""
     with written_aside(path) as aside:
         if private:
             write_private(aside, text)
@@ -75,7 +76,7 @@ def replace_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_private(path: Path, content: str | bytes | bytearray) -> None:
-    """Writes a file that only the user can read, from its creation on."""
+    """Writes a file that only the user can read. The file is created with these permissions."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -90,7 +91,7 @@ def atomic_write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flushes a file or a folder to disk. A rename is durable only after its folder is flushed."""
+    """Flushes a file or a folder to disk. A renamed file survives a power failure only after its folder is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The run folder: its files, its lock, and the description of the environment."""
+"""The run folder: its files, its lock, and the description of the software environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from lockstep.version import PACKAGE_FOLDER, __version__
 if TYPE_CHECKING:
     from lockstep.recipe import Recipe
 
-# The caller adds device properties (driver, accelerator packages), which come from the device classes.
+# The packages whose versions env.json lists. The caller adds driver and accelerator packages, which the device classes
+# report.
 PACKAGES = (
     "torch",
     "transformers",
@@ -68,13 +69,15 @@ def installed_version(package: str) -> str | None:
 
 @cache
 def own_commit() -> str | None:
-    """Returns the git commit of this package. It is cached, because a later checkout does not change imported code."""
+    """Returns the git commit of this package. The commit is cached, because a later checkout does not change imported
+    code."""
     return checkout_commit(PACKAGE_FOLDER)
 
 
 def checkout_commit(folder: Path) -> str | None:
     """Returns the git commit of `folder`, with `-dirty` if files were changed; None outside a checkout."""
-    # If the package is installed in a virtual environment inside another repository, that commit must not be reported.
+    # If the package is installed in a virtual environment inside another git repository, the function must not return
+    # the commit of that repository.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -91,7 +94,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of the files of a run, and their lock."""
+    """The paths of the files of a run, and the lock of the run folder."""
 
     path: Path
 
@@ -100,17 +103,19 @@ class RunFolder:
         return self.path / "recipe.yaml"
 
     def earlier_recipe(self, last: int) -> Path:
-        """Returns the path of the recipe that applied up to step `last`, for a run resumed with changed keys."""
+        """Returns the path of the recipe that applied up to step `last`. A run that is resumed with changed keys keeps
+        its earlier recipes."""
         return self.path / f"recipe.to_step_{last}.yaml"
 
     def earlier_recipes(self) -> dict[int, Path]:
-        """Returns the paths of the earlier recipes, by the last step of each."""
+        """Returns the paths of the earlier recipes of a resumed run, by the last step to which each recipe applied."""
         found = [re.fullmatch(r"recipe\.to_step_(\d+)\.yaml", file.name) for file in self.path.glob("recipe.to_step_*")]
         return {last: self.earlier_recipe(last) for last in sorted(int(match[1]) for match in found if match)}
 
     @property
     def template(self) -> Path:
-        """The path of the chat template, if it is not the model's."""
+        """The path of the chat template. The file exists only if the run does not use the chat template of the
+        model."""
         return self.path / "chat_template.jinja"
 
     @property
@@ -138,12 +143,14 @@ class RunFolder:
         return self.path / "tape"
 
     def reward_output(self, rank: int) -> Path:
-        """Returns the path prefix of the files with the last output lines of the reward workers."""
+        """Returns the path prefix of the files that contain the last output lines of the reward workers of this
+        rank."""
         return worker_output(self.path / "rewards", rank)
 
     @property
     def trackers(self) -> Path:
-        """The path of the tracker ids of the run, which a resumed run reuses."""
+        """The path of the file with the run ids of the experiment trackers, such as wandb. A resumed run reuses these
+        ids."""
         return self.path / "trackers.json"
 
     def create(self) -> None:
@@ -161,7 +168,7 @@ class RunFolder:
     def write_recipe(self, text: str, step: int = 0) -> None:
         """Writes the recipe that applies to the steps after `step`. The recipes of earlier steps are kept.
 
-        Recipes of later steps are dropped, because a run that returns to an earlier checkpoint repeats these steps.
+        Recipes of later steps are deleted, because a run that returns to an earlier checkpoint repeats these steps.
         """
         earlier = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
         parts = [(last, _current_recipe(content)) for last, content in earlier.items()]
@@ -173,7 +180,8 @@ class RunFolder:
                 kept[end] = content
         if kept.get(step) == text:
             del kept[step]  # unchanged
-        # New files are written first. A kill in between leaves extra files, which the next start removes.
+        # New files are written before old files are deleted. After a kill, extra files may remain; the next start
+        # removes them.
         for last, content in kept.items():
             if earlier.get(last) != content:
                 atomic_write_text(self.earlier_recipe(last), content, private=True)
@@ -182,16 +190,16 @@ class RunFolder:
             self.earlier_recipe(last).unlink()
 
     def read_env(self) -> dict[str, Any]:
-        """Returns the content of env.json; empty if it does not exist."""
+        """Returns the content of env.json, or an empty dict if the file does not exist."""
         if not self.env.exists():
             return {}
-        return read_object(self.env, "remove it to resume without this history")
+        return read_object(self.env, "remove the file to resume without the history of earlier starts")
 
     def write_env(self, extra: dict[str, Any]) -> None:
-        """Writes env.json. Entries of earlier starts are kept under `before_resume`."""
+        """Writes env.json. The content of earlier starts of the run is kept under the key `before_resume`."""
         facts = describe_environment()
         if taken := sorted(facts.keys() & extra.keys()):
-            raise ValueError(f"keys of env.json given twice: {', '.join(taken)}")
+            raise ValueError(f"env.json already has these keys: {', '.join(taken)}")
         facts.update(extra)
         earlier = self.read_env()
         if earlier:
@@ -205,7 +213,7 @@ class RunFolder:
         try:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise unwritten(f"run folder {self.path}", error, "a run needs a writable folder") from error
+            raise unwritten(f"run folder {self.path}", error, "the run folder must be writable") from error
         try:
             _lock_or_refuse(file, self.path)
             with contextlib.suppress(OSError):  # the process id is only for information
@@ -214,14 +222,14 @@ class RunFolder:
             _held.add(file)
             yield
         finally:
-            # The lock file is not removed, because then two processes could lock two files with the same name.
+            # The lock file is not removed. Otherwise two processes could each lock a different file with this name.
             _held.discard(file)
             os.close(file)
 
 
 def _current_recipe(recipe: str) -> str:
-    """Converts a stored recipe of an earlier version: masks secrets and renames keys."""
-    # Imported here, so that listing runs does not wait for the import of the schema.
+    """Converts a stored recipe of an earlier lockstep version: masks secrets and renames keys."""
+    # The import is here, so that commands that only list runs do not load the recipe schema.
     from lockstep.recipe.renamed_keys import stored_recipe
 
     values = yaml.load(recipe, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -241,14 +249,14 @@ def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
-    """Raises `Refusal` if an output file cannot be written, before the work starts."""
+    """Raises `Refusal` if an output file cannot be written. Commands call it before they start the work."""
     if path.is_dir():
         raise Refusal.at(f"{option} {path}", "is a folder", "give the path of a file", code="not-a-file")
     if not path.parent.is_dir():
         raise Refusal.at(
             f"{option} {path}",
             f"folder {path.parent} does not exist",
-            "create it, or give another path",
+            "create the folder, or give another path",
             code="no-such-file",
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -263,7 +271,7 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         raise Refusal.at(
             f"run folder {path}",
             f"process {holder} is using it" if holder else "another process is using it",
-            "wait for it, stop it, or give this run another folder",
+            "wait for that process, stop it, or use another run folder",
             code="folder-in-use",
         ) from None
     except OSError as error:
@@ -275,8 +283,8 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         ) from error
 
 
-# A forked child, such as a data worker, shares the lock of its parent and would keep it after the parent is killed. So
-# children release the lock immediately.
+# A forked child process, such as a data worker, inherits the lock of its parent. A child would keep the lock after its
+# parent is killed, so child processes close the lock file immediately.
 _held: set[int] = set()
 
 
@@ -290,7 +298,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def worker_output(folder: Path, rank: int) -> Path:
-    """Returns the path prefix of worker output in any folder, as `RunFolder.reward_output` does for a run folder."""
+    """Returns the path prefix of the output files of the reward workers of this rank."""
     return folder / ("worker" if rank == 0 else f"rank{rank}-worker")
 
 

@@ -1,7 +1,8 @@
 """The metrics log `metrics.jsonl`, with one line per step, and the timer of the phases of a step.
 
-A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers are read back bitwise identical. JSON has no NaN or
-infinity, so these are written as the strings "NaN", "Infinity" and "-Infinity", and read back as floats.
+A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers that are read back are bitwise identical to the written
+ones. JSON has no NaN or infinity, so these are written as the strings "NaN", "Infinity" and "-Infinity", and read back
+as floats.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class MetricsLog:
         if self._last is None:
             self._last = _last_step(self.path)
         if step <= self._last:
-            raise ValueError(f"{self.path} already has step {self._last}, so step {step} cannot follow; rewind first")
+            raise ValueError(
+                f"{self.path} already has step {self._last}, so step {step} cannot follow; rewind it first"
+            )
         data = {name: _to_json(float(value)) for name, value in metrics.items()}
         line = json.dumps({"step": step, "data": data}, allow_nan=False) + "\n"
         append_text(self.path, line)
@@ -56,11 +59,11 @@ def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends complete lines and flushes them to disk. If that fails, the file is truncated to its old size."""
+    """Appends complete lines and flushes them to disk. If the write fails, the file is truncated to its old size."""
     new = not path.exists()
     content = memoryview(text.encode())
     try:
-        # Unbuffered, because a buffer would retry a failed write when it is closed.
+        # The file is unbuffered, because a buffered file would retry a failed write on close.
         with path.open("ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             try:
@@ -68,7 +71,7 @@ def append_text(path: Path, text: str) -> None:
                     content = content[file.write(content) :]
                 os.fsync(file.fileno())
             except OSError:
-                with contextlib.suppress(OSError):  # `rewind_lines` removes an incomplete line
+                with contextlib.suppress(OSError):  # otherwise `rewind_lines` removes the line
                     os.ftruncate(file.fileno(), before)
                 raise
         if new:
@@ -78,7 +81,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def missing_steps(steps: Iterable[int], last: int) -> str:
-    """Returns the missing steps from 1 to `last` as text, such as '3, 5 to 7'; empty if none is missing."""
+    """Returns the missing steps from 1 to `last` as text, such as '3, 5 to 7'. Returns '' if no step is missing."""
     present = set(steps)
     ranges = []
     first = None
@@ -110,8 +113,8 @@ PhaseTimer = Callable[[str], AbstractContextManager[None]]
 class Phases:
     """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
 
-    `synchronise` waits for the device; without it, asynchronous work would count in a later phase. `stage` is a context
-    manager that is entered with the name of each phase.
+    `synchronise` waits for the device. Without it, the time of asynchronous device work would be added to a later
+    phase. `stage` returns a context manager for the name of a phase, which is entered during the phase.
     """
 
     def __init__(
@@ -137,14 +140,15 @@ class Phases:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Times a phase that does not count in the enclosing phases, such as recording a tape."""
+        """Times a phase, such as recording a tape, whose time is subtracted from the enclosing phases."""
         before = self._seconds.get(name, 0.0)
         with self(name):
             yield
         self._aside += self._seconds[name] - before
 
     def take(self) -> dict[str, float]:
-        """Returns `timing_s/<phase>` of every phase since the last call; repeated phases are summed."""
+        """Returns the metrics `timing_s/<phase>` of all phases since the last call. The times of repeated phases are
+        summed."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
@@ -157,7 +161,7 @@ def _to_json(value: float) -> float | str:
 
 
 def _complete_lines(path: Path) -> list[bytes]:
-    # A line is complete if it has a newline, because the newline is the last byte that is written.
+    # A line is complete if it ends with a newline, because the newline is written last.
     return path.read_bytes().split(b"\n")[:-1]
 
 
@@ -184,7 +188,7 @@ def _damaged(path: Path, number: int, text: str) -> Refusal:
 
 
 def _last_step(path: Path) -> int:
-    """Returns the highest step in the log; -1 if there is none."""
+    """Returns the highest step in the log, or -1 if the log has no step."""
     if not path.exists():
         return -1
     content = path.read_bytes()

@@ -33,7 +33,7 @@ SINGLE = (
 
 
 def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, str]]:
-    """Returns table rows with a metric's name and its change, `first -> last`."""
+    """Returns table rows: the name of a metric, and its first and last value as `first -> last`."""
     rows = []
     for label, name in AVERAGED:
         values = _values(history, name)
@@ -55,7 +55,7 @@ def _values(history: Sequence[tuple[int, dict[str, float]]], name: str) -> list[
 
 History = Sequence[tuple[int, dict[str, float]]]
 
-# The most important metrics; the others are in metrics.jsonl.
+# The metrics that the model card plots. metrics.jsonl has all metrics.
 SHOWN = (
     "train/loss",
     "val/loss",
@@ -69,11 +69,11 @@ SHOWN = (
 )
 PANELS, WIDTH, HEIGHT, MARGIN = 4, 360, 200, 44
 POINTS = 300
-"""Maximum number of points of a curve; neighbouring steps of longer curves are averaged."""
+"""Maximum number of points of a curve. In longer curves, each point is the average of several steps."""
 
 
 def curves_svg(history: History) -> str | None:
-    """Returns an SVG with one panel per metric; None if no metric was logged twice."""
+    """Returns an SVG with one panel per metric. Returns None if no metric was logged at least twice."""
     curves = {name: _points(history, name) for name in SHOWN}
     drawn = [(name, points) for name, points in curves.items() if len(points) > 1][:PANELS]
     if not drawn:
@@ -126,7 +126,7 @@ _REPORT = re.compile(r'<script type="application/json" id="comparison">(.*?)</sc
 
 
 def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str, str]:
-    """Returns the text of the card and its picture by file name; empty if the run has no recipe."""
+    """Returns the files of the model card: file name to content. Returns an empty dict if the run has no recipe."""
     if not run.recipe.is_file():
         return {}
     recipe: dict[str, Any] = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
@@ -164,7 +164,7 @@ def _title(
 
 
 def _results(history: Sequence[tuple[int, dict[str, float]]], step: int) -> list[str]:
-    # Metrics of later steps do not apply to these weights.
+    # Metrics of steps after `step` are left out, because the exported weights are those of `step`.
     rows = [("", f"first and last, up to step {step}"), *before_and_after([one for one in history if one[0] <= step])]
     at = next((metrics for number, metrics in history if number == step), {})
     measured = [(name, f"{value:.6g}") for name, value in at.items() if name.startswith("val/")]
@@ -179,13 +179,13 @@ def _data(env: dict[str, Any]) -> list[str]:
             for file in source.get("files", []):
                 rows.append((part, _short(file["name"]), f"{file['rows']:,}", f"`{str(file['sha256'])[:16]}`"))
     kept = data.get("kept", {})
-    counts = [f"\n{kept['rows']:,} rows of {kept['tokens']:,} tokens were kept for training."] if kept else []
+    counts = [f"\n{kept['rows']:,} rows with {kept['tokens']:,} tokens in all were used for training."] if kept else []
     found = _table("Data", rows)
     return [*found, *counts] if found else []
 
 
 def _comparisons(run: RunFolder) -> list[str]:
-    """Returns the section about the last comparison in which this run was B."""
+    """Returns the section about the last `lockstep compare A B` in which this run was B."""
     report = run.path / "report.html"
     found = _REPORT.search(report.read_text(encoding="utf-8", errors="replace")) if report.is_file() else None
     if found is None:
@@ -230,7 +230,7 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_folders(inner) for inner in value]
     if isinstance(value, str) and "://" in value:
-        return f"{value.partition('://')[0]}://..."  # the host, and credentials before the @
+        return f"{value.partition('://')[0]}://..."  # removes the host and credentials
     return _short(value) if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
 
 
@@ -238,13 +238,13 @@ def _short(path: object) -> str:
     text = str(path)
     if not text.startswith(("/", "~", "..")):
         return _cell(text)
-    # An exported model of a run is shown with the name of the run.
+    # If the path is the folder `export` of a run, the result also contains the name of the run.
     parts = Path(text).parts
     return _cell("/".join(parts[-2:]) if parts[-1] == "export" and len(parts) > 1 else parts[-1])
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a section with a table; empty if the table has only a header."""
+    """Returns the lines of a section with a table. Returns no lines if the table has only a header."""
     if len(rows) < 2:
         return []
     return ["", f"## {title}", "", *_lines(rows)]
@@ -258,5 +258,5 @@ def _lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Escapes text for a line of Markdown: no line breaks, bars or tags."""
+    """Escapes text for a Markdown table cell: removes line breaks, and escapes `|` and `<`."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

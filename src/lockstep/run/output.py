@@ -1,4 +1,4 @@
-"""Output to stdout and stderr (no other module prints), and the fitting of text to a terminal."""
+"""Functions that write to stdout and stderr, and functions that wrap text to the width of a terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 from lockstep.masking import without_concealed
 
-# Text of rows, responses and files may contain escape sequences, which a terminal would execute. So they are made
-# visible. No other module may print; a test checks this.
+# Text of dataset rows, responses and files may contain escape sequences, which a terminal would execute. So `write`
+# prints escape sequences as visible text. No other module may print; a test checks this.
 #
-# Matches control characters except line break and tab; marks, overrides and isolates of the writing direction, which
-# can disguise a line; separators at which some terminals break lines; and lone surrogates, which cannot be encoded.
+# The pattern matches control characters except line break and tab, separators at which some terminals break lines, and
+# lone surrogates, which cannot be encoded. The pattern also matches characters that change the writing direction,
+# because such characters can disguise a line.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""Returns `text` with hidden characters as escapes: `\x1b` in ASCII, `\u202e` beyond ASCII."""
+    r"""Replaces invisible characters of `text` by escapes, such as `\x1b` or `\u202e`."""
     return _HIDDEN.sub(lambda found: _escaped(ord(found[0])), text)
 
 
@@ -45,8 +46,8 @@ WIDTH = 80
 
 
 class Column(NamedTuple):
-    """A metric shown at each step: its name (or names, of which the first available is used), label and number
-    format."""
+    """A metric that the console shows at each step: its name, label and number format. If `metric` has several names,
+    the console shows the first one that the step has."""
 
     metric: str | tuple[str, ...]
     label: str
@@ -62,7 +63,8 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
-# `kl` is the divergence from the reference model if there is one, otherwise that of the update.
+# `kl` is the KL divergence from the reference model if there is one. Otherwise it is `actor/ppo_kl`, the KL divergence
+# of the updated policy from the policy before the update.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
@@ -102,7 +104,8 @@ def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[
 
 
 def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
-    """Formats as many of the available columns as fit in `width`, with narrower gaps if more columns fit that way."""
+    """Formats the metrics of a step as one line. The line has as many columns as fit in `width`. The gaps are narrower
+    if more columns then fit."""
     wide = _line(columns, metrics, width, "  ")
     close = _line(columns, metrics, width, " ")
     return close if len(close.split()) > len(wide.split()) else wide
@@ -130,7 +133,8 @@ def clock(seconds: float) -> str:
 
 
 def task_summary(description: str, total: int | None, done: int, elapsed: float) -> str:
-    """Returns a summary such as `Encoding rows: 400 done in 0.3 s`, without a count if items are not counted."""
+    """Returns a summary such as `Encoding rows: 400 done in 0.3 s`. The number is omitted if the task counts no
+    items."""
     count = "" if total is None and not done else f"{done:,} "
     return f"{description}: {count}done in {brief_seconds(elapsed)}"
 

@@ -21,16 +21,18 @@ from lockstep.parallel.world import World, joined, with_context
 from lockstep.recipe import Recipe
 from lockstep.run.console import Console
 
-# Responses and per-step random numbers depend only on the seed and the step, so they need no stored state. Dropout and
-# other users of the global generators (torch on host and device, Python, NumPy) need one stored state per random
-# stream. Ranks of a tensor-parallel group see the same tokens and must sample the same dropout masks, so they share a
-# stream. All other ranks, including those of a context-parallel group, have separate streams (`World.engine`).
+# The random numbers of sampling and of each step depend only on the seed and the step, so checkpoints do not store a
+# state for them. Dropout and other code use the global generators of torch (CPU and device), Python and NumPy, whose
+# states are stored in checkpoints. Ranks of a tensor-parallel group process the same tokens and must use the same
+# dropout masks, so they have the same random stream. All other ranks, including those of a context-parallel group, have
+# separate streams (`World.engine`).
 
 _PREFIX = "rng"
 
 
 def generator_of(seed: tuple[int, ...]) -> torch.Generator:
-    """Returns a generator for one step, seeded by the run's seed and the step, so it is the same on every rank."""
+    """Returns a random generator. The caller passes the run's seed and the step, so every rank gets the same
+    generator."""
     return torch.Generator().manual_seed(seed_of(*seed))
 
 
@@ -43,7 +45,7 @@ def seed_generators(seed: int, device: Device) -> None:
     """Seeds every global generator of this process."""
     device.seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # user code and model code use the global generator
+    np.random.seed(seed % 2**32)  # user code and model code may use the global NumPy generator
 
 
 def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
@@ -60,11 +62,11 @@ def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
 def restore_generators(
     stored: Mapping[str, torch.Tensor], earlier_size: int, earlier_tensor: int, world: World, device: Device
 ) -> bool:
-    """Restores the generator states of this rank. Returns False if the checkpoint has none for it, or those of another
-    kind of device.
+    """Restores the random generator states of this rank. Returns False if the checkpoint has no states for this rank,
+    or if its states are from another device type.
 
-    A checkpoint has one state per rank. The ranks of a tensor-parallel group have the same state, so the stream is read
-    from the first rank of the group.
+    A checkpoint has one state per rank. The ranks of a tensor-parallel group have the same state, so the state of the
+    first rank of the group is used.
     """
     if world.engine >= earlier_size // earlier_tensor:
         return False
@@ -74,7 +76,7 @@ def restore_generators(
         return False
     torch.set_rng_state(stored[f"{_PREFIX}/host/{rank}"])
     device.set_rng_state(on_device)
-    # Checkpoints of earlier versions do not have these states.
+    # Checkpoints of earlier lockstep versions do not have the states of Python and NumPy.
     if (python := stored.get(f"{_PREFIX}/python/{rank}")) is not None:
         _restore_python(python)
     if (numpy := stored.get(f"{_PREFIX}/numpy/{rank}")) is not None:
@@ -82,8 +84,8 @@ def restore_generators(
     return True
 
 
-# States are stored as plain numbers, because reading a pickle may execute code. float64 represents 32-bit words
-# exactly.
+# The generator states are stored as float64 tensors, because reading a pickle may execute code. float64 represents
+# 32-bit integers exactly.
 
 
 def _python_state() -> torch.Tensor:
@@ -110,7 +112,8 @@ def _restore_numpy(state: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Device, ranks and console of one process. `switches` are the deterministic settings of the device libraries."""
+    """Device, ranks and console of one process. `switches` are the settings that make the device libraries
+    deterministic."""
 
     device: Device
     world: World
@@ -120,9 +123,10 @@ class Runtime:
 
 @contextmanager
 def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
-    """Opens the device of the recipe and joins the other ranks until the run ends."""
+    """Opens the device of the recipe and joins the process group. Leaves the process group when the context ends."""
     device, sentence = explain(recipe.device)
-    # This must precede the first tensor and the process group, because libraries read these switches once.
+    # The device libraries read the deterministic settings only once. So this call must come before the first tensor and
+    # the process group are created.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
     seconds = recipe.parallel.stall_seconds
     stall = None if seconds is None else Stall(seconds, Path(recipe.run.folder) / recipe.run.name)

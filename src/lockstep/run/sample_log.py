@@ -11,7 +11,8 @@ from lockstep.types import Failure, Rollout
 def sample_line(
     step: int, kind: str, rollout: Rollout, advantage: float | None, details: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a response as a line of samples.jsonl. `details` are the per-token values (`token_details`)."""
+    """Returns a response as a line of samples.jsonl. `details` are the per-token values that `token_details`
+    returns."""
     question, score = rollout.prompt.question, rollout.score
     line: dict[str, Any] = {
         "step": step,
@@ -35,7 +36,7 @@ def sample_line(
 
 
 MOST_TOKENS = 2048
-"""Maximum tokens with details per response, so that the samples of a step take at most some hundred KB."""
+"""Maximum number of tokens per response whose details are logged, to limit the size of samples.jsonl."""
 DIGITS = 4
 # A character has at most four bytes, and each byte may be a token.
 LONGEST_CHARACTER = 4
@@ -43,15 +44,16 @@ UNFINISHED = "\ufffd"
 
 
 class TokenTexts:
-    """Decodes the text of each token. A character that spans several tokens is assigned to the last one."""
+    """Decodes the text of each token. A character that consists of several tokens is assigned to the last of these
+    tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode = decode
         self._decoded: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token; concatenated they are the decoded response. Tokens are decoded in context if
-        necessary."""
+        """Returns the text of each token. The concatenated texts are the decoded response. If tokens decoded alone do
+        not give this text, they are decoded together with the tokens before them."""
         apart = self._apart(ids)
         return apart if "".join(apart) == self._decode(list(ids)) else self._in_turn(ids)
 
@@ -84,8 +86,9 @@ class TokenTexts:
 
 
 def token_details(rollout: Rollout, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
-    """Returns the `texts` and engine `logprobs` (null for environment tokens) of the first `MOST_TOKENS` tokens, and
-    `advantages` if they differ between tokens. The argument `advantages` has one number per generated token."""
+    """Returns the `texts` and the rollout `logprobs` of the first `MOST_TOKENS` tokens. Tokens of the environment, such
+    as tool results, have a log-prob of null. The result contains `advantages` if they differ between tokens. The
+    argument `advantages` has one number per generated token."""
     ids, trained = rollout.ids[:MOST_TOKENS], list(rollout.loss_mask[:MOST_TOKENS])
     logprobs = zip(rollout.logprobs, trained, strict=False)
     details: dict[str, Any] = {

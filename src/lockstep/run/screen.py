@@ -1,4 +1,4 @@
-"""The rich console of this package. Markup in printed text is not interpreted."""
+"""A console of the package rich that does not interpret markup in the printed text."""
 
 from __future__ import annotations
 
@@ -32,5 +32,6 @@ class Screen(Console):
 
 
 def shown(text: str, style: str = "") -> Text:
-    """Returns a rich text with control characters made visible; rich would drop some of them silently."""
+    """Returns a `rich.text.Text` with visible escapes for control characters. The package rich would drop some of these
+    characters silently."""
     return Text(visible(text), style=style)

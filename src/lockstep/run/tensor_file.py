@@ -22,8 +22,9 @@ def write_model(
     read: Callable[[str], torch.Tensor],
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Writes the weights of a Hugging Face folder: one file, or several files and an index. `read` returns a tensor by
-    name; `others` has the tensors with a different dtype."""
+    """Writes the weights of a Hugging Face folder: one file, or several files and an index. `read` returns the tensor
+    with a given name. `dtype` is the dtype of all tensors except those in `others`, which maps tensor names to other
+    dtypes."""
     dtypes = {name: others.get(name, dtype) for name in shapes}
     files: list[list[str]] = [[]]
     room = FILE_BYTES

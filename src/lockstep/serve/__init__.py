@@ -1,1 +1,1 @@
-"""HTTP servers for a model (OpenAI API), a reward model (scores) and the run viewer. All of them use `asgi.py`."""
+"""HTTP servers for a model (OpenAI API), a reward model (scores) and the run viewer. All servers use `asgi.py`."""

@@ -1,4 +1,4 @@
-"""Checks the bodies of requests to the OpenAI API, with the keys that vLLM adds, and encodes them as token ids."""
+"""Parses and checks request bodies of the OpenAI API, including keys that vLLM adds, and tokenizes the prompts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from lockstep.types import Message, Origin, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Logits divided by a smaller temperature would overflow; 0 means greedy decoding.
+# The smallest temperature above 0, because logits divided by a smaller one would overflow. 0 means greedy decoding.
 MIN_TEMPERATURE = 0.01
 MAX_CHOICES, MAX_STOPS, MAX_STOP_IDS = 128, 16, 128
-# If a text has more characters per token of context than this, it is tokenized in chunks from the beginning.
+# If a text has more characters than this number times the context length, first only its beginning is tokenized.
 CHARACTERS_PER_TOKEN = 16
-# Default of `max_tokens` in OpenAI's completions.
+# The default of `max_tokens` in OpenAI's completions API.
 DEFAULT_COMPLETION_TOKENS = 16
 _NO_TOOLS = "the answer is plain text; tool calls are not parsed"
-# Arguments of `apply_chat_template` that are not template variables, or that other keys of the request set.
+# Arguments of `apply_chat_template` that `chat_template_kwargs` must not contain: they are no template variables, or
+# other keys of the request set them.
 _RESERVED_TEMPLATE_ARGUMENTS = {
     *("messages", "conversation", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -42,10 +43,10 @@ _ORIGIN = Origin("messages", 0)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that requests use. `max_model_len` limits the tokens of prompt and answer together."""
+    """The model that the server serves. `max_model_len` limits the tokens of prompt and answer together."""
 
     names: tuple[str, ...]
-    """The names that a request may use; replies contain the first one."""
+    """The model names that a request may use. Replies contain the first name."""
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
     stop_ids: tuple[int, ...]
@@ -63,10 +64,10 @@ class ApiRequest:
     generation: GenerationRequest
     stream: bool
     usage: bool
-    """Whether a stream ends with the token counts."""
+    """Whether the last event of a stream contains the token counts (`include_usage`)."""
     token_ids: bool
     logprobs: bool
-    """Whether the reply contains log-probs; `generation.top_logprobs` is the number of alternatives per token."""
+    """Whether the reply contains log-probs. `generation.top_logprobs` is the number of alternatives per token."""
 
 
 def chat_request(body: bytes, served: ServedModel) -> ApiRequest:
@@ -84,7 +85,7 @@ def chat_request(body: bytes, served: ServedModel) -> ApiRequest:
         raise bad_value("top_logprobs", "needs logprobs: true")
     fields.accept_only("tools", ([],), _NO_TOOLS)
     fields.accept_only("tool_choice", ("none", "auto"), _NO_TOOLS)
-    fields.accept_only("response_format", ({"type": "text"},), "answers are text without a grammar")
+    fields.accept_only("response_format", ({"type": "text"},), "is not supported; answers are plain text")
     fields.accept_only("modalities", (["text"],), "answers are text")
     fields.ignore("store", "metadata", "parallel_tool_calls", "service_tier")
     alternatives = (top_logprobs or 0) if logprobs else None
@@ -98,9 +99,9 @@ def completion_request(body: bytes, served: ServedModel) -> ApiRequest:
     prompts = _prompts(fields.take("prompt"), fields.boolean("add_special_tokens", True), served)
     max_tokens = fields.integer("max_tokens", None, 1)
     top_logprobs = fields.integer("logprobs", None, 0, 20)
-    fields.accept_only("echo", (False,), "the answer does not repeat the prompt; set return_token_ids")
-    fields.accept_only("suffix", ("",), "text is only generated after the prompt")
-    fields.accept_only("best_of", (1,), "all answers are returned; use n")
+    fields.accept_only("echo", (False,), "is not supported; set return_token_ids to get the tokens of the prompt")
+    fields.accept_only("suffix", ("",), "is not supported; text is only generated after the prompt")
+    fields.accept_only("best_of", (1,), "is not supported; use n, which returns all answers")
     return _parsed(fields, served, prompts, max_tokens, top_logprobs, DEFAULT_COMPLETION_TOKENS)
 
 
@@ -127,7 +128,7 @@ def _parsed(
         replace(
             sampling,
             max_tokens=_max_tokens(ids, max_tokens, served, default_tokens),
-            # Without a seed every prompt gets a new random one, even if prompts are equal.
+            # If the request has no seed, every prompt gets a new random seed, even if prompts are equal.
             seed=secrets.randbits(63) if seed is None else seed,
         )
         for ids in prompts
@@ -164,7 +165,7 @@ def _sampling(fields: BodyReader, served: ServedModel) -> Sampling:
     ends = () if fields.boolean("ignore_eos") else served.stop_ids
     penalty = fields.number("repetition_penalty", 1.0, 0)
     if penalty == 0:
-        raise bad_value("repetition_penalty", "0 cannot divide")
+        raise bad_value("repetition_penalty", "must be above 0")
     min_p = fields.number("min_p", 0.0, 0, 1)
     return Sampling(
         max_tokens=1,
@@ -183,14 +184,15 @@ def _stops(fields: BodyReader) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise bad_value("stop", "is neither text nor a list of texts")
     if not all(valid_text(stop, "stop") for stop in stops):
-        raise bad_value("stop", "an empty text would end every answer before it begins")
+        raise bad_value("stop", "an empty stop string would end every answer before it begins")
     if len(stops) > MAX_STOPS:
         raise bad_value("stop", f"has {len(stops)} texts, over the limit of {MAX_STOPS}")
     return tuple(stops)
 
 
 def _max_tokens(ids: Sequence[int], requested: int | None, served: ServedModel, default: int | None) -> int:
-    """Returns the maximum number of new tokens: that of the request, or the rest of the context."""
+    """Returns the maximum number of new tokens: the limit in the request, or the default, or the rest of the
+    context."""
     room = served.max_model_len - len(ids)
     if room < 1 or (requested is not None and requested > room):
         answer = f" and {requested} of the answer" if requested is not None else ""
@@ -225,11 +227,11 @@ def _prompts(value: Any, special: bool, served: ServedModel) -> list[list[int]]:
 
 
 def _tokens(text: str, key: str, served: ServedModel, *, special: bool) -> list[int]:
-    """Returns token ids. Only the beginning of a far too long text is tokenized, because other requests wait."""
+    """Returns token ids. If a text is much too long, only its beginning is tokenized, because other requests wait."""
     length = CHARACTERS_PER_TOKEN * served.max_model_len
     while length < len(text):
         tokens = len(served.tokenizer(text[:length], add_special_tokens=special)["input_ids"])
-        # Twice the limit, because a truncated word may have more tokens than the complete word.
+        # The check uses twice the limit, because a truncated word may have more tokens than the complete word.
         if tokens > 2 * served.max_model_len:
             limit = served.max_model_len
             why = f"{key}: its first {length} characters alone are {tokens} tokens, over the limit of {limit}"
@@ -260,7 +262,7 @@ def _message(message: Any, where: str) -> Message:
         raise bad_value(where, "has no role")
     unread = [key for key, value in message.items() if value and key not in ("role", "content", "name")]
     if unread:
-        raise bad_value(f"{where}.{unread[0]}", _NO_TOOLS if "tool" in unread[0] else "is not read")
+        raise bad_value(f"{where}.{unread[0]}", _NO_TOOLS if "tool" in unread[0] else "is not supported")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
@@ -277,7 +279,7 @@ def _message(message: Any, where: str) -> Message:
 def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, dict) else None
-        raise bad_value(where, f"is of type {kind!r}; only text is read" if kind else "is not a part of type text")
+        raise bad_value(where, f"is of type {kind!r}; only text is supported" if kind else "is not a part of type text")
     return str(part["text"])
 
 
@@ -295,18 +297,18 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
         refuse_dropped_by_template(text, messages, (), _ORIGIN)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         # A template is code of the model and may raise any error for messages that it does not accept.
-        raise bad_value("messages", f"the chat template refuses them: {first_line(error)}") from error
+        raise bad_value("messages", f"the chat template does not accept the messages: {first_line(error)}") from error
     except Refusal as refusal:
         raise bad_value("messages", refusal.problems[0].why) from refusal
     for number, message in enumerate(messages):
         if message.get("name", "") not in text:
-            raise bad_value(f"messages[{number}].name", "the model's chat template does not use it")
+            raise bad_value(f"messages[{number}].name", "the model's chat template does not use the name of a message")
     ids = _tokens(valid_text(text, "messages"), "messages", served, special=False)
     _check_ids(ids, served)
     return ids
 
 
-# -- keys of a body
+# -- keys of a request body
 
 _MISSING = object()
 _LARGEST = sys.float_info.max
@@ -317,8 +319,8 @@ def bad_value(key: str, why: str) -> ApiError:
 
 
 class BodyReader:
-    """Reads and checks each key of a JSON body once; `check_all_read` rejects the others. As in OpenAI's API, `null`
-    means a missing key."""
+    """Reads and checks each key of a JSON body once. `check_all_read` rejects keys that were not read. As in OpenAI's
+    API, `null` means a missing key."""
 
     def __init__(self, body: bytes):
         try:
@@ -372,13 +374,13 @@ class BodyReader:
         return value
 
     def accept_only(self, key: str, allowed: Sequence[Any], why: str) -> None:
-        """Rejects a key of OpenAI's API that is not supported here, unless its value has no effect."""
+        """Rejects an unsupported key of OpenAI's API. Values in `allowed` are accepted, because they have no effect."""
         value = self.take(key, None)
         if value is not None and value not in allowed:
             raise bad_value(key, why)
 
     def ignore(self, *keys: str) -> None:
-        """Drops keys that do not change the answer."""
+        """Ignores keys of the request that do not change the answer."""
         for key in keys:
             self._left.pop(key, None)
 
@@ -389,7 +391,7 @@ class BodyReader:
 
 
 def check_model(fields: BodyReader, names: Sequence[str]) -> None:
-    """Rejects a request for another model."""
+    """Rejects a request whose key `model` names a model that is not served."""
     name = fields.text("model", names[0])
     if name not in names:
         why = f"model: {name[:200]!r} is not served here; use {names[0]!r}"
@@ -397,7 +399,7 @@ def check_model(fields: BodyReader, names: Sequence[str]) -> None:
 
 
 def valid_text(text: str, key: str) -> str:
-    """Returns the text. Lone surrogates, which JSON allows and tokenizers do not, are an error."""
+    """Returns the text. Raises for lone surrogates, which are valid in JSON but not in a tokenizer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
 """The HTTP server: a starlette application on uvicorn that limits everything that a client can send.
 
-A request is cancelled when its client disconnects. A client that closes its side of the connection counts as
+A request is cancelled when its client disconnects. A client that has closed its end of the connection is treated as
 disconnected.
 """
 
@@ -34,19 +34,20 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
-    # These packages are in the extra `serve`. Only servers import this module, when they start.
+    # The packages h11, starlette and uvicorn are in the extra `serve`. Only servers import this module, when they
+    # start.
     package = (error.name or "").partition(".")[0]
     if package not in ("h11", "starlette", "uvicorn"):
         raise
     raise missing_extra(package, "serve", "`lockstep serve` and `lockstep view`") from error
 
 HEAD_BYTES = 2**16
-# The time to read and drop the rest of a rejected request. A connection that is closed with unread data is reset, and
-# the client may lose the error.
+# The time to read and drop the rest of a rejected request. If the server closed the connection with unread data, TCP
+# would reset it, and the client might not receive the error.
 LINGER_SECONDS = 2.0
-# The time that running requests get after SIGINT or SIGTERM.
+# After SIGINT or SIGTERM, running requests get this many seconds to finish.
 SHUTDOWN_SECONDS = 5
-# A repeated header is an error, because two proxies could use different values.
+# A request that repeats one of these headers is rejected, because a proxy and this server could use different values.
 _SINGLE_HEADERS = ("host", "origin", "authorization", "content-length", "transfer-encoding")
 
 
@@ -69,12 +70,12 @@ def site_in_thread(site: HttpSite, limits: ServeLimits, sockets: list[socket.soc
 
 
 def bind(host: str, port: int, where: str) -> list[socket.socket]:
-    """Returns sockets that are bound to the port and do not listen yet, one per address of the host. `where` names the
-    option in the error."""
+    """Returns one socket per address of the host. The sockets are bound to the port, but do not listen yet. `where`
+    names the command line option in the error message."""
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            # All addresses use the port of the first one, also with port 0.
+            # All sockets use the port of the first socket. With port 0, the first socket gets a free port.
             actual_port = sockets[0].getsockname()[1] if sockets else port
             sockets.append(socket.socket(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,13 +85,13 @@ def bind(host: str, port: int, where: str) -> list[socket.socket]:
     except OSError as error:
         for opened in sockets:
             opened.close()
-        remedy = "choose another port; 0 is any free port"
+        remedy = "choose another port; port 0 selects any free port"
         raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy, code="port-unavailable") from error
     return sockets
 
 
 def listen(sockets: list[socket.socket]) -> int:
-    """Starts listening; returns the port."""
+    """Makes the sockets listen. Returns the port."""
     for bound in sockets:
         bound.listen(1024)
     return int(sockets[0].getsockname()[1])
@@ -104,7 +105,8 @@ def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
         loop="asyncio",
         lifespan="off",
         log_config=None,
-        # `_endpoint` reports errors of handlers; errors of clients are sent to the clients.
+        # uvicorn logs almost nothing: `_endpoint` prints errors of handlers, and clients receive the errors of their
+        # requests.
         log_level="critical",
         access_log=False,
         server_header=False,
@@ -117,7 +119,7 @@ def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Exits after a signal. uvicorn would raise the signal again, and the exit status would not be 0."""
+        """Ends the server after a signal with exit status 0. The method of uvicorn would raise the signal again."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -126,7 +128,7 @@ class _Server(uvicorn.Server):
 
 
 def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
-    """Returns the routes of the site, protected by its check."""
+    """Returns the ASGI application of the site, which calls `site.check` before it handles a request."""
     routes = [
         Route(path, _endpoint(site, handler, limits), methods=[method])
         for (method, path), handler in site.routes.items()
@@ -135,7 +137,7 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
     async def unrouted(request: Request, error: Exception) -> Any:
         await _drain(request)
         path, method = request.scope["path"], request.method
-        wrong = ApiError(405, f"{path[:200]} does not take {method[:20]}", code="method_not_allowed")
+        wrong = ApiError(405, f"{path[:200]} does not support the method {method[:20]}", code="method_not_allowed")
         unknown = getattr(error, "status_code", 404) == HTTPStatus.NOT_FOUND
         return _response(site.error(site.no_route(path) if unknown else wrong))
 
@@ -151,7 +153,8 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
             site.check(_request(scope))
         except ApiError as error:
             await _drain(Request(scope, receive))
-            # After a framing error, the next request on the connection could be read from a wrong position.
+            # The connection is closed. After wrong Content-Length headers, the server could misread where the next
+            # request begins.
             await _response(site.error(error), close=True)(scope, receive, send)
             return
         await app(scope, receive, send)
@@ -166,7 +169,8 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
 
 def _check_framing(scope: Scope) -> None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
-    # The parser limits request heads that arrive in several packets; this limits the others.
+    # The HTTP parser limits the size of request heads that arrive in several packets. This check limits the size of
+    # heads that arrive in one packet.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
         raise _head_too_long()
     for name in _SINGLE_HEADERS:
@@ -194,7 +198,7 @@ def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable
             return Response(status_code=499)  # the client has disconnected
         except ApiError as error:
             reply = site.error(error)
-        except Exception as error:  # noqa: BLE001 - a bug must not look like a lost connection
+        except Exception as error:  # noqa: BLE001 - after a bug, the client must get an error reply
             write("".join(traceback.format_exception(error)), error=True)
             reply = site.error(ApiError(500, f"the server failed: {type(error).__name__}: {error}"))
         return _response(reply)
@@ -203,7 +207,7 @@ def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable
 
 
 def _response(reply: HttpReply, *, close: bool = False) -> ASGIApp:
-    """Sends the reply. `close` ends the connection after it."""
+    """Returns an ASGI application that sends the reply. With `close`, the connection is closed after the reply."""
     headers = {"Content-Type": reply.content_type, **reply.headers, **({"Connection": "close"} if close else {})}
     if isinstance(reply.body, bytes):
         response: Response = Response(reply.body, reply.status, headers)
@@ -239,7 +243,7 @@ async def _body(request: Request, limits: ServeLimits) -> bytes:
 async def _drain(request: Request) -> None:
     """Reads and drops a body for up to `LINGER_SECONDS`, so that a client that is still sending receives the error."""
     if "expect" in request.headers:
-        return  # because reading would tell the client to start sending
+        return  # reading would make the server reply "100 Continue", and the client would send the body
 
     async def drop_rest() -> None:
         while (await request.receive()).get("more_body"):
@@ -250,7 +254,7 @@ async def _drain(request: Request) -> None:
 
 
 async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpReply]) -> HttpReply:
-    """Returns the reply; cancels `work` if the client disconnects first."""
+    """Returns the reply of `work`. Cancels `work` if the client disconnects before the reply is ready."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -273,8 +277,8 @@ async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpRe
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits for slow clients, a connection limit, and errors in the site's format. uvicorn creates
-    the instances, so `_config` sets site and limits in a subclass."""
+    """HTTP/1.1 protocol with time limits for slow clients, a connection limit, and error replies in the format of the
+    site. uvicorn creates the instances, so `_config` creates a subclass with the attributes `site` and `limits`."""
 
     site: HttpSite
     limits: ServeLimits
@@ -303,7 +307,7 @@ class LimitedProtocol(H11Protocol):
         cycle = self.cycle
         if cycle is not None and not cycle.more_body and self._answered_cycle is not cycle:
             self._answered_cycle = cycle
-            # The handler has a separate limit of `seconds`; a slow client gets the same time to receive the answer.
+            # The handler may take up to `limits.seconds`. A slow client gets the same time to receive the answer.
             self._close_after(2 * self.limits.seconds + self.limits.idle_seconds)
 
     def on_response_complete(self) -> None:
@@ -311,7 +315,8 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Replies while the parser's error is handled; that error contains the status and the reason."""
+        """Sends an error reply. uvicorn calls it while it handles an exception of the HTTP parser, which contains the
+        status and the reason."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self._reject(_head_too_long() if status == 431 else ApiError(status, f"no HTTP/1.1 request: {error}"))

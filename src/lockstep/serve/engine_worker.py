@@ -1,4 +1,7 @@
-"""The thread that runs the engine. It admits requests between decoding steps, and returns tokens after each step."""
+"""The thread that runs the inference engine.
+
+The thread admits requests between decoding steps, and returns tokens after each step.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,20 @@ from lockstep.serve.http_api import ApiError, ServeLimits
 from lockstep.serve.text_stream import TextStream
 from lockstep.types import Sampling
 
-# The random key of the first reply of `lockstep generate`, so that the same seed gives the same answer.
+# The server uses the same random key as the first reply of `lockstep generate`, so that the same seed gives the same
+# answer.
 NOISE_KEY = 1
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts as token ids, the number `n` of continuations of each, and how to sample them. `top_logprobs` is the
-    number of alternatives per token, or None for a reply without log-probs."""
+    """A generation request. `prompts` are token ids, and `n` is the number of responses per prompt. `top_logprobs` is
+    the number of alternatives per token, or None for a reply without log-probs."""
 
     prompts: Sequence[Sequence[int]]
     n: int
     samplings: Sequence[Sampling]
-    """One entry per prompt, because the limits of new tokens differ."""
+    """The sampling settings of each prompt, which may differ in the maximum number of new tokens and in the seed."""
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
 
@@ -39,7 +43,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens and text of one choice. `finish` is its finish reason (`stop` or `length`), or None."""
+    """New tokens and text of one choice. `finish` is the finish reason of the choice (`stop` or `length`), or None if
+    it is not finished."""
 
     choice: int
     text: str
@@ -49,7 +54,7 @@ class Delta:
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request in progress. `inbox` receives its deltas, or the error that ends it."""
+    """A request in progress. `inbox` receives the deltas of the request, or the error that ends the request."""
 
     request: GenerationRequest
     loop: asyncio.AbstractEventLoop
@@ -63,14 +68,14 @@ class PendingRequest:
         return delta
 
     def deliver(self, deltas: Iterable[Delta | ApiError]) -> None:
-        """Puts the deltas into the inbox. It is called in the event loop."""
+        """Puts the deltas into the inbox. Must be called in the event loop."""
         for delta in deltas:
             self.inbox.put_nowait(delta)
 
 
 @dataclass(eq=False)
 class _RunningSequence:
-    """A sequence in progress: its request, the index of its choice, and its text."""
+    """A sequence that is being generated: its request, the index of its choice in the reply, and its text."""
 
     pending: PendingRequest
     choice: int
@@ -79,7 +84,7 @@ class _RunningSequence:
 
 @dataclass(frozen=True)
 class Load:
-    """The number of sequences in the engine, and of blocks of the KV cache."""
+    """The load of the engine: the number of running and waiting sequences, and of all and free KV cache blocks."""
 
     running: int
     waiting: int
@@ -88,11 +93,12 @@ class Load:
 
 
 class EngineWorker:
-    """Runs the engine for all requests. `decode` returns the text of token ids without special tokens."""
+    """Runs the inference engine in a thread for all requests. `decode` returns the text of token ids without special
+    tokens."""
 
     def __init__(self, engine: LiveEngine, decode: Callable[[list[int]], str], limits: ServeLimits):
         self._engine, self._decode, self._limits = engine, decode, limits
-        # This lock guards the next five attributes; only the thread uses the engine.
+        # This lock guards the attributes that several threads use. Only the engine thread uses the engine.
         self._changed = threading.Condition()
         self._new: list[PendingRequest] = []
         self._released: list[PendingRequest] = []
@@ -106,22 +112,20 @@ class EngineWorker:
 
     @property
     def stopped(self) -> str | None:
-        """The reason why the engine has stopped; None while it runs."""
+        """The reason why the engine has stopped, or None while it runs."""
         return self._stopped
 
     @property
     def load(self) -> Load:
-        """The load after the last decoding step, including requests that arrived since."""
+        """The load after the last decoding step, plus the requests that arrived after that step."""
         with self._changed:
             new = sum(pending.request.num_sequences for pending in self._new)
             last = self._load
         return Load(last.running, last.waiting + new, last.blocks, last.free_blocks)
 
     def submit(self, request: GenerationRequest) -> PendingRequest:
-        """Queues a request of the running event loop. The caller must `release` it.
-
-        A full queue is an error. After the time limit the request ends with an error.
-        """
+        """Queues a request. Must be called in an event loop. The caller must call `release` for the returned request.
+        Raises `ApiError` if the queue is full. After the time limit, the request ends with an error."""
         loop = asyncio.get_running_loop()
         pending = PendingRequest(request, loop)
         with self._changed:
@@ -148,7 +152,8 @@ class EngineWorker:
         return pending
 
     def release(self, pending: PendingRequest) -> None:
-        """Ends a request, finished or not. The engine drops it before its next step and frees its blocks."""
+        """Ends a finished or unfinished request. Before its next step, the engine drops the request and frees its KV
+        cache blocks."""
         if pending.timer is not None:
             pending.timer.cancel()
         with self._changed:
@@ -157,11 +162,11 @@ class EngineWorker:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread; requests in progress end with an error."""
+        """Ends the engine thread. Requests in progress end with an error."""
         self._end("the server is shutting down")
         self._thread.join()
 
-    # In the engine thread ----------------------------------------------------------------------------------------
+    # Methods of the engine thread ---------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -169,7 +174,7 @@ class EngineWorker:
                 if self._engine.busy:
                     self._step()
                 self._note_load()
-        except Exception as error:  # noqa: BLE001 - waiting requests must end, and the device may not work any more
+        except Exception as error:  # noqa: BLE001 - after any error, waiting requests must end
             write("".join(traceback.format_exception(error)), error=True)
             self._end(f"the engine stopped: {type(error).__name__}: {first_line(error)}")
         why = ApiError(503, self._stopped or "", code="engine_stopped")
@@ -185,7 +190,8 @@ class EngineWorker:
             self._changed.notify()
 
     def _admit_waiting(self) -> bool:
-        """Admits new requests and drops released ones; waits while there is no work. False once the worker stops."""
+        """Admits new requests and drops released requests. Waits while there is no work. Returns False if the worker
+        must stop."""
         with self._changed:
             while not (self._new or self._released or self._engine.busy or self._stopped):
                 self._changed.wait()
@@ -225,7 +231,7 @@ class EngineWorker:
         self._post(new_deltas)
 
     def _delta(self, sample: LiveSample, response: _RunningSequence, drawn: list[DrawnToken]) -> Delta:
-        """Returns the text of the step's tokens, up to the token that completes a stop string."""
+        """Returns the new tokens and text of one sequence, up to the token that completes a stop string."""
         text, stream = "", response.text
         for count, token in enumerate(drawn, 1):
             text += stream.push(token.token)
@@ -239,11 +245,11 @@ class EngineWorker:
         return Delta(response.choice, text, drawn)
 
     def _post(self, deltas: Mapping[PendingRequest, Sequence[Delta | ApiError]]) -> None:
-        """Sends all deltas in one call into the event loop, because each call must wake the loop, which is slow."""
+        """Sends all deltas in one call into the event loop, because each call wakes the loop, which is slow."""
         loops = {pending.loop for pending in deltas}
         for loop in loops:
             local = [(pending, new_deltas) for pending, new_deltas in deltas.items() if pending.loop is loop]
-            with suppress(RuntimeError):  # the loop is closed, so no request waits there
+            with suppress(RuntimeError):  # the event loop is closed, so no request waits in it
                 loop.call_soon_threadsafe(_deliver, local)
 
     def _note_load(self) -> None:

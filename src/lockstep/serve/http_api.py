@@ -1,4 +1,4 @@
-"""HTTP requests, replies, errors and limits, independent of the server that transports them (`asgi.py`)."""
+"""Types for HTTP requests, replies, errors and limits, which do not depend on the HTTP server (`asgi.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lockstep.errors import Refusal
 
 
 class ApiError(Exception):
-    """An error reply. `param`: the wrong key of the body. `code`: a machine-readable error code."""
+    """An HTTP error reply. `param` is the request key that has a wrong value. `code` is a machine-readable error
+    code."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Returns the body in OpenAI's format."""
+        """Returns the body of the error reply in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, usual)
@@ -49,7 +50,8 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """A reply. `body` is complete, or an iterator of chunks. `done` runs after it, also if the client disconnects."""
+    """An HTTP reply. `body` is the complete body, or an iterator of chunks. The server calls `done` after it has sent
+    the body, also if the client disconnects."""
 
     body: bytes | AsyncIterator[bytes] | Iterator[bytes]
     status: int = 200
@@ -63,7 +65,8 @@ def as_json(value: Any, status: int = 200) -> HttpReply:
 
 
 def as_events(events: AsyncIterator[Any], done: Callable[[], None]) -> HttpReply:
-    """Returns server-sent events that end with OpenAI's `[DONE]`. An error after the status becomes the last event."""
+    """Returns server-sent events that end with OpenAI's `[DONE]`. An error that occurs after the HTTP status was sent
+    becomes the last event."""
     kind, headers = "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"}
     return HttpReply(_event_lines(events), content_type=kind, headers=headers, done=done)
 
@@ -93,7 +96,7 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]] | Callable[[HttpRequest]
 @dataclass(frozen=True)
 class HttpSite:
     """The routes of one server by (method, path). A handler that is not a coroutine function runs in a thread. `check`
-    runs before the body of a request is read, and raises `ApiError` to reject it."""
+    runs before the body of a request is read, and raises `ApiError` to reject the request."""
 
     routes: Mapping[tuple[str, str], Handler]
     check: Callable[[HttpRequest], None]
@@ -101,14 +104,15 @@ class HttpSite:
 
     def no_route(self, path: str) -> ApiError:
         paths = ", ".join(sorted({path for _, path in self.routes}))
-        return ApiError(404, f"there is no {path[:200]}; the routes are {paths}", code="not_found")
+        return ApiError(404, f"the server has no route {path[:200]}; its routes are {paths}", code="not_found")
 
 
 @dataclass(frozen=True)
 class ServeLimits:
-    """Limits of the server. `body_bytes`: size of a request. `queue`: sequences that wait or run. `seconds`: time from
-    the last byte of a request to the last byte of its answer. `idle_seconds`: time to send a complete request, and
-    between two requests."""
+    """Limits of the HTTP server. `body_bytes` is the maximum size of a request body. `queue` is the maximum number of
+    sequences that wait or run. `seconds` is the maximum time from the last byte of a request to the last byte of its
+    answer. `idle_seconds` is the maximum time for sending a complete request, and between two requests of a
+    connection."""
 
     body_bytes: int = 16 * 2**20
     queue: int = 256
@@ -119,7 +123,7 @@ class ServeLimits:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """The address of the server, and the API key that it requires. Port 0 uses any free port."""
+    """The address of the server, and the API key that it requires. With port 0, the server uses any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -150,21 +154,23 @@ def is_loopback(host: str) -> bool:
 
 
 def check_caller(request: HttpRequest, api_key: str | None) -> None:
-    """Rejects a request without the API key. If there is no key, rejects other host names and pages of other sites."""
+    """Rejects a request without the API key. If the server has no API key, rejects requests whose Host or Origin header
+    is not this machine."""
     if api_key is not None:
         if request.method in ("GET", "HEAD") and request.path == "/health":
-            return  # because supervisors and load balancers have no key
+            return  # health checks of load balancers have no key
         # RFC 7235: the name of the scheme is case-insensitive.
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if not hmac.compare_digest(given.encode(), api_key.encode()):
             raise ApiError(401, "the key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
         return
-    # A page in a browser can send requests to this machine, even with another host name that resolves to it.
+    # A web page in a browser can send requests to this server, even under a foreign host name that resolves to this
+    # machine.
     for name in ("host", "origin"):
         value = request.headers.get(name)
         if value is not None and not is_loopback(_host_name(value)):
-            raise ApiError(403, f"{name} {value[:80]!r} is not this machine; set --api-key to allow others")
+            raise ApiError(403, f"the header {name} {value[:80]!r} is not this machine; set --api-key to allow it")
 
 
 def _host_name(text: str) -> str:

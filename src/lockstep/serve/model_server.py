@@ -30,8 +30,8 @@ from lockstep.serve.reward_api import RewardEncoder, RewardModelApp, RewardWorke
 
 @dataclass(frozen=True)
 class ServeRmOptions:
-    """The options of OpenRLHF's `serve_rm`. `append_eos`: as in `RewardEncoder`. `normalize`: normalizes scores with
-    the mean and the standard deviation in the model's config.json."""
+    """The options of OpenRLHF's `serve_rm`. `append_eos` has the same meaning as in `RewardEncoder`. With `normalize`,
+    scores are normalized with the mean and the standard deviation in the model's config.json."""
 
     append_eos: bool
     normalize: bool
@@ -39,8 +39,8 @@ class ServeRmOptions:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The model and how to serve it. `max_length` limits the tokens of prompt and answer together; a reward model
-    truncates queries to it."""
+    """The settings of `lockstep serve`. `max_length` is the maximum number of tokens of prompt and answer together. A
+    reward model truncates queries to `max_length` tokens."""
 
     model: str
     name: str | None = None
@@ -50,18 +50,18 @@ class ServeSettings:
     max_sequences: int = 64
     cache_gb: float | None = None
     serve_rm: ServeRmOptions | None = None
-    """Set for a reward model that replaces OpenRLHF's `serve_rm`."""
+    """Set only if a reward model is served in place of OpenRLHF's `serve_rm`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that a request may use for the model; replies contain the first one."""
+        """The names that a request may use for the model. Replies contain the first name."""
         default = Path(self.model).resolve().name if Path(self.model).exists() else self.model
         return tuple(dict.fromkeys([self.name or default, default, self.model]))
 
 
 def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -> None:
     """Loads the model and serves it until SIGINT or SIGTERM."""
-    from lockstep.serve import asgi  # imported on use, because it needs the extra `serve`
+    from lockstep.serve import asgi  # imported here, because it needs the extra `serve`
 
     device, explanation = explain(serving.device)
     write(explanation, error=True)
@@ -70,7 +70,7 @@ def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -
             raise Refusal.at(
                 "lockstep serve", "runs on one device", "start it without torchrun", code="one-process-only"
             )
-        # Binds before the model is loaded, so that a port in use is reported at once.
+        # The port is bound before the model is loaded, so that the command fails immediately if the port is in use.
         sockets = asgi.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
         app = load_app(serving, limits, device, world)
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -130,7 +130,7 @@ def _language_model(
 
 
 def _as_options(refusal: Refusal) -> Refusal:
-    """Returns the error with options of the command instead of recipe keys."""
+    """Returns the error with command line options in place of recipe keys, because `lockstep serve` has no recipe."""
 
     def renamed(text: str) -> str:
         return text.replace("rollout.cache_gb", "--cache-gb").replace("rollout.max_tokens", "--max-length")

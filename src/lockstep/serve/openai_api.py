@@ -1,4 +1,7 @@
-"""The OpenAI API of a language model: chat completions, completions and the list of models, with vLLM's token ids."""
+"""The OpenAI API of a language model: chat completions, completions and the list of models.
+
+Replies can contain token ids, as those of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def model_site(app: ModelApp, api_key: str | None) -> HttpSite:
 
 
 def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tuple[str, str], Handler]:
-    """Returns the routes that list the models in OpenAI's format, with vLLM's `max_model_len`."""
+    """Returns the HTTP routes that list the models in OpenAI's format. The list also has the key `max_model_len` of
+    vLLM."""
     model = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "lockstep"}
     if max_model_len:
         model["max_model_len"] = max_model_len
@@ -53,7 +57,7 @@ def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tupl
 
 
 def check_running(stopped: str | None) -> None:
-    """Rejects a request after the worker stopped; `stopped` is the reason."""
+    """Rejects a request if the worker has stopped. `stopped` is the reason, or None while the worker runs."""
     if stopped is not None:
         raise ApiError(503, stopped, code="engine_stopped")
 
@@ -63,7 +67,7 @@ class LanguageModelApp:
 
     def __init__(self, served: ServedModel, worker: EngineWorker):
         self.served, self.worker = served, worker
-        # One thread tokenizes requests, so that a long prompt delays neither the streams nor the engine.
+        # A separate thread tokenizes requests, so that a long prompt does not delay other responses or the engine.
         self._encoder = ThreadPoolExecutor(1, "encoder")
         self.routes: Mapping[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): self.chat,
@@ -87,7 +91,8 @@ class LanguageModelApp:
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._encoder, parse, request.body, self.served)
         response = ApiResponse(parsed, self.served, chat=chat)
-        # The request is queued before a stream begins, so that a full queue is reported by the status, not by an event.
+        # The request is queued before a stream begins. So a full queue gives an HTTP error status in place of an error
+        # event.
         pending = self.worker.submit(parsed.generation)
         if parsed.stream:
             return as_events(response.events(pending), lambda: self.worker.release(pending))
@@ -156,7 +161,8 @@ class ApiResponse:
             yield {**self._body(kind, []), "usage": self._usage(generated)}
 
     def _is_event(self, delta: Delta) -> bool:
-        """Returns whether an event is sent: not for tokens that do not complete a character."""
+        """Returns whether to send an event for `delta`. No event is sent for tokens that do not complete a
+        character."""
         return bool(delta.text or delta.finish or self.request.token_ids or self.request.logprobs)
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -173,7 +179,8 @@ class ApiResponse:
         return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        # Without stop strings all tokens are decoded at once, so that the text does not depend on the decoding steps.
+        # If there are no stop strings, all tokens are decoded together, so that the text does not depend on the
+        # decoding steps.
         text = (
             choice.text
             if self.request.generation.stops
@@ -210,7 +217,7 @@ class ApiResponse:
     def _chat_logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             text = self._token(token_id)
-            # A token that is only part of a character has no text, and its bytes are not available.
+            # If a token is only a part of a character, its text is incomplete, and its bytes are unknown.
             data = None if _REPLACEMENT in text else list(text.encode(errors="replace"))
             return {"token": text, "logprob": logprob, "bytes": data}
 
@@ -230,7 +237,8 @@ class ApiResponse:
         return {
             "tokens": texts,
             "token_logprobs": [_logprob(token) for token in tokens],
-            # Tokens that are parts of characters have the same text; it is assigned to the most likely of them.
+            # Tokens that are only parts of characters all decode to the same text. The dict keeps the most likely of
+            # these tokens.
             "top_logprobs": [
                 {self._token(token_id): logprob for token_id, logprob in reversed(token.likeliest)} for token in tokens
             ],

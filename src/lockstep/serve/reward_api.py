@@ -1,8 +1,8 @@
 """The HTTP API of a reward model, for runs on other machines.
 
-`/v1/rewards` accepts the requests of `reward.remote`: `{"items": [{prompt, response, ...}, ...]}`, and replies
-`{"scores": [...]}`. It also accepts OpenRLHF's format, as does the path of OpenRLHF's `serve_rm`, `/get_reward`:
-`{"query": [...], ...}`, with the reply `{"rewards": [...]}`.
+`/v1/rewards` accepts the requests that a run with `reward.remote` sends: `{"items": [{prompt, response, ...}, ...]}`.
+The reply is `{"scores": [...]}`. It also accepts requests in the format of OpenRLHF's `serve_rm`: `{"query": [...],
+...}`. The reply is `{"rewards": [...]}`. The path `/get_reward`, which OpenRLHF uses, does the same.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, S
 from lockstep.serve.openai_api import check_running, model_routes
 from lockstep.types import Origin, Question
 
-# The maximum number of rows in one batch of waiting requests.
+# The maximum number of sequences that the model scores in one batch.
 MAX_BATCH_ROWS = 256
 
 
 @dataclass(eq=False)
 class _Batch:
-    """The token rows of one request, and its future scores."""
+    """The token sequences of one request, and the future that receives their scores."""
 
     rows: Sequence[Sequence[int]]
     loop: asyncio.AbstractEventLoop
@@ -43,9 +43,9 @@ class _Batch:
 
 @dataclass(frozen=True)
 class RewardEncoder:
-    """Tokenizes requests. Queries in OpenRLHF's format are truncated to `max_length`, as its `serve_rm` does; other
-    rows that exceed the model's context are an error. `append_eos` removes EOS and padding tokens at both ends of such
-    a query and appends one EOS token, as OpenRLHF 0.7 does."""
+    """Tokenizes requests. Queries in OpenRLHF's format are truncated to `max_length`, as in OpenRLHF's `serve_rm`.
+    Sequences that are longer than the model's context are rejected. With `append_eos`, EOS and padding tokens at both
+    ends of a query in OpenRLHF's format are removed and one EOS token is appended, as in OpenRLHF 0.7."""
 
     model: RewardModel
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class RewardEncoder:
     append_eos: bool = False
 
     def encoded(self, body: bytes) -> tuple[str, list[list[int]]]:
-        """Returns the key of the scores in the reply, and one row of token ids per score."""
+        """Returns the key that the scores have in the reply, and the token ids of each sequence to score."""
         fields = BodyReader(body)
         check_model(fields, self.names)
         items = fields.take("items", None)
@@ -83,7 +83,8 @@ class RewardEncoder:
             raise bad_value(f"{where}.response", "is not text")
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
             raise bad_value(f"{where}.prompt", "is not a list of messages")
-        # A template would render other types as text, and the model would score that text.
+        # The content must be text. A chat template would convert other types to text, and the model would score that
+        # text.
         for number, message in enumerate(prompt):
             content = message.get("content")
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
@@ -93,7 +94,7 @@ class RewardEncoder:
                 Question("", prompt, "", Origin(where, 0)), valid_text(response, f"{where}.response")
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            why = f"the chat template refuses this chat: {first_line(error)}"
+            why = f"the chat template does not accept this chat: {first_line(error)}"
             raise bad_value(f"{where}.prompt", why) from error
 
     def _queries(self, fields: BodyReader) -> list[list[int]]:
@@ -114,12 +115,13 @@ class RewardEncoder:
 
 @dataclass
 class RewardWorker:
-    """The thread that runs the model. It scores the rows of waiting requests in one batch."""
+    """The thread that runs the reward model. The thread scores the sequences of all waiting requests in one batch, up
+    to a limit."""
 
     model: RewardModel
     limits: ServeLimits
     stopped: str | None = None
-    """The reason why the worker has stopped; None while it runs."""
+    """The reason why the worker has stopped, or None while it runs."""
     _rows: int = 0
     _waiting: list[_Batch] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -148,7 +150,7 @@ class RewardWorker:
         finally:
             with self._changed:
                 self._rows -= len(rows)
-                # The request has ended, so it is not scored.
+                # If the request has timed out or was cancelled, it is removed from the queue, so that it is not scored.
                 if batch in self._waiting:
                     self._waiting.remove(batch)
 
@@ -166,7 +168,7 @@ class RewardWorker:
         while batches := self._next_batch():
             try:
                 scores = self.model.score([row for batch in batches for row in batch.rows])
-            except Exception as error:  # noqa: BLE001 - waiting requests must end, and the device may not work any more
+            except Exception as error:  # noqa: BLE001 - after any error, waiting requests must end
                 write("".join(traceback.format_exception(error)), error=True)
                 with self._changed:
                     self.stopped = f"the model failed: {type(error).__name__}: {first_line(error)}"
@@ -179,7 +181,8 @@ class RewardWorker:
         self._fail(self._waiting)
 
     def _next_batch(self) -> list[_Batch]:
-        """Returns waiting requests up to the limit of rows; empty after the worker stopped."""
+        """Waits for requests, and returns requests with up to `MAX_BATCH_ROWS` sequences. Returns an empty list after
+        the worker stopped."""
         with self._changed:
             while not (self._waiting or self.stopped):
                 self._changed.wait()
@@ -232,7 +235,7 @@ class RewardModelApp:
             if not math.isfinite(score):
                 raise ApiError(500, f"the score of response {number} is {score}", code="score_not_finite")
         if key == "rewards":
-            # The keys that OpenRLHF's clients read.
+            # These are the keys that the clients of OpenRLHF read.
             return as_json({"rewards": scores, "scores": scores, "extra_logs": {}})
         return as_json({key: scores})
 

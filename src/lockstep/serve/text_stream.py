@@ -1,21 +1,22 @@
-"""Decodes tokens incrementally. It returns only complete characters, and no part of a stop string."""
+"""Decodes tokens to text incrementally. The text has only complete characters, and no part of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# The decoder's replacement for an incomplete character. Tokenizers with one token per byte (Llama 2, Mistral, Gemma)
-# return one for each byte.
+# Decoders return this character for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma)
+# return it once for each byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The size limits of the window of tokens that is decoded again with each new token. The text of a token depends on the
-# tokens just before it (a space, the bytes of a character), not on distant ones.
+# With each new token, the last tokens (the window) are decoded again. `_MAX_WINDOW` and `_MIN_WINDOW` are the maximum
+# and minimum number of tokens in the window. A window is sufficient, because the text of a token depends only on the
+# tokens shortly before it.
 _MAX_WINDOW, _MIN_WINDOW = 24, 8
-# The maximum number of bytes to wait for a complete character; after it they are returned unchanged.
+# If this many tokens do not give a complete character, the text is returned as the decoder returns it.
 _MAX_INCOMPLETE = 8 * _MAX_WINDOW
 
 
 class TextStream:
-    """Converts tokens to text. A stop string of `stops` ends the response and is not part of the text."""
+    """Converts tokens to text. A stop string in `stops` ends the response and is not part of the returned text."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
         self.decode, self.stops = decode, stops
@@ -24,13 +25,14 @@ class TextStream:
         self.stopped: str | None = None
         self._window: list[int] = []
         self._complete: list[int] = []
-        """The window lengths that end with a complete character; the window may be shortened to them."""
+        """The positions in the window after which the text is a complete character. `_shorten` cuts the window at such
+        a position."""
         self._seen = ""
-        """The part of the window's text that is in `_pending` or was returned."""
+        """The text of the window that was already returned or is in `_pending`."""
         self._pending = ""
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the new text that no later token can change."""
+        """Adds a token. Returns the new text that later tokens cannot change."""
         self._window.append(token)
         decoded = self.decode(self._window)
         settled = decoded.rstrip(_REPLACEMENT)
@@ -49,22 +51,24 @@ class TextStream:
         if decoded.startswith(self._seen):
             self._take(decoded)
         else:
-            # Byte-level decoders also mark returned characters as broken if the last one is. Only the last one is new.
+            # If the last character is incomplete, byte-level decoders also return replacement characters for complete
+            # characters before it. Only the replacements for the last character are added.
             unfinished = len(self._window) - max(self._complete, default=0)
             self._pending += _REPLACEMENT * min(unfinished, len(decoded) - len(decoded.rstrip(_REPLACEMENT)))
         return self._emit(final=True)
 
     def _take(self, settled: str) -> None:
         if self._seen.startswith(settled):
-            return  # also if a complete character decodes as broken because the next one is incomplete
-        # Returned text cannot be changed, even if the decoder now returns different text for it.
+            return  # no new text; it is shorter than before if the next character is incomplete
+        # Text that was already returned is not changed, even if the decoder now returns a different text for these
+        # tokens.
         pairs = zip(self._seen, settled, strict=False)
         common = next((i for i, (was, now) in enumerate(pairs) if was != now), len(self._seen))
         self._pending += settled[common:]
         self._seen = settled
 
     def _shorten(self) -> None:
-        """Shortens the window at a character border where no text is pending."""
+        """Removes tokens at the start of a long window. Cuts at the end of a complete character."""
         if len(self._window) > _MAX_WINDOW:
             cuts = [cut for cut in self._complete if cut <= len(self._window) - _MIN_WINDOW]
             if cuts:

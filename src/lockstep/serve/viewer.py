@@ -1,8 +1,9 @@
-"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It never writes.
+"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs.
 
-Three measures exclude other pages and other users. The server listens only on the loopback address. Every path begins
-with a random token, which is compared in constant time. Only the host names of the loopback address are accepted,
-because another site could let its host name resolve to 127.0.0.1 and then read the replies.
+The viewer never changes a run. Three measures keep other web pages and other users from reading the runs. The server
+listens only on the loopback address. Every path begins with a random token, which is compared in constant time. Only
+host names of the loopback address are accepted. Otherwise a web site could let its own host name resolve to 127.0.0.1
+and then read the replies.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
 LIMITS = ServeLimits(body_bytes=2**16, idle_seconds=60.0)
 Query = dict[str, list[str]]
 MAX_CACHED_CURVES = 12
-"""The number of runs whose curves are kept in memory; the least recently used run is dropped."""
+"""The maximum number of runs whose curves are kept in memory. The curves of the least recently used run are dropped
+first."""
 MAX_RUNS = 8
 MAX_METRICS = 64
 MAX_BUCKETS = 2_000
@@ -50,8 +52,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; frame-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# A comparison's report has an inline script, and other users may have written its folder. The sandbox gives it an
-# origin without access to this page or its data.
+# The report of a comparison has an inline script, and other users may have written it. The sandbox gives the report a
+# separate origin, which has no access to the viewer page or its data.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'self'"
@@ -65,17 +67,18 @@ HEADERS = {
 
 
 class RunViewer:
-    """Serves the runs of `folder`. Port 0 uses any free port."""
+    """Serves the runs of `folder`. With port 0, the server uses any free port."""
 
     def __init__(self, folder: Path, port: int = 0):
-        from lockstep.serve import asgi  # imported on use: it is slow to import, and needs the extra `serve`
+        from lockstep.serve import asgi  # the import is slow, and needs the extra `serve`
 
         self._server = asgi
         self._sockets = asgi.bind(ADDRESS, port, f"--port {port}")
         self.port = asgi.listen(self._sockets)
         self.data = RunData(folder)
         self.token = secrets.token_urlsafe(24)
-        # A report can read its own address, so its token differs from that of the page.
+        # The script of a report can read the address of the report. So the token of reports differs from the token of
+        # the page.
         self.report_token = secrets.token_urlsafe(24)
         self.assets: dict[str, tuple[str, bytes]] = {
             "": ("text/html", resource("viewer.html").encode()),
@@ -110,7 +113,7 @@ class RunViewer:
             raise ApiError(404, str(error)) from error
         except OSError as error:
             raise ApiError(404, f"cannot be read: {error.strerror}") from error
-        raise ApiError(403, "the link has no valid token: use the one that `lockstep view` printed")
+        raise ApiError(403, "the link has no valid token: use the link that `lockstep view` printed")
 
     def _page(self, path: str, query: str) -> HttpReply:
         if path in self.assets:
@@ -118,7 +121,7 @@ class RunViewer:
             return _reply(content, kind)
         endpoint = self.data.endpoints.get(path.removeprefix("api/")) if path.startswith("api/") else None
         if endpoint is None:
-            raise ApiError(404, "there is no such page")
+            raise ApiError(404, "the run viewer has no page with this address")
         data = endpoint(_parsed(query))
         if path == "api/runs":
             data = {**data, "reports": f"/{self.report_token}/report"}
@@ -154,7 +157,7 @@ def _as_json(data: dict[str, Any]) -> bytes:
     try:
         return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
-        # A number beyond the range of floats, such as 1e999, was read as infinity.
+        # A number beyond the range of floats, such as 1e999, was parsed as infinity, which JSON cannot represent.
         return json.dumps(_finite(data), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -171,7 +174,7 @@ def _equal_tokens(given: str, token: str) -> bool:
 
 
 class RunData:
-    """The JSON replies of the page: runs, curves, samples, recipes."""
+    """Computes the JSON replies for the viewer page: runs, curves, samples and recipes."""
 
     def __init__(self, folder: Path):
         self.runs = RunList(folder)
@@ -188,7 +191,8 @@ class RunData:
         }
 
     def run(self, query: Query) -> dict[str, Any]:
-        """Returns the summary of a run, the names of its metrics and the fraction of the log that was read."""
+        """Returns the summary of a run, the names of its metrics, and the fraction of metrics.jsonl that was read so
+        far."""
         name = _text(query, "run")
         path = self.runs.path(name)
         run = summary(self.runs.root, name, path, file_locks())
@@ -206,7 +210,8 @@ class RunData:
         }
 
     def curves(self, query: Query) -> dict[str, Any]:
-        """Returns metrics of runs between two steps. The default range covers the steps of all the runs."""
+        """Returns the curves of the requested metrics and runs between two steps. The default range covers all steps of
+        these runs."""
         names = query.get("run", [])[:MAX_RUNS]
         metrics = query.get("metric", [])[:MAX_METRICS]
         buckets = _integer(query, "buckets", 300, 1, MAX_BUCKETS)
@@ -218,7 +223,7 @@ class RunData:
         first = _integer(query, "first", min(low for low, _ in ranges), -MAX_STEP, MAX_STEP)
         last = _integer(query, "last", max(high for _, high in ranges), -MAX_STEP, MAX_STEP)
         if last < first:
-            raise Missing(f"the step {last} is before the step {first}")
+            raise Missing(f"the range of steps is empty: the last step {last} is before the first step {first}")
         shown = {
             metric: {
                 name: points
@@ -230,7 +235,7 @@ class RunData:
         return {"domain": [first, last], "curves": shown}
 
     def samples(self, query: Query) -> dict[str, Any]:
-        """Returns the samples of a step (its number, or `last`), or of all steps, that match the filter."""
+        """Returns the samples that match the filter. The query key `step` is a step number, `last` or `all`."""
         selection = SampleFilter(
             kind=_text(query, "kind", ""),
             ended=_text(query, "ended", ""),
@@ -259,7 +264,7 @@ class RunData:
         return setup_difference(self.runs.root, run, other)
 
     def report(self, query: Query) -> BinaryIO:
-        """Opens the HTML file of a comparison."""
+        """Opens the HTML report of the last comparison of a run."""
         return open_inside(self.runs.root, self.runs.path(_text(query, "run")) / "report.html")
 
     def _samples_of(self, query: Query) -> BinaryIO:
@@ -280,13 +285,13 @@ def _text(query: Query, name: str, default: str | None = None) -> str:
     if name in query:
         return query[name][0]
     if default is None:
-        raise Missing(f"the request has no {name}")
+        raise Missing(f"the request has no parameter {name}")
     return default
 
 
 def _integer(query: Query, name: str, default: int, low: int, high: int) -> int:
     text = _text(query, name, str(default))
-    # Only few digits are accepted: int() allows other forms, and is slow for a million digits.
+    # Only up to 20 digits are accepted, because int() accepts other number formats and is slow for very long numbers.
     if len(text) > 20 or not text.removeprefix("-").isdecimal():
         raise Missing(f"{name}={text[:40]} is not an integer")
     return min(high, max(low, int(text)))

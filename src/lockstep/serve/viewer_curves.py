@@ -1,4 +1,4 @@
-"""Reads the curves of metrics.jsonl incrementally, stores them as columns, and downsamples them for the screen."""
+"""Reads metrics.jsonl incrementally, stores one curve per metric, and downsamples the curves for the screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 from lockstep.serve.viewer_log import line_at, parsed
 
 FIRST_SECONDS, READ_SECONDS = 0.1, 0.4
-"""The time limits for reading in one request. The first one is shorter, so that the page soon shows a curve."""
+"""The time limits in seconds for reading the log in one request. The limit of the first request is shorter, so that the
+page soon shows a curve."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class MetricCurve:
 
 
 class Curves:
-    """All curves of a run. The file may grow; a run that resumes from a checkpoint truncates it."""
+    """All curves of a run. The file metrics.jsonl may grow. A run that resumes from a checkpoint truncates the file."""
 
     def __init__(self, opened: Callable[[], BinaryIO]):
         self._open = opened
@@ -50,7 +51,7 @@ class Curves:
 
     @property
     def version(self) -> str:
-        """A text that changes whenever the data changes."""
+        """A version string, which changes when the curves change."""
         return f"{self._inode}-{self._offset}"
 
     def read_more(self, seconds: float | None = None) -> None:
@@ -69,11 +70,12 @@ class Curves:
                 self._last_line = (line.start, (line.content or b"")[:256])
                 if time.monotonic() > deadline:
                     return
-            # An incomplete line is read in a later call.
+            # A later call reads the last line if it is still incomplete.
             self._size = self._offset
 
     def _is_same_log(self, file: BinaryIO) -> bool:
-        """Returns whether the last line read is still there. A new file may already be longer."""
+        """Returns whether the last line that was read is still in the file. A size check is not enough, because a
+        replaced file may already be longer."""
         start, content = self._last_line
         file.seek(start)
         return file.read(len(content)) == content
@@ -89,7 +91,7 @@ class Curves:
         self.last_step = step
         curves, finite = self.curves, math.isfinite
         for name, logged in data.items():
-            if type(logged) is float:  # the common case: there may be millions of values
+            if type(logged) is float:  # a fast path for the common case
                 value = logged
             else:
                 try:
@@ -111,15 +113,16 @@ class Curves:
             return list(self.curves)
 
     def range(self) -> tuple[int, int] | None:
-        """The first and the last step of any curve."""
+        """Returns the smallest and the largest step of all curves."""
         with self._lock:
             ends = [(c.steps[0], c.steps[-1]) for c in self.curves.values() if c.steps]
             ends += [(c.odd_steps[0], c.odd_steps[-1]) for c in self.curves.values() if c.odd_steps]
             return (min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
 
     def shown(self, name: str, domain: tuple[int, int], buckets: int, half: int) -> dict[str, Any] | None:
-        """Returns the points of a curve between two steps: all of them if they fit, otherwise the first, lowest,
-        highest and last point of each bucket. With `half` also the centered mean over `half` points to each side."""
+        """Returns the points of a curve between two steps. If there are too many points, returns the first, lowest,
+        highest and last point of each bucket. If `half` is not 0, also returns the moving average over `half` points
+        before and after each point."""
         with self._lock:
             curve = self.curves.get(name)
             if curve is None:
@@ -149,13 +152,13 @@ def _finite(value: float) -> float | None:
 
 
 def _within(steps: Sequence[int], domain: tuple[int, int]) -> range:
-    """Returns the indices of the steps inside the domain."""
+    """Returns the indices of the steps from `domain[0]` to `domain[1]`."""
     return range(bisect_left(steps, domain[0]), bisect_right(steps, domain[1]))
 
 
 def downsampled(steps: Sequence[int], values: Sequence[float], domain: tuple[int, int], buckets: int) -> list[int]:
-    """Returns the indices of the points to draw, and one point beyond each edge, so that lines reach the edges. The
-    lowest and the highest point of each bucket are always included."""
+    """Returns the indices of the points to draw. One point before and one point after the range are included, so that
+    lines reach the edges of the plot. The lowest and the highest point of each bucket are always included."""
     places = _within(steps, domain)
     before, after = range(max(0, places.start - 1), places.start), range(places.stop, min(len(steps), places.stop + 1))
     if len(places) <= 4 * buckets:
@@ -174,7 +177,8 @@ def downsampled(steps: Sequence[int], values: Sequence[float], domain: tuple[int
 
 
 def smoothed(values: Sequence[float], half: int) -> array[float]:
-    """Returns the mean over `half` points to each side, fewer at the ends, as in the report of a comparison."""
+    """Returns the moving average over `half` points before and after each point. Near the ends of the curve, the
+    average covers fewer points. The report of a comparison smooths curves in the same way."""
     sums = array("d", accumulate(values, initial=0.0))
     count = len(values)
     mean = array("d", bytes(8 * count))

@@ -1,7 +1,7 @@
 """Reads files of run folders: opens them safely, reads JSON lines by byte offset, and reads samples.jsonl.
 
-Only regular files inside the viewed folder are opened. A last line without its newline is still being written, and is
-ignored.
+Only regular files inside the viewed folder are opened. If the last line has no newline, the run is still writing it, so
+the line is ignored.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 1 << 16
 LONGEST_LINE = 1 << 25
-"""The maximum length of a parsed line, 32 MiB. A longer line is reported, but not shown."""
+"""The maximum length of a line in bytes (32 MiB). The viewer reports a longer line, but does not parse or show it."""
 MOST_DAMAGED = 50
-"""The maximum number of damaged lines that are skipped at the ends of a file."""
+"""The maximum number of damaged lines that are skipped at the beginning or at the end of a file."""
 SCAN_SECONDS = 0.3
-"""The time limit of a search in one request."""
+"""The maximum number of seconds that one request searches for samples."""
 PAGE_SIZE = 40
 """The maximum number of samples in one reply."""
 SHOWN_CHARACTERS = 6_000
-"""The maximum length of a text in a list of samples. The reply for a single sample has the full text."""
+"""The maximum number of characters of a text in a list of samples. The reply for a single sample has the full text."""
 SHOWN_TOKENS = 1_500
 
 _STEP = re.compile(rb'\{"step": (-?\d{1,18})[,}]')
 
 
 class Missing(Exception):
-    """The requested data does not exist or may not be shown. The page shows the message."""
+    """Raised if the requested data does not exist or may not be shown. The viewer page shows the error message."""
 
 
 def inside(root: Path, path: Path) -> bool:
-    """Returns whether the resolved `path` is in `root`, which is a resolved path."""
+    """Returns whether `path`, after resolving links, is in the folder `root`. `root` must be a resolved path."""
     return Path(os.path.realpath(path)).is_relative_to(root)
 
 
@@ -47,7 +47,7 @@ def open_inside(root: Path, path: Path) -> BinaryIO:
     if not inside(root, path):
         raise Missing(f"{path.name} is a link out of the viewed folder")
     try:
-        # A normal open of a pipe would block.
+        # O_NONBLOCK prevents that the open of a named pipe blocks.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Missing(f"{path.name} cannot be read: {error.strerror}") from error
@@ -58,16 +58,17 @@ def open_inside(root: Path, path: Path) -> BinaryIO:
 
 
 def read_small(root: Path, path: Path, most: int) -> str:
-    """Returns the text of a file of at most `most` bytes."""
+    """Returns the text of a file. Raises `Missing` if the file has more than `most` bytes."""
     with open_inside(root, path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise Missing(f"{path.name} has over {most:,} bytes: too many to show")
+        raise Missing(f"{path.name} has more than {most:,} bytes and is too large to show")
     return content.decode("utf-8", errors="replace")
 
 
 class LogLine(NamedTuple):
-    """The byte offsets of a line and of the next one, and its content; None for a line over the size limit."""
+    """A line of a file. `start` and `end` are the byte offsets of this line and of the next line. `content` is None if
+    the line exceeds the size limit."""
 
     start: int
     end: int
@@ -75,12 +76,12 @@ class LogLine(NamedTuple):
 
 
 def complete_end(file: BinaryIO) -> int:
-    """Returns the offset of the end of the last complete line."""
+    """Returns the byte offset after the last complete line of the file."""
     return _after_newline_before(file, os.fstat(file.fileno()).st_size)
 
 
 def line_at(file: BinaryIO, start: int) -> LogLine | None:
-    """Returns the line that begins at `start`; None if it is not complete."""
+    """Returns the line that begins at the byte offset `start`. Returns None if the line is incomplete."""
     file.seek(start)
     content = file.readline(LONGEST_LINE)
     if content.endswith(b"\n"):
@@ -106,12 +107,13 @@ def last_line(file: BinaryIO) -> LogLine | None:
 
 
 def line_before(file: BinaryIO, offset: int) -> LogLine | None:
-    """Returns the line that ends at `offset`; None at the beginning of the file."""
+    """Returns the line that ends at the byte offset `offset`. Returns None at the beginning of the file."""
     return line_at(file, _after_newline_before(file, offset - 1)) if offset > 0 else None
 
 
 def parsed(content: bytes | None) -> dict[str, Any] | None:
-    """Returns the JSON object of a line; None if it is not one. NaN and infinities become strings."""
+    """Returns the JSON object of a line. Returns None if the line is not a JSON object. NaN and infinities become
+    strings."""
     if content is None:
         return None
     try:
@@ -122,7 +124,7 @@ def parsed(content: bytes | None) -> dict[str, Any] | None:
 
 
 def step_of(content: bytes | None) -> int | None:
-    """Returns the step of a line. If it is the first key, the rest is not parsed."""
+    """Returns the step of a JSON line. If `step` is the first key, the rest of the line is not parsed."""
     if content is None:
         return None
     if match := _STEP.match(content):
@@ -132,7 +134,8 @@ def step_of(content: bytes | None) -> int | None:
 
 
 def edge_steps(file: BinaryIO) -> tuple[int | None, int | None]:
-    """Returns the first and the last step of a file. A few damaged lines at its ends are skipped."""
+    """Returns the first and the last step of a file. A few damaged lines at the beginning and at the end are
+    skipped."""
     first = (step_of(line.content) for line in islice(lines_from(file, 0), MOST_DAMAGED))
     return next((step for step in first if step is not None), None), _last_step(file)
 
@@ -147,14 +150,14 @@ def _last_step(file: BinaryIO) -> int | None:
 
 
 def first_of_step(file: BinaryIO, step: int) -> int:
-    """Returns the offset of the first line with this step or a later one, otherwise the end of the file. It uses a
-    binary search, because steps only increase in the files of a run."""
+    """Returns the byte offset of the first line whose step is at least `step`. Returns the end of the file if there is
+    no such line. The function uses a binary search, because the lines of a file are in the order of their steps."""
     low, high = 0, complete_end(file)
     while low < high:
         start = max(low, _after_newline_before(file, (low + high) // 2))
         begin, line = start, line_at(file, start)
         while line is not None and line.end < high and step_of(line.content) is None:
-            line = line_at(file, line.end)  # a damaged line has no step, so the next line is used
+            line = line_at(file, line.end)  # skips damaged lines, which have no step
         if line is None:
             return begin
         line_step = step_of(line.content)
@@ -166,7 +169,8 @@ def first_of_step(file: BinaryIO, step: int) -> int:
 
 
 def _after_newline_before(file: BinaryIO, offset: int) -> int:
-    """Returns the offset of the line that contains the byte at `offset`, or that begins there."""
+    """Returns the start offset of the line that contains the byte before `offset`. If that byte is a newline, returns
+    `offset`."""
     while offset > 0:
         start = max(0, offset - BLOCK)
         file.seek(start)
@@ -182,7 +186,8 @@ def _after_newline_before(file: BinaryIO, offset: int) -> int:
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Selects samples. `ended` is the key `stop` of a sample, or `failed`."""
+    """Selects samples. `ended` selects samples with this value of the key `stop`. `failed` selects samples whose reward
+    or rollout function failed."""
 
     kind: str = ""
     ended: str = ""
@@ -191,8 +196,8 @@ class SampleFilter:
     text: str = ""
 
     def may_match(self, line: bytes | None) -> bool:
-        """Returns whether the line may contain the text. Lines with escaped characters must be parsed, others need
-        not."""
+        """Returns False if the unparsed line surely does not contain the searched text. Returns True for lines with
+        escaped characters, because they must be parsed first."""
         if not self.text or line is None or not self.text.isascii() or not self.text.isprintable():
             return True
         if '"' in self.text or "\\" in self.text or not line.isascii() or b"\\u" in line or b"\\/" in line:
@@ -216,7 +221,8 @@ class SampleFilter:
 
 
 def _texts(sample: dict[str, Any]) -> list[str]:
-    """Returns the searched texts: prompt, response, ground truth, failure and origin."""
+    """Returns the texts of a sample that the text filter searches: prompt, response, ground truth, failure and
+    origin."""
     prompt = sample.get("prompt")
     turns = prompt if isinstance(prompt, list) else [prompt]
     messages = [message.get("content") if isinstance(message, dict) else message for message in turns]
@@ -225,7 +231,8 @@ def _texts(sample: dict[str, Any]) -> list[str]:
 
 
 def samples_of_step(file: BinaryIO, selection: SampleFilter, step: int | None, start: int | None) -> dict[str, Any]:
-    """Returns samples of `step` (None: the last one), and the previous and next step with samples."""
+    """Returns the samples of `step`, and the previous and the next step that have samples. If `step` is None, uses the
+    last step."""
     at = step if step is not None else edge_steps(file)[1]
     if at is None:
         return {**samples_of_all_steps(file, selection, 0), "step": None, "before": None, "after": None}
@@ -244,7 +251,8 @@ def samples_of_all_steps(file: BinaryIO, selection: SampleFilter, start: int) ->
 
 
 def _page(file: BinaryIO, selection: SampleFilter, at: int, end: int) -> dict[str, Any]:
-    """Returns samples from byte offset `at` on. `next` is the offset to continue from, null at the end."""
+    """Returns a page of samples that begins at the byte offset `at`. The result key `next` is the offset of the next
+    page, or null if there are no more samples."""
     first, last = edge_steps(file)
     deadline = time.monotonic() + SCAN_SECONDS
     samples: list[dict[str, Any]] = []
@@ -266,7 +274,7 @@ def _page(file: BinaryIO, selection: SampleFilter, at: int, end: int) -> dict[st
 
 
 def single_sample(file: BinaryIO, start: int) -> dict[str, Any]:
-    """Returns one sample with its full text. `start` must be the offset of a line."""
+    """Returns one sample with its full text. `start` must be the byte offset of a line."""
     file.seek(max(0, start - 1))
     line = line_at(file, start) if start == 0 or file.read(1) == b"\n" else None
     sample = parsed(line.content) if line else None
@@ -276,7 +284,8 @@ def single_sample(file: BinaryIO, start: int) -> dict[str, Any]:
 
 
 def shortened(sample: dict[str, Any], size: int) -> dict[str, Any]:
-    """Returns the sample with long texts truncated; `bytes` is then its full size."""
+    """Returns the sample with long texts truncated. If a text was truncated, the key `bytes` has the full size of the
+    sample."""
     cut = False
 
     def short(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lists the runs of a folder with summaries, reads their recipes and environments, and compares the set-ups of two."""
+"""Lists the runs of a folder with summaries, reads their recipes and environments, and compares the setups of runs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ MAX_FOLDERS = 5_000
 RESCAN_SECONDS = 1.0
 FileStates = tuple[tuple[int, int, int], ...]
 RunCache = dict[Path, tuple[FileStates, dict[str, Any]]]
-"""The summary of each run, and the state of the files that it was read from."""
-# The index is written after this many changed runs. Fewer changes are read again at the next start.
+"""The summary of each run, and the state (time, size, inode) of the files that the summary was read from."""
+# The index file is written when this many runs have changed. After fewer changes, the next start reads the changed runs
+# again.
 WRITE_AFTER = 20
 MAX_SHOWN = 2_000
 """The maximum number of characters of a value in a list of differences."""
 MAX_BYTES = 1 << 20
 MAX_KEYS = 5_000
 MAX_VALUES = 1 << 22
-"""The maximum number of characters of all values together. YAML anchors can expand a small file without limit."""
-# The C loader, if the package has it, reads a recipe in a millisecond.
+"""The maximum number of characters of all values together. The limit is necessary, because YAML anchors can expand a
+small file to a very large one."""
+# Uses the C loader if the package yaml has it, because it is much faster.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Runs by their path relative to the root. If the root itself is a run, its key is its folder name."""
+    """The runs below a root folder. The keys of `runs` are paths relative to the root. If the root itself is a run, its
+    key is the folder name."""
 
     runs: dict[str, Path]
     left_out: tuple[str, ...]
@@ -52,7 +55,8 @@ class FoundRuns:
 
 
 def find_runs(root: Path) -> FoundRuns:
-    """Finds the runs below `root`, a resolved path. A run is a folder with a recipe or metrics; runs are not nested."""
+    """Finds the runs below `root`, which must be a resolved path. A run is a folder with a recipe or metrics. The
+    function does not search for runs inside a run."""
     if _is_run(root):
         return FoundRuns({root.name: root}, ())
     runs: dict[str, Path] = {}
@@ -79,12 +83,12 @@ def find_runs(root: Path) -> FoundRuns:
             if not _is_text(entry.name):
                 left_out.append(f"{os.fsencode(path.relative_to(root))!r} has a name that is not UTF-8: rename it")
             elif entry.is_symlink() and not inside(root, path):
-                left_out.append(f"{path.relative_to(root)} is a link out of the folder")
+                left_out.append(f"{path.relative_to(root)} is a link out of the viewed folder")
             elif _is_run(path):
                 if len(runs) < MAX_RUNS:
                     runs[str(path.relative_to(root))] = path
                 else:
-                    left_out.append(f"{path.relative_to(root)} is beyond the first {MAX_RUNS:,} runs")
+                    left_out.append(f"{path.relative_to(root)} is not shown: the limit is {MAX_RUNS:,} runs")
             elif depth < MAX_DEPTH and not entry.is_symlink():
                 scan(path, depth + 1)
 
@@ -93,7 +97,7 @@ def find_runs(root: Path) -> FoundRuns:
 
 
 def _is_text(name: str) -> bool:
-    """Returns whether the name is valid UTF-8. A browser cannot request any other name."""
+    """Returns whether the name is valid UTF-8, because a browser cannot request other names."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -110,8 +114,8 @@ def _is_run(folder: Path) -> bool:
 def summary(
     root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]], cache: RunCache | None = None
 ) -> dict[str, Any]:
-    """Returns a run for the list: method, model, step, whether a process runs it, and its main metric. Summaries in
-    `cache` are reused if their files are unchanged."""
+    """Returns the entry of a run in the list of runs: method, model, step, main metric, and whether the run is still
+    running. A summary in `cache` is reused if the files of the run are unchanged."""
     folder = RunFolder(path)
     files = [folder.recipe, folder.metrics]
     states = tuple(_file_state(file) for file in files)
@@ -143,7 +147,7 @@ def _read(root: Path, folder: RunFolder) -> dict[str, Any]:
 
 
 def _file_state(file: Path) -> tuple[int, int, int]:
-    """Returns a state that changes whenever the file is written."""
+    """Returns time, size and inode of the file, which change when the file is written."""
     try:
         status = file.stat()
     except OSError:
@@ -154,7 +158,7 @@ def _file_state(file: Path) -> tuple[int, int, int]:
 def _from_recipe(recipe: Any) -> dict[str, Any]:
     sections = recipe if isinstance(recipe, dict) else {}
     run, model = (part if isinstance(part, dict) else {} for part in (sections.get("run"), sections.get("model")))
-    # Only values of types that a run writes are used; others may expand without limit.
+    # Values of unexpected types are ignored, because YAML anchors can make lists and dicts very large.
     method, path, steps = sections.get("method"), model.get("path"), run.get("steps")
     return {
         "method": method if isinstance(method, str) else "",
@@ -172,15 +176,15 @@ def _from_metrics(line: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def first_metrics() -> list[str]:
-    """Returns the main metrics in order of importance: those of the console and of validation."""
+    """Returns the names of the main metrics (console and validation metrics), most important first."""
     names = [column.metric for column in (*ONLINE_COLUMNS, *OFFLINE_COLUMNS)]
     shown = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
     return list(dict.fromkeys(["critic/score/mean", "train/loss", "val/accuracy", "val/loss", *shown]))
 
 
 def file_locks() -> frozenset[tuple[int, int]]:
-    """Returns (process, inode) of every file lock on this machine; empty if the system has no such list. Locks are not
-    tested by locking, because a run that starts at that moment would fail."""
+    """Returns (process id, inode) of every file lock on this machine, or an empty set on systems without /proc/locks.
+    The viewer does not try to lock the file itself, because a run that starts at that moment would fail."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -193,24 +197,26 @@ def _is_locked(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]])
     lock = folder.path / ".lock"
     try:
         inode = lock.stat().st_ino
-        # Most runs have ended, so their lock files are not read.
+        # The lock file is read only if its inode is locked, because most runs have ended.
         return any(inode == locked for _, locked in locks) and (int(read_small(root, lock, 32)), inode) in locks
     except (Missing, OSError, ValueError):
         return False
 
 
 class RunIndex:
-    """Summaries of the runs of a folder, stored in the cache folder for the next start. An entry is valid while its
-    files have the same time, size and inode. A damaged index, or one of another version, is rebuilt."""
+    """Summaries of the runs of a folder, which are stored in the cache folder for the next start. A summary is valid
+    while the files of the run have the same time, size and inode. An index that is damaged or has another version is
+    rebuilt."""
 
     def __init__(self, root: Path):
         self.cache: RunCache = {}
         self._written: RunCache = {}
         self._file: Path | None = None
-        with contextlib.suppress(RuntimeError):  # there is no home directory
+        with contextlib.suppress(RuntimeError):  # the user has no home directory
             name = hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
             self._file = cache_home() / RUNS / f"{name}.json"
-        # Another version may read different keys of the same files.
+        # An index of another lockstep version is not used, because that version may summarize the same files
+        # differently.
         self._version = hashlib.sha256(json.dumps([__version__, first_metrics()]).encode()).hexdigest()
         if self._file is not None:
             self.cache = self._read(self._file)
@@ -227,8 +233,8 @@ class RunIndex:
             return {}
 
     def keep(self, runs: Collection[Path]) -> None:
-        """Drops all other runs, and writes the index if enough has changed. A failed write only slows the next
-        start."""
+        """Drops the runs that are not in `runs`, and writes the index file if enough runs have changed. Errors of the
+        write are ignored, because they only make the next start slower."""
         for gone in self.cache.keys() - set(runs):
             del self.cache[gone]
         changed = sum(self._written.get(run) != read for run, read in self.cache.items())
@@ -236,7 +242,7 @@ class RunIndex:
         if self._file is None or not (new or changed >= WRITE_AFTER):
             return
         body = {str(run): [states, read] for run, (states, read) in self.cache.items()}
-        # Converted to the form that is read back: JSON has no tuples.
+        # The checksum must be that of the data as it is read back. JSON converts tuples to lists.
         body = json.loads(json.dumps(body))
         stored = {"version": self._version, "sha256": _checksum(body), "runs": body}
         with contextlib.suppress(OSError):
@@ -250,7 +256,8 @@ def _checksum(body: Any) -> str:
 
 
 class RunList:
-    """The runs of a folder. The list is always scanned again; the path of a run may come from a recent scan."""
+    """The runs of a folder. `listed` always scans the folder again. `path` may use a scan that is up to a second
+    old."""
 
     def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
@@ -265,12 +272,13 @@ class RunList:
         return self._scan
 
     def path(self, name: str) -> Path:
-        """Returns the path of a listed run. The name is looked up, never joined to a path."""
+        """Returns the path of a run in the list. For safety, the name is only looked up in the list and never joined to
+        a path."""
         fresh = self._scan is not None and time.monotonic() - self._scanned_at < RESCAN_SECONDS
         current = self._scan if fresh and self._scan is not None and name in self._scan.runs else self.scan()
         path = current.runs.get(name)
         if path is None:
-            raise Missing(f"there is no run {name[:200]!r} here")
+            raise Missing(f"the viewed folder has no run {name[:200]!r}")
         return path
 
     def listed(self) -> dict[str, Any]:
@@ -286,7 +294,8 @@ class RunList:
 
 
 def recipe_of(root: Path, run: Path) -> dict[str, Any]:
-    """Returns `recipe` and `env` by key, the text of the recipe, and the recipes of earlier steps."""
+    """Returns the values of recipe.yaml and env.json by key, the text of the recipe, and the recipes of earlier
+    steps."""
     folder = RunFolder(run)
     earlier = [
         {"last_step": last, "text": _shown_text(read_small(root, path, MAX_BYTES))}
@@ -308,7 +317,7 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
 
 
 def _shown_text(text: str) -> str:
-    """Returns the text of a recipe. If it contains a secret, the secret is masked."""
+    """Returns the text of a recipe with masked secrets."""
     try:
         values = loaded(text)
         flat(values)  # raises if anchors expand without limit
@@ -319,7 +328,7 @@ def _shown_text(text: str) -> str:
 
 
 def _without_secrets(values: dict[str, str]) -> dict[str, str]:
-    """Masks secrets in flat values. Values are flattened first, because anchors can expand without limit."""
+    """Masks secrets in the result of `flat`."""
     clean = {key: masked_tree(json.loads(value), key.rpartition(".")[2]) for key, value in values.items()}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in clean.items()}
 
@@ -332,7 +341,7 @@ def loaded(text: str) -> Any:
 
 
 def flat(value: Any) -> dict[str, str]:
-    """Returns every value as JSON under its dotted key."""
+    """Flattens nested dicts and lists. Returns every value as JSON text under its dotted key, such as `model.path`."""
     values: dict[str, str] = {}
     left = MAX_VALUES
 
@@ -348,22 +357,23 @@ def flat(value: Any) -> dict[str, str]:
             values[key] = json.dumps(part, ensure_ascii=False, default=str)
             left -= len(values[key])
             if left < 0:
-                raise Missing(f"has over {MAX_VALUES:,} characters: too many to show")
+                raise Missing(f"the file has too many characters to show: the limit is {MAX_VALUES:,}")
         else:
-            raise Missing(f"has over {MAX_KEYS:,} keys: too many to show")
+            raise Missing(f"the file has too many keys to show: the limit is {MAX_KEYS:,}")
 
     try:
         walk(value, "")
     except RecursionError:
-        raise Missing("is nested too deeply to show") from None
+        raise Missing("the file is nested too deeply to show") from None
     except ValueError as error:  # for example a number with thousands of digits
         raise Missing(f"cannot be shown: {error}") from None
     return values
 
 
 def setup_difference(root: Path, run: Path, other: Path) -> dict[str, Any]:
-    """Returns `differences` with values as JSON, blocking ones first, and keys `unknown` to one run. Files that cannot
-    be compared are reported as a `problem`."""
+    """Compares the recipes and environments of two runs. `differences` has the values as JSON; differences that make
+    the comparison invalid come first. `unknown` describes what is unknown about one of the runs. If the files cannot be
+    compared, the result has only the key `problem`."""
     try:
         return _compared(root, run, other)
     except Missing as problem:
@@ -371,7 +381,7 @@ def setup_difference(root: Path, run: Path, other: Path) -> dict[str, Any]:
 
 
 def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
-    # Imported on use, so that the list of runs need not wait for the recipe's schema.
+    # The import is here, so that the list of runs does not wait for the import of the recipe schema.
     from lockstep.parity.compare.logs.log_curves import Evidence
     from lockstep.parity.compare.run_setup import setup_differences
 
@@ -379,7 +389,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
     try:
         differences, unknown = setup_differences(a, b)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        # The files were changed by hand.
+        # This happens only if a user has changed the files.
         raise Missing(
             f"recipe.yaml or env.json differs from the format that a run writes: {type(error).__name__}: {error}"
         ) from error
@@ -398,7 +408,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
 
 
 def _setup(root: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any], dict[int, dict[str, Any]]]:
-    """Returns recipe, environment, no samples, and earlier recipes."""
+    """Returns the arguments of `Evidence`: recipe, environment, an empty list of samples, and earlier recipes."""
     folder = RunFolder(run)
     if not folder.recipe.is_file():
         raise Missing(f"{run.name} has no recipe.yaml")
@@ -411,16 +421,16 @@ def _setup(root: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any], list[
     except (ValueError, RecursionError) as error:
         raise Missing(f"env.json of {run.name}: {error}") from error
     if not isinstance(env, dict):
-        raise Missing(f"env.json of {run.name} has no keys")
+        raise Missing(f"env.json of {run.name} is not a JSON object")
     return recipe, masked_tree(env), [], earlier
 
 
 def _keys(text: str, run: Path) -> dict[str, Any]:
     recipe = loaded(text)
     if not isinstance(recipe, dict):
-        raise Missing(f"recipe.yaml of {run.name} has no keys")
+        raise Missing(f"recipe.yaml of {run.name} does not contain a mapping of keys to values")
     flat(recipe)  # raises if anchors expand without limit
-    # Imported on use, as in `_compared`.
+    # The import is here to make the list of runs faster.
     from lockstep.recipe.renamed_keys import stored_recipe
 
     return cast(dict[str, Any], stored_recipe(masked_tree(recipe)))

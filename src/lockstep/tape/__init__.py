@@ -1,1 +1,1 @@
-"""The tape of a run: the recorded numbers that another device needs to repeat it."""
+"""The tape of a run: a recording of the tensors that another device needs to repeat the run and compare its results."""

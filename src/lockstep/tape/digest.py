@@ -1,15 +1,15 @@
-"""Digests: a few numbers per tensor from which the distance between two tensors can be estimated.
+"""Digests: a few numbers per tensor, which are enough to estimate the distance between two tensors.
 
 A digest has three parts.
 
 - Four statistics of the tensor.
 - A sketch: random projections of eight blocks of rows. The distance between two sketches estimates the distance between
-  the tensors; the blocks show in which rows they differ.
+  the tensors. The blocks show in which rows two tensors differ.
 - Three profiles, each as eight random projections: the column sums, the column sums of squares and the row sums of
-  squares. Rounding averages out in these sums and a systematic error does not (`parity/replay/tolerances.py`).
+  squares. In these sums, rounding errors average out, but a systematic error does not (`parity/replay/tolerances.py`).
 
-The random signs depend only on the shape, so every device and version computes the same digest. Tapes of earlier
-versions have digests without profiles.
+The random signs of the projections depend only on the shape of the tensor. So every device and every version computes
+the same digest for a tensor. Tapes of earlier lockstep versions have digests without profiles.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ SHORT = len(STATISTICS) + BLOCKS * SKETCH
 PROFILES = ("column_sums", "column_squares", "row_squares")
 MARKS = 8
 LENGTH = SHORT + len(PROFILES) * MARKS
-# Elements that are digested together. A snapshot has thousands of small tensors, so the number of operators dominates.
+# The maximum number of elements whose digests are computed together. A model has thousands of small tensors, so the
+# number of device operations dominates the time.
 TOGETHER = 2**26
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """`LENGTH` fp32 numbers on the tensor's device. `on_host` copies many digests at once."""
+    """Returns the digest of a tensor: `LENGTH` fp32 numbers on the device of the tensor. `on_host` copies many digests
+    at once."""
     return digests({"": tensor})[""]
 
 
 @torch.no_grad()
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Digest each tensor; tensors of one shape are stacked. A collective if they are sharded, in the given order."""
+    """Returns the digest of each tensor. Tensors of the same shape are stacked and processed together. If tensors are
+    sharded, all ranks must call this function with the tensors in the same order."""
     alike: dict[tuple[torch.Size, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.shape, tensor.device), []).append(name)
@@ -54,18 +57,16 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
-    """Digest stacked matrices with elementwise products and sums only.
-
-    A device may run matrix products in tf32 or bf16, which would change the digest of an unchanged tensor.
-    """
+    """Returns the digests of stacked matrices, computed only with elementwise products and sums. A device may compute
+    matrix products in tf32 or bf16, so the digest of the same tensor would depend on the device."""
     count, rows, columns = rows_NRC.shape
     device = rows_NRC.device
-    # One buffer for all products: each is as large as the input.
+    # All products use the same buffer to save memory, because each product is as large as the input.
     buffer_NRC = torch.empty_like(rows_NRC)
     signs_SC, signs_RS = _signs(columns, 1, device).T.contiguous(), _signs(rows, 2, device)
     projected_NRS = torch.stack([torch.mul(rows_NRC, sign_C, out=buffer_NRC).sum(2) for sign_C in signs_SC], 2)
     projected_NRS.mul_(signs_RS)
-    # These blocks match the shards of 2, 4 or 8 devices.
+    # With 2, 4 or 8 devices, each shard of the tensor consists of complete blocks.
     run = max(1, -(-rows // BLOCKS))
     sketch_NBS = pad(projected_NRS, (0, 0, 0, BLOCKS * run - rows)).view(count, BLOCKS, run, SKETCH).sum(2)
     torch.mul(rows_NRC, rows_NRC, out=buffer_NRC)
@@ -84,7 +85,7 @@ def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(profile_NP: torch.Tensor, marks_PM: torch.Tensor) -> torch.Tensor:
-    """Project each profile on every column of signs, without a matrix product."""
+    """Returns the projections of each profile on every column of `marks_PM`, computed without a matrix product."""
     return (profile_NP[:, None] * marks_PM.T).sum(2)
 
 
@@ -94,7 +95,8 @@ def _parts(names: list[str], size: int) -> Iterator[list[str]]:
 
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """Estimated distance between two tensors for each block of rows; infinite if a sketch is not finite."""
+    """Returns the estimated distance between two tensors, given their digests, for each block of rows. The distances
+    are infinite if a sketch is not finite."""
     difference_BS = (sketch(a) - sketch(b)).view(BLOCKS, SKETCH)
     if not bool(torch.isfinite(difference_BS).all()):
         return [math.inf] * BLOCKS
@@ -106,12 +108,13 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def sketch(a: torch.Tensor) -> torch.Tensor:
-    """The sketch of a digest. It is linear: the sketch of a difference is the difference of the sketches."""
+    """Returns the sketch in a digest. Sketches are linear: the sketch of the difference of two tensors is the
+    difference of their sketches."""
     return a[len(STATISTICS) : SHORT].double()
 
 
 def profiles(a: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """`MARKS` numbers per profile; None if the digest has no profiles."""
+    """Returns `MARKS` numbers for each profile of a digest. Returns None if the digest has no profiles."""
     if len(a) < LENGTH:
         return None
     return dict(zip(PROFILES, a[SHORT:LENGTH].double().view(-1, MARKS), strict=True))
@@ -122,12 +125,13 @@ def norm(a: torch.Tensor) -> float:
 
 
 def size_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor in its digest."""
+    """Returns the number of rows and columns of the matrix to which the digest reshapes a tensor of this shape."""
     return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
-    """The distance divided by the larger norm. Two zero tensors are equal."""
+    """Returns the relative distance of two tensors, given their digests: the distance divided by the larger norm. The
+    relative distance of two zero tensors is 0."""
     difference, size = distance(a, b), max(norm(a), norm(b), floor)
     if not math.isfinite(difference) or not math.isfinite(size):
         return math.inf
@@ -144,13 +148,14 @@ def _signs(count: int, seed: int, device: torch.device, each: int = SKETCH) -> t
 
 
 def sign_table(count: int, seed: int, each: int) -> torch.Tensor:
-    """Random 1 and -1, identical on every device and version. Part of the tape format."""
+    """Returns random signs (1 and -1), which are identical on every device and version. The signs are part of the tape
+    format."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
     return torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors to the host, one transfer per shape and dtype."""
+    """Copies tensors to the CPU. Tensors of the same shape and dtype are copied in one transfer."""
     alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.shape, tensor.dtype), []).append(name)

@@ -1,7 +1,7 @@
-"""Module traces: digests of every module's inputs and outputs, forward and backward, for a few sequences.
+"""Module traces: digests of the inputs and outputs of every module in a forward and backward pass.
 
-The sequences run in one packed micro-batch, independent of the micro-batches and devices of the run. So the traces of
-two runs can be compared module by module.
+A few sequences run in one packed micro-batch. The trace does not depend on the micro-batches and devices of the run, so
+the traces of two runs can be compared module by module.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from lockstep.errors import Problem
 from lockstep.tape.digest import digests, on_host
 
 ROOT = "(root)"
-# Bytes of copies that are collected before they are digested together.
+# When the copied tensors use this many bytes, their digests are computed together and the copies are freed.
 WAITING = 2**29
 FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One call of one module. `entered` and `left` are event counters that give order and nesting.
-
-    The trace's tensors hold `inputs` and `outputs` digests under `key`; of a backward event these are gradients.
-    """
+    """One call of one module. `entered` and `left` are values of an event counter at the begin and the end of the call,
+    which give the order and the nesting of calls. `Trace.tensors` has `inputs` digests of input tensors and `outputs`
+    digests of output tensors under `key`. In a backward event, these are digests of gradients."""
 
     module: str
     kind: str
@@ -54,7 +53,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """`tensors`: `<event>/input/<i>`, `<event>/output/<i>`, and `parameter/<name>` for parameter gradients."""
+    """The digests of a trace. The names in `tensors` are `<event>/input/<i>`, `<event>/output/<i>`, and
+    `parameter/<name>` for parameter gradients."""
 
     events: list[Event]
     tensors: dict[str, torch.Tensor]
@@ -86,11 +86,10 @@ class _Tracer:
         return self.clock
 
     def request(self, name: str, tensor: torch.Tensor) -> None:
-        """Request a digest under `name`. A tensor that several modules read is digested once.
-
-        Tensors are kept alive so that addresses stay unique; a view has the same address, a later write another
-        version. A copy waits to be digested, because the tensor itself may be overwritten.
-        """
+        """Requests a digest of `tensor` under `name`. If several modules read a tensor, its digest is computed once.
+        Tensors are identified by address, shape and version. Requested tensors are kept alive, so that no other tensor
+        gets the same address. The digest is computed later from a copy, because the tensor itself may be
+        overwritten."""
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.seen:
             self.seen[key] = tensor, name
@@ -106,20 +105,21 @@ class _Tracer:
         self.bytes = 0
 
     def digested(self) -> dict[str, torch.Tensor]:
-        """All requested digests by name."""
+        """Returns all requested digests by name."""
         self._digest()
         return {name: self.done[first] for name, first in self.named.items()}
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.backwards:
-            return None  # gradient checkpointing recomputes a layer that was traced already
+            return None  # gradient checkpointing recomputes a layer that is already traced
         entered = self.tick()
         tensors: list[torch.Tensor] = []
 
         def seen(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.numel():
                 tensors.append(tensor)
-            # A separate alias for each module, so that the gradient at it is this module's share only.
+            # Each module gets a separate alias of the tensor. So the gradient of the alias contains only the
+            # contribution of this module.
             return self._aliased(name, tensor, self._left_backwards)
 
         given = mapped((args, kwargs), seen)
@@ -173,7 +173,8 @@ class _Tracer:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Apply `change` to every tensor in `value`. Plain containers are handled first: pytree is slow for many hooks."""
+    """Applies `change` to every tensor in `value`. Lists, tuples and dicts are handled without pytree, which is
+    slow."""
     if isinstance(value, torch.Tensor):
         return change(value)
     kind = type(value)
@@ -185,12 +186,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return {key: mapped(one, change) for key, one in value.items()}
     leaves, spec = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return value  # not a container that pytree can flatten
+        return value  # pytree treats the value as a leaf
     return pytree.tree_unflatten([mapped(leaf, change) for leaf in leaves], spec)
 
 
 def public_name(name: str) -> str:
-    """The module's name in the Hugging Face model, which our classes wrap as `model`."""
+    """Returns the name of a module in the Hugging Face model. The classes of lockstep wrap that model as the attribute
+    `model`."""
     return name.removeprefix("model.") or ROOT
 
 
@@ -201,7 +203,8 @@ def module_hooks(
     leave: Callable[[str, nn.Module, Any, Any, Any], Any],
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[None]:
-    """Call `enter` before and `leave` after each wanted module. Their results replace its inputs and outputs."""
+    """Registers forward hooks that call `enter` before and `leave` after each wanted module. The results of `enter` and
+    `leave` replace the inputs and outputs of the module."""
     handles: list[Any] = []
     for name, module in root.named_modules():
         if wanted(public := public_name(name)):
@@ -223,10 +226,11 @@ def trace_modules(
     parameters: Iterable[tuple[str, nn.Parameter]] = (),
     ranks: int = 1,
 ) -> Trace:
-    """Trace `forward`, which returns one number per target, and the backward pass of `fixed_sum` of them.
+    """Traces `forward` and a backward pass. `forward` returns one number per target token. The backward pass starts at
+    `fixed_sum` of these numbers.
 
-    Parameter gradients are cleared afterwards, because tracing happens between two updates. All `ranks` trace the same
-    sequences, and a sharded model sums their gradients.
+    Parameter gradients are cleared afterwards, because tracing happens between two updates. All ranks trace the same
+    sequences, and a sharded model sums the gradients of the ranks. So gradients are divided by `ranks`.
     """
     patterns, whole_patterns = list(patterns), list(whole_patterns)
     tracer = _Tracer(lambda name: _matches(name, patterns), lambda name: _matches(name, whole_patterns))
@@ -240,12 +244,13 @@ def trace_modules(
         tensors = tracer.tensors | tracer.digested()
     finally:
         root.train(training)
-        # Break the reference cycle graph -> hooks -> tracer -> tensors -> graph, which would leak memory.
+        # Breaks the reference cycle autograd graph -> hooks -> tracer -> tensors -> autograd graph, which would leak
+        # memory.
         tracer.seen.clear()
         tracer.arrived.clear()
     parameters = list(parameters)
     gradients = {
-        # With one rank no copy is made: the gradients are as large as the model.
+        # With one rank, the gradients are not divided, because that would copy them and they are as large as the model.
         name: parameter.grad if ranks == 1 else parameter.grad / ranks
         for name, parameter in parameters
         if parameter.grad is not None
@@ -257,13 +262,15 @@ def trace_modules(
 
 
 def fixed_sum(targets_K: torch.Tensor) -> torch.Tensor:
-    """The scalar of the backward pass. Targets have different weights, so that swapped targets change it."""
+    """Returns the scalar at which the backward pass of a trace starts. The scalar is a weighted sum. The weights of the
+    targets differ, so that swapped targets change the sum."""
     weights_K = 1 + 0.5 * torch.cos(1.7 * torch.arange(len(targets_K), dtype=torch.float32))
     return (targets_K * weights_K.to(targets_K.device)).sum()
 
 
 def unmatched_patterns(roots: Iterable[nn.Module], modules: Sequence[str], tensors: Sequence[str]) -> list[Problem]:
-    """Recipe patterns that match no module. `tape.tensors` can only match modules of `tape.modules`."""
+    """Returns a problem for each recipe pattern that matches no module. A pattern of `tape.tensors` can only match
+    modules that `tape.modules` matches."""
     names = list(dict.fromkeys(public_name(name) for root in roots for name, _ in root.named_modules()))
     digested = [name for name in names if _matches(name, modules)]
     wanted = [("tape.modules", entry, names) for entry in modules]
@@ -274,7 +281,7 @@ def unmatched_patterns(roots: Iterable[nn.Module], modules: Sequence[str], tenso
             near = get_close_matches(entry, candidates, n=1, cutoff=0.5) or candidates[-1:]
             why = f"{entry!r} matches no module name" + (" of tape.modules" if candidates is digested else "")
             problems.append(
-                Problem(key, why, f"a module is named {near[0]}; `*` matches any part of a name", code="unknown-module")
+                Problem(key, why, f"one module name is {near[0]}; `*` matches any characters", code="unknown-module")
             )
     return problems
 

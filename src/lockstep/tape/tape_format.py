@@ -1,13 +1,13 @@
-"""The files of a tape. They are plain safetensors, parquet and JSON.
+"""The files of a tape. A tape is the recording of a run and consists of safetensors, parquet and JSON files.
 
     tape/tape.json                     version, recipe, device, fingerprints
-    tape/step_000001.safetensors       tensors of a step; the metadata key `lockstep` holds JSON
+    tape/step_000001.safetensors       tensors of a step; the metadata key `lockstep` has JSON
     tape/step_000001.rollouts.parquet  online: responses with tokens, log-probabilities and scores
     tape/step_000001.rows.parquet      offline: rows as token ids
     tape/weights_000001.safetensors    weights and optimizer state before the step (optional)
     tape/left_000001.safetensors       digests of the weights after the step, before the next one
 
-Every file is written to a temporary name and renamed, so a killed run leaves no partial file.
+Every file is written under a temporary name and then renamed, so a file with a final name is always complete.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from lockstep.run.files import replace_text, written_aside
 VERSION = 1
 MANIFEST = "tape.json"
 METADATA = "lockstep"
-# The metadata key with the tensor names of each stack, and the largest tensor that is stacked.
+# `STACKS` is the metadata key with the names of stacked tensors. `SMALL` is the maximum number of elements of a tensor
+# that is stacked.
 STACKS, SMALL = "stacks", 64
-# Seconds that the writer thread may hold the interpreter lock. Python's default of 5 ms delays a step that mostly
-# launches device work.
+# The thread switch interval of Python in seconds while the writer thread runs. With Python's default of 5 ms, the
+# writer thread would delay the training thread, which mostly launches device operations.
 SWITCH_INTERVAL = 2e-4
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The JSON and the tensors of one step. `step` counts from 1, like the metrics."""
+    """The recorded values of one training step: JSON (`info`) and tensors. `step` counts from 1, as in
+    metrics.jsonl."""
 
     step: int
     info: dict[str, Any]
@@ -78,11 +80,11 @@ class TapeFolder:
         return self.path / MANIFEST
 
     def steps(self) -> list[int]:
-        """Completely recorded steps."""
+        """Returns the steps that are completely recorded."""
         return self._numbers(r"step_(\d{6})\.safetensors")
 
     def weighed(self) -> list[int]:
-        """Steps with recorded weights."""
+        """Returns the steps whose weights are recorded."""
         return self._numbers(r"weights_(\d{6})\.safetensors")
 
     def _numbers(self, pattern: str) -> list[int]:
@@ -90,7 +92,7 @@ class TapeFolder:
         return sorted(int(match[1]) for match in found if match)
 
     def rewind(self, step: int) -> None:
-        """Delete the files of later steps and partial files of a killed run."""
+        """Deletes the files of steps after `step`, and the partial files of a killed run."""
         if not self.path.is_dir():
             return
         for file in self.path.iterdir():
@@ -122,7 +124,7 @@ class TapeFolder:
         if version != VERSION:
             raise Refusal.at(
                 str(self.manifest_file),
-                f"has format {version}; this version reads format {VERSION}",
+                f"has format {version}; this version of lockstep reads format {VERSION}",
                 "record the run again, or use the lockstep version that recorded it",
                 code="unsupported-version",
             )
@@ -145,7 +147,8 @@ class TapeFolder:
         self._save(self.left_file(step), stacked, {STACKS: names})
 
     def read_left(self, step: int) -> dict[str, torch.Tensor]:
-        """Digests of the weights after a step. Empty if the step has none, or for the last step before a kill."""
+        """Returns the digests of the weights after a step. Returns an empty dict if the step has no digests, or if the
+        run was killed before it wrote them."""
         return _unstacked(self.left_file(step))[1] if self.left_file(step).is_file() else {}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
@@ -162,13 +165,14 @@ class TapeFolder:
             raise _unread(file, error) from error
 
     def _save(self, file: Path, tensors: dict[str, torch.Tensor], info: dict[str, Any]) -> None:
-        # Copies, because safetensors rejects tensors that share memory.
+        # The tensors are copied, because safetensors rejects tensors that share memory.
         content = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         _write(file, lambda aside: save_file(content, aside, _metadata(info)))
 
 
 def _stack(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Stack small tensors of one shape, and list their names: writing thousands of digests one by one is slow."""
+    """Stacks small tensors of the same shape, because writing thousands of digests one by one is slow. Returns the
+    tensors to write, and the names of the tensors in each stack."""
     alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.shape, tensor.dtype), []).append(name)
@@ -182,7 +186,8 @@ def _stack(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], d
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Convert lists of numbers at once: pyarrow's conversion of Python objects takes a tenth of a short step."""
+    """Returns a table column. Lists of numbers are converted with NumPy, because the conversion of Python objects by
+    pyarrow is slow."""
     if not values or not all(isinstance(value, list) for value in values):
         return pa.array(values)
     flat = np.array(list(chain.from_iterable(values)))
@@ -241,24 +246,26 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names start with `prefix`, without it."""
+    """Returns the tensors whose names start with `prefix`. The prefix is removed from the names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 class TapeWriter:
-    """Writes tape files in a background thread, in order. Errors are raised at the next `wait`."""
+    """Writes tape files in order in a background thread. An error of the thread is raised in the next call of
+    `wait`."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "lockstep-tape")
         self._last: Future[None] | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Wait for the previous write, so that at most one is held in memory, then start this one."""
+        """Waits for the previous write, so that at most one step is kept in memory, and then starts `write` in the
+        thread."""
         self.wait()
         self._last = self._thread.submit(_with_short_switches, write)
 
     def wait(self) -> None:
-        """Block until all submitted files are on disk."""
+        """Waits until all submitted files are written."""
         last, self._last = self._last, None
         if last is not None:
             last.result()

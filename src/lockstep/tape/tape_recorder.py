@@ -1,4 +1,4 @@
-"""The tape recorder, called by the training loops, and the observer of a learner's updates."""
+"""The tape recorder, which the training loops call, and the observer that records the optimizer updates of a model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lockstep.tape.tape_format import StepRecord, TapeFolder, TapeWriter, below
 from lockstep.tape.tape_rows import RECEIVED, Received, fed_tensors, item_rows, rollout_rows
 from lockstep.types import Example, Item, MicroBatch, Rollout
 
-# A timer whose time does not count towards the step (`run/metrics.py`).
+# A timer for a phase whose time is subtracted from the times of the enclosing phases (`run/metrics.py`).
 Aside = Callable[[str], AbstractContextManager[None]]
-# Weights of each parameter that are recorded before and after the optimizer step.
+# The number of elements of each parameter that are recorded before and after the optimizer step.
 SAMPLED = 64
 
 
 class Stepper(Protocol):
-    """The part of the optimizer (`train/optim.py`) that a tape reads."""
+    """The attributes and methods of the optimizer (`train/optim.py`) that the tape recorder uses."""
 
     parameters: dict[str, nn.Parameter]
     trained: dict[str, torch.Tensor]
@@ -44,16 +44,18 @@ class Stepper(Protocol):
 
 
 class Observer:
-    """Callbacks of a learner. This base class records nothing, for runs without a tape."""
+    """Callbacks that a learner (a trained model) calls in its updates. This base class records nothing; runs without a
+    tape use it."""
 
     def on_forward(self, batch: MicroBatch, output: Any) -> None:
         """Called after the forward pass of a micro-batch."""
 
     def on_loss(self, loss: float, divisor: float, targets: int, scale: float) -> None:
-        """Called after all micro-batches. `loss`: loss of the update; `scale`: fp16 loss scale."""
+        """Called after all micro-batches of an update. `loss` is the loss of the update, and `scale` is the fp16 loss
+        scale."""
 
     def on_gradients(self, norm: torch.Tensor, lr: float) -> None:
-        """Called with the complete gradients, before clipping."""
+        """Called when the gradients of an update are complete, before they are clipped."""
 
     def on_step(self) -> None:
         """Called after the optimizer step."""
@@ -61,8 +63,9 @@ class Observer:
 
 @dataclass
 class _Passed:
-    """A micro-batch: the indices of its targets, and functions that wait for outputs, inputs and gradients at the
-    outputs, which are still being copied to the host."""
+    """A processed micro-batch. `index_K` are the indices of its target tokens. `answers`, `received` and `pulls` are
+    functions that return the outputs, the inputs and the gradients of the outputs. These functions wait until the copy
+    to the CPU is complete."""
 
     index_K: torch.Tensor
     answers: Callable[[], torch.Tensor]
@@ -71,7 +74,8 @@ class _Passed:
 
 
 class UpdateObserver(Observer):
-    """Records the updates of a step: `tensors` under `<learner>/<update>/...`, and one `info` entry per update."""
+    """Records the optimizer updates of a training step. The names in `tensors` begin with `<learner>/<update>/`. `info`
+    has one entry per update."""
 
     def __init__(self, name: str, module: nn.Module, optimizer: Stepper, world: World, aside: Aside):
         self.name, self.optimizer, self.world, self.aside = name, optimizer, world, aside
@@ -81,7 +85,7 @@ class UpdateObserver(Observer):
         self.begin(detailed=False)
 
     def begin(self, *, detailed: bool) -> None:
-        """Start a step. The first update of a detailed step is digested parameter by parameter."""
+        """Starts a training step. In a detailed step, the first update is recorded with digests of every parameter."""
         self.detailed = detailed
         self.info: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -102,7 +106,8 @@ class UpdateObserver(Observer):
 
     def on_forward(self, batch: MicroBatch, output: Any) -> None:
         answers_K = answers_of(output)
-        # With context parallelism each rank's model receives a part of the micro-batch; record the full one.
+        # With context parallelism, the model of each rank receives only a part of the micro-batch. The full micro-batch
+        # is recorded.
         full = batch.context is not None or self._last is None
         received, self._last = batch if full else self._last, None
         passed = _Passed(batch.index_K, fetched(answers_K.detach()), _received(received))
@@ -118,7 +123,8 @@ class UpdateObserver(Observer):
         self._summed.append((self._key, targets, scale, passed))
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """All tensors of the step on the host (a collective). Only here the host waits for the device."""
+        """Returns all recorded tensors of the step on the CPU. All ranks must call this function. Only this function
+        waits for the device."""
         for key, targets, scale, passed in self._summed:
             answers_K, pulls_K, owner_K = torch.zeros(targets), torch.zeros(targets), torch.zeros(targets)
             for one in passed:
@@ -167,12 +173,13 @@ class UpdateObserver(Observer):
             self._left = {f"{self.name}/left/{name}": one for name, one in self.weight_digests().items()}
 
     def weight_digests(self) -> dict[str, torch.Tensor]:
-        """Digests of the model's parameters, on the device (a collective if sharded)."""
+        """Returns digests of the model's parameters on the device. If the model is sharded, all ranks must call this
+        function."""
         return digests(self.optimizer.parameters)
 
     @property
     def has_weight_digests(self) -> bool:
-        """Whether this step has digests of the updated weights."""
+        """Whether this training step has recorded digests of the updated weights."""
         return bool(self._left)
 
     def _after_step(self) -> None:
@@ -180,7 +187,8 @@ class UpdateObserver(Observer):
         found = {f"{self._key}/weights/{name}": one for name, one in weights.items()}
         for name, weight in self.optimizer.trained.items():
             found[f"{self._key}/sample/{name}/after"] = _pick(weight)
-            # The model's weight, which is a rounded copy if the optimizer has master weights.
+            # This is the weight in the model. If the optimizer has master weights, it is a rounded copy of the
+            # master weight.
             found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name])
         self.tensors |= on_host(found)
 
@@ -195,13 +203,14 @@ def _received(batch: MicroBatch | None) -> Callable[[], Received]:
 
 
 def answers_of(output: Any) -> torch.Tensor:
-    """One number per target: a policy's log-probability, or the output of a value model."""
+    """Returns one number per target token: the log-probability of a policy, or the output of a value model."""
     return output if isinstance(output, torch.Tensor) else output.logprobs_K
 
 
 @lru_cache(maxsize=256)
 def sampled(count: int, device: torch.device | None = None) -> torch.Tensor:
-    """Indices of the sampled weights of a parameter with `count` weights, the same in every run."""
+    """Returns the indices of the recorded elements of a parameter with `count` elements. The indices are the same in
+    every run."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, count, (min(SAMPLED, count),), generator=generator).to(device)
 
@@ -215,12 +224,12 @@ def _moments(state: Any) -> list[tuple[str, torch.Tensor]]:
     return [(key, state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state]
 
 
-# The most tokens of a module trace, so that it is cheap compared with a step.
+# The maximum number of tokens of a module trace. A trace must take much less time than a training step.
 TRACE_TOKENS = 1024
 
 
 class Taped(Protocol):
-    """The part of a learner (`train/step.py`) that a tape reads."""
+    """The attributes of a learner (`train/step.py`) that the tape recorder uses."""
 
     name: str
     module: Any
@@ -230,41 +239,47 @@ class Taped(Protocol):
 
 
 class Recorder:
-    """The interface for the loops. This base class records nothing, for runs without a tape."""
+    """The interface of the tape recorder, which the training loops call. This base class records nothing; runs without
+    a tape use it."""
 
     on = False
     """Whether the current step is recorded."""
 
     def begin(self, step: int, carried: Mapping[str, float]) -> None:
-        """Called before step `step` (from 1) with the state that the loop carries from step to step."""
+        """Called before step `step`, which counts from 1. `carried` has the values that the training loop keeps between
+        steps."""
 
     def rows(self, items: Sequence[Item]) -> None:
-        """Offline: the rows of the update."""
+        """Called by offline methods (SFT, DPO, ...) with the dataset rows of the update."""
 
     def rollouts(self, rollouts: Sequence[Rollout], scores_S: torch.Tensor, baseline_S: torch.Tensor | None) -> None:
-        """Online: the generated responses, and the scores of the responses in the batch."""
+        """Called by online methods (PPO, GRPO, ...) with the generated responses, and the scores of the responses in
+        the training batch."""
 
     def examples(self, examples: Sequence[Example]) -> None:
-        """The input sequences of the models."""
+        """Called with the input sequences of the models."""
 
     def vectors(self, vectors: Mapping[str, torch.Tensor | None]) -> None:
-        """One number per token of the step."""
+        """Called with tensors that have one number per token or per response, such as advantages."""
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called at the end of a step."""
 
     def leave(self, step: int) -> None:
-        """Called after validation, logging and saving, with the weights of the next step."""
+        """Called after validation, logging and saving, when the model has the weights with which the next step
+        starts."""
 
     def flush(self) -> None:
-        """Wait until all files are on disk: a checkpoint must not be ahead of its tape."""
+        """Waits until all tape files are written. A checkpoint of a step must not exist before the tape of that
+        step."""
 
     def close(self) -> None:
-        """Write the remaining files and stop the writer."""
+        """Writes the remaining tape files and stops the writer thread."""
 
 
 class TapeRecorder(Recorder):
-    """Runs on every rank, because weights and gradients are gathered. Only rank 0 writes."""
+    """Records a run to a tape. Every rank has a recorder, because weights and gradients are gathered. Only rank 0
+    writes files."""
 
     def __init__(
         self,
@@ -287,7 +302,7 @@ class TapeRecorder(Recorder):
         self._clear()
 
     def open(self, manifest: dict[str, Any], step: int) -> None:
-        """Start the tape, or resume it after `step`."""
+        """Starts a new tape, or continues an existing tape after `step`."""
         if self.world.main:
             self.folder.rewind(step)
             self.folder.write_manifest(manifest)
@@ -338,7 +353,8 @@ class TapeRecorder(Recorder):
     def _trace(self, examples: Sequence[Example]) -> None:
         chosen = trace_examples(examples, self.settings.rows)
         self.info["probe"] = {"rows": len(chosen), "traces": []}
-        # Always packed, so that runs with different micro-batches have the same trace.
+        # The micro-batch of a trace is always packed, so that runs with different micro-batch settings have the same
+        # trace.
         batch = micro_batch(chosen, packed=True, pad_id=0)
         for learner in self.learners:
             optimizer: Stepper = learner.optimizer
@@ -371,7 +387,7 @@ class TapeRecorder(Recorder):
             self.tensors |= observer.finish()
         self.info["metrics"] = dict(metrics)
         if self.world.main:
-            # Copies, because the loop may overwrite these vectors in the next step.
+            # The vectors are copied, because the training loop may overwrite them in the next step.
             lent = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.lent.items()}
             tensors = self.tensors | lent
             info, tables, fed = self.info, self.tables, self.fed
@@ -397,7 +413,7 @@ class TapeRecorder(Recorder):
         self.writer.close()
 
     def leave(self, step: int) -> None:
-        """Digest the weights again if the step has digests of the updated weights."""
+        """Records digests of the weights again, if the step has recorded digests of the updated weights."""
         if not self.on or not self.detailed(step):
             return
         found: dict[str, torch.Tensor] = {}
@@ -411,7 +427,8 @@ class TapeRecorder(Recorder):
 
 
 def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
-    """The first sequences with targets that fit into a module trace; at least one."""
+    """Returns the sequences of a module trace: the first sequences that have target tokens, up to `rows` sequences and
+    `TRACE_TOKENS` tokens. The first such sequence is always included."""
     chosen: list[Example] = []
     for example in examples:
         if not example.targets:
@@ -423,7 +440,8 @@ def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
 
 
 def weights_of(learners: Sequence[Taped]) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state by learner (a collective if sharded)."""
+    """Returns weights and optimizer states of all learners. If a model is sharded, all ranks must call this
+    function."""
     found: dict[str, torch.Tensor] = {}
     for learner in learners:
         found |= {f"{learner.name}/model/{k}": v for k, v in trained_weights(learner.module.stored).items()}
@@ -432,12 +450,14 @@ def weights_of(learners: Sequence[Taped]) -> dict[str, torch.Tensor]:
 
 
 def restore_learner(learner: Taped, weights: dict[str, torch.Tensor], where: str) -> None:
-    """Restore recorded weights and optimizer state; the dtypes of the two sides may differ."""
+    """Restores the recorded weights and optimizer state of a learner. The dtypes of the recorded and the replaying run
+    may differ."""
     model, state = (below(weights, f"{learner.name}/{part}/") for part in ("model", "optimizer"))
     masters = below(state, "master/")
     module, optimizer = learner.module, learner.optimizer
     reshard(module)
-    # Prefer the recorded master weights: this side's weights may have a finer dtype than the recorded ones.
+    # Recorded master weights are preferred, because the weights of this run may have a higher precision than the
+    # recorded weights.
     restore_weights(module.stored, {**model, **masters}, where)
     if any(name.startswith("exp_avg/") for name in state):
         optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
@@ -453,6 +473,6 @@ def refuse_no_weights(folder: TapeFolder, step: int) -> None:
         raise Refusal.at(
             str(folder.path),
             f"the weights before step {step} are not on the tape",
-            "record with tape.weights=true, or use --mode chained",
+            "record the tape with tape.weights=true, or replay with --mode chained",
             code="missing-on-tape",
         )

@@ -1,4 +1,4 @@
-"""Data rows, responses and micro-batches in the form in which a tape stores them."""
+"""Converts dataset rows, responses and micro-batches to the form that a tape stores, and back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from lockstep.types import (
     StepLabels,
 )
 
-# Names of the values that a tape keeps for each target of an update.
+# The names of the values that a tape stores for each target token of an update.
 RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
-# The names of item types on a tape. They are part of the tape format.
+# The names that the types of training items have on a tape. These names are part of the tape format.
 KINDS: dict[type, str] = {Ranking: "Ranking", LabeledResponse: "Judged", StepLabels: "Steps"}
-# JSON forms of parquet types that JSON lacks: type, to text, from text. Order matters: a datetime is also a date.
+# How parquet types that JSON does not have are stored as JSON: the Python type, a function to text and a function from
+# text. The order matters, because a datetime is also a date.
 _TAGS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "$date": (date, date.isoformat, date.fromisoformat),
@@ -60,7 +61,7 @@ def _tagged(value: Any) -> dict[str, str]:
     for tag, (kind, to_text, _) in _TAGS.items():
         if isinstance(value, kind):
             return {tag: to_text(value)}
-    raise TypeError(f"a row cannot hold a {type(value).__name__}")
+    raise TypeError(f"a row on a tape cannot contain a value of type {type(value).__name__}")
 
 
 def _untagged(found: dict[str, Any]) -> Any:
@@ -131,14 +132,15 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         row["text"],
         score,
         earned,
-        # Older tapes have no mask: the policy generated every token.
+        # Tapes of earlier lockstep versions have no loss mask, because the policy had generated every token of a
+        # response.
         row.get("trained") or (),
         row.get("versions") or (),
     )
 
 
 def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """One table row per sequence; sequences of one item share the number `item`."""
+    """Returns one table row per sequence. The sequences of the same training item have the same number `item`."""
     return [
         {
             "item": number,
@@ -157,7 +159,7 @@ def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _labels(item: Item) -> dict[str, Any]:
-    """The data of an item besides its sequences."""
+    """Returns the values of a training item other than its sequences, such as labels."""
     if isinstance(item, Ranking):
         return {"margin": item.margin}
     if isinstance(item, LabeledResponse):
@@ -196,7 +198,7 @@ def _example(row: dict[str, Any]) -> Example:
 
 @dataclass(frozen=True)
 class RecordedExample(Example):
-    """A sequence of a recorded step, with the (position, token id) pairs of its targets."""
+    """An input sequence of a recorded step. `pairs` has the position and the token id of each target."""
 
     pairs: tuple[tuple[int, int], ...] = ()
 
@@ -209,7 +211,7 @@ class RecordedExample(Example):
 
 
 def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
-    """The model's input sequences as tensors; `fed_examples` reads them back."""
+    """Returns the input sequences of the model as tensors. `fed_examples` converts these tensors back."""
     ids, scored, targets = _scored_tokens(examples) if _plain(examples) else _scored_tokens_each(examples)
     columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": scored, "targets": targets}
     return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
@@ -220,12 +222,13 @@ def _plain(examples: Sequence[Example]) -> bool:
 
 
 def _scored_tokens(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids, the pairs of `Example.scored_tokens` and their number per sequence, vectorized over all sequences."""
+    """Returns the token ids of all sequences, the pairs of `Example.scored_tokens`, and the number of pairs per
+    sequence. The computation is vectorized over all sequences."""
     ids = np.array(list(chain.from_iterable(one.ids for one in examples)), dtype=np.int64)
     mask = np.array(list(chain.from_iterable(one.loss_mask for one in examples)), dtype=np.int64)
     lengths = np.array([len(one) for one in examples])
     ends = np.cumsum(lengths)
-    mask[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
+    mask[(ends - lengths)[lengths > 0]] = 0  # the first token of a sequence is never a target
     at = np.flatnonzero(mask)
     owner = np.searchsorted(ends, at, side="right")
     starts = np.concatenate([[0], ends])[owner]
@@ -242,7 +245,7 @@ def _scored_tokens_each(examples: Sequence[Example]) -> tuple[list[int], np.ndar
 
 
 def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
-    """The model's input sequences in a recorded step."""
+    """Returns the input sequences of the model in a recorded step, given the tensors of `fed_tensors`."""
     ids, scored = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
     examples, token, target = [], 0, 0
     for number, (length, targets) in enumerate(
@@ -256,7 +259,7 @@ def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
 
 @dataclass(frozen=True)
 class Received:
-    """A micro-batch on the host, as the model received it."""
+    """A copy on the CPU of a micro-batch that the model received."""
 
     ids_NT: torch.Tensor
     positions_NT: torch.Tensor
@@ -267,10 +270,9 @@ class Received:
     packed_index_E: torch.Tensor | None
 
     def by_target(self) -> dict[str, torch.Tensor]:
-        """The token of each target, the position it is predicted from, and a hash of the context.
-
-        The context is all tokens and positions of the sequence up to there. All correct packings give the same values.
-        """
+        """Returns for each target its token id, the position from which it is predicted, and a hash of its context. The
+        context is all tokens and positions of the sequence up to that position. The values do not depend on how the
+        sequences are packed, if the packing is correct."""
         ids, positions = (tensor.flatten().numpy() for tensor in (self.ids_NT, self.positions_NT))
         width = self.ids_NT.shape[1]
         hashes = np.zeros(len(ids), dtype=np.uint64)
@@ -289,7 +291,7 @@ class Received:
 
 
 def _running_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A hash at each token of all tokens up to it, in order."""
+    """Returns for each token a hash of the tokens and positions of the sequence up to this token."""
     with np.errstate(over="ignore"):
         mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
         mixed = (mixed + np.arange(len(ids), dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)) * HASH

@@ -1,4 +1,4 @@
-"""Training: the loops and their stages. `lockstep.train(recipe)` calls this package."""
+"""The training loops and the stages of a step. `lockstep.train(recipe)` calls this package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class _Training(ModuleType):
-    """A callable module: importing a module of this package binds `lockstep.train` to it, so the package itself must
-    be the function that trains."""
+    """Makes this package callable. Importing a module of this package sets `lockstep.train` to the package, so
+    `lockstep.train(recipe)` only works if the package itself can be called."""
 
     def __call__(self, recipe: str | Path | Recipe, **overrides: Any) -> Path:
         from lockstep.train.start import train

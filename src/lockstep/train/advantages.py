@@ -1,4 +1,4 @@
-"""Advantages of a step: KL in the reward, the estimator, rollout correction, and the KL coefficient."""
+"""Computes advantages: the KL penalty in the reward, the estimator, rollout correction, and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
 from lockstep.train.experience import Experience, ModelOutputs, reward_part
 
-# Relative rounding error of a return in single precision.
+# The assumed relative rounding error of a return in fp32.
 ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Rewards, advantages and returns of the local tokens. `keep_K` is 0 for tokens excluded from the loss;
-    `is_weights_K`: importance weights; `repeats_S`: how often each response counts (None: once)."""
+    """Rewards, advantages and returns of the tokens on this rank. `keep_K` is 0 for tokens that are excluded from the
+    loss. `is_weights_K` are importance sampling weights. `repeats_S` is the number of times that each response is
+    trained on; None means once."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
@@ -49,10 +50,10 @@ class TrainBatch:
 def estimate_advantages(
     experience: Experience, outputs: ModelOutputs, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
 ) -> Advantages:
-    """Computes the advantages of a step. `seed` is for the random draw of PF-PPO."""
+    """Computes the advantages of a step. `seed` is the seed of the random resampling of PF-PPO."""
     algorithm, sequence_K, reduce = recipe.algorithm, experience.sequence_K, experience.reduce
     metrics: dict[str, float] = {}
-    # The rest of the score, not assigned to an earlier token, is the reward of the last token.
+    # Parts of the score may be assigned to earlier tokens. The rest of the score is the reward of the last token.
     earlier_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
     rewards_K = experience.token_rewards_K.clone()
     rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
@@ -90,7 +91,7 @@ def estimate_advantages(
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None
     if algorithm.pf_ppo.method != "none":
-        # Every rank has all scores and draws the same.
+        # Every rank has all scores, so every rank samples the same repeats.
         repeats_S = draw_repeats(experience.scores_S, **algorithm.pf_ppo.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
     rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
@@ -106,7 +107,8 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
     if experience.world.size == 1:
         return user_function(signals, **settings)
 
-    # A user function gets the full step, as in one process; a rank keeps the values of its tokens.
+    # A user function gets the tokens of all ranks, as in a run of one process. Each rank keeps only the results for its
+    # own tokens.
     def every(vector_K: torch.Tensor | None) -> torch.Tensor | None:
         return None if vector_K is None else experience.all_gather(vector_K)
 
@@ -125,7 +127,7 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
 
 
 def _correct(experience: Experience, outputs: ModelOutputs, settings: RolloutCorrection) -> Corrected:
-    """Applies rollout correction; without it every token has weight 1."""
+    """Returns the weights of rollout correction. If the recipe has no rollout correction, every token has weight 1."""
     if not settings.compares:
         ones_K = torch.ones(len(experience.sequence_K))
         return Corrected(ones_K, ones_K)
@@ -142,7 +144,8 @@ def _correct(experience: Experience, outputs: ModelOutputs, settings: RolloutCor
 
 
 def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor | None:
-    """Squared gradient of each log-prob with respect to the logits, times the squared importance weight."""
+    """Returns the squared norm of the gradient of each log-prob with respect to the logits, times the squared
+    importance weight."""
     if outputs.squares_K is None:
         return None
     logprobs_K = outputs.old_K if outputs.trainer_K is None else outputs.trainer_K
@@ -151,7 +154,8 @@ def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor |
 
 
 def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
-    """The separate rewards with their weights: the rewards named in `gdpo_rewards`, otherwise all."""
+    """Returns the weight and the values of each separate reward: of the rewards in `gdpo_rewards`, or of all rewards if
+    that key is not set."""
     weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
@@ -186,10 +190,8 @@ def _batch_metrics(
 
 
 def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
-    """1 - Var(return - value) / Var(return); omitted if the returns are equal up to rounding.
-
-    A return is a sum in single precision: its rounding error grows with the largest reward or value.
-    """
+    """Returns the metric 1 - Var(return - value) / Var(return), or an empty dict if all returns are equal up to
+    rounding. Returns are sums in fp32, so their rounding error is proportional to the largest return or value."""
     unexplained, total = _variance(returns_K - values_K, reduce), _variance(returns_K, reduce)
     scale = max(reduce.max(returns_K.abs()), reduce.max(values_K.abs()))
     return {"critic/vf_explained_var": 1 - unexplained / total} if total > (ROUNDING * scale) ** 2 else {}
@@ -209,12 +211,13 @@ def _spread(name: str, values: torch.Tensor, reduce: StepReduce) -> dict[str, fl
 
 
 def next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], sequences: int) -> float:
-    """The KL coefficient of the next step, after `sequences` responses. Adds the current one to the metrics."""
+    """Returns the KL coefficient of the next step, given the number of responses of this step (`sequences`). Adds the
+    current coefficient to the metrics."""
     kl = recipe.algorithm.kl
     if kl.where == "none":
         return beta
     metrics["actor/kl_coef"] = beta
     measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
-    if kl.target is None or measured is None:  # critic warm-up has no policy metrics
+    if kl.target is None or measured is None:  # a critic warm-up step has no policy metrics
         return beta
     return adapt_coefficient(beta, measured, kl.target, kl.horizon, sequences)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: resume from the newest, save, export."""
+"""Checkpoints of a run: resumes from the newest checkpoint, saves checkpoints, and exports the model."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 
 
 def model_kind(recipe: Recipe) -> str:
-    """`State.kind`: a language model or a reward model."""
+    """Returns the type of the trained model for `State.kind`: `policy` (a language model) or `value` (a reward
+    model)."""
     method = METHODS.get(recipe.method)
     return "policy" if method is None else method.model
 
 
 def export_files(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
-    """`State.files`: text files that users of the model need."""
+    """Returns the text files that an exported model needs, such as the chat template, for `State.files`."""
     method = METHODS.get(recipe.method)
     files = {**(method.files(recipe) if method else {}), **_template(recipe, run)}
     if model_kind(recipe) == "value" and carried.get("score_std"):
@@ -71,9 +72,10 @@ def write_export(
     adapter: bool = False,
     replace: bool = False,
 ) -> tuple[list[str], Verification]:
-    """Exports a checkpoint with a model card; returns messages and the verification."""
+    """Exports a checkpoint with a model card. Returns messages for the user, and the result of the check of the
+    exported model."""
     state, messages = found.state, [f"exported the model to {out}"]
-    if not state.kind:  # saved by an earlier version
+    if not state.kind:  # saved by an earlier lockstep version
         state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     verified = export_checkpoint(
@@ -81,13 +83,13 @@ def write_export(
     )
     if state.kind == "value" and STATS not in state.files:
         messages.append(
-            "its scores are not normalised: there were no validation rows (data.val) to take mean and std from"
+            "its scores are not normalised: there were no validation rows (data.val) to compute mean and std"
         )
     return messages, verified
 
 
 def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
-    """The chat template of the run, if it differs from the model's."""
+    """Returns the chat template of the run, if the recipe does not use the template of the model."""
     if not is_named(recipe.data):
         return {}
     kept = run.template
@@ -97,15 +99,15 @@ def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
 
 @dataclass
 class Position:
-    """The number of finished steps, and the values carried from step to step."""
+    """The number of finished steps, and the values that the training loop keeps between steps."""
 
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpointer:
-    """Resumes, saves and exports. `keeps` is False for a replay, which saves nothing. `accept_changed`: resume even if
-    the files of a model have changed."""
+    """Resumes a run, saves checkpoints and exports the model. `keeps` is False for a replay of a tape, which saves
+    nothing. With `accept_changed`, a run resumes even if the files of a model have changed."""
 
     def __init__(self, run: Run, models: Models, *, keeps: bool = True, accept_changed: bool = False):
         self.run, self.models, self.accept_changed = run, models, accept_changed
@@ -119,7 +121,7 @@ class Checkpointer:
 
             self._writer = ShardedWriter(self.folder, run.world, self._on_saved)
         self._messages: list[tuple[Callable[[str], None], str]] = []
-        """Messages of the writer thread, with the console method to print them."""
+        """Messages of the checkpoint writer thread, each with the console method that prints it."""
 
     def resume(self) -> Position:
         """Restores the newest complete checkpoint, if there is one."""
@@ -141,7 +143,7 @@ class Checkpointer:
         return Position(found.state.step, dict(found.state.carried))
 
     def _fingerprints(self) -> Fingerprints:
-        """Fingerprints of all models of the run, before the first step (a collective)."""
+        """Returns the fingerprints of the files of all models of the run. All ranks must call this function."""
         world, paths = self.run.world, model_paths(self.run.recipe)
         with world.stage("fingerprints of the models"):
             local = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
@@ -150,7 +152,8 @@ class Checkpointer:
         return next(one for one in every if one is not None)
 
     def _refuse_changes(self, state: checkpoints.State) -> None:
-        """Refuses changes that the run cannot resume with; reports the others."""
+        """Compares the run with the checkpoint. Raises `Refusal` for changes with which the run cannot resume, and
+        warns about other changes."""
         run, console = self.run, self.run.console
         changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
         for change in changed:
@@ -167,8 +170,8 @@ class Checkpointer:
             console.warn(f"resuming although the model of {key} has changed (--accept-changed): {', '.join(files)}")
         if not state.models:
             console.say(
-                "the checkpoint was written by a version that stored no fingerprints of models: whether their files "
-                "have changed since then is not checked"
+                "the checkpoint was written by a version that stored no fingerprints of models, so the run cannot "
+                "check whether the model files have changed since then"
             )
         run.resumed = {
             "after_step": state.step,
@@ -196,7 +199,7 @@ class Checkpointer:
         before = state.recipe.get("parallel", {})
         tensor, context = before.get("tensor_parallel", 1), before.get("context_parallel", 1)
         if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
-            # Not the seed of the first step, whose masks were used already.
+            # The seed depends on the step, because the run has already used the dropout masks of the initial seed.
             seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
         if (state.world_size, tensor, context) != (world.size, now.tensor_parallel, now.context_parallel):
             layouts = [
@@ -205,14 +208,14 @@ class Checkpointer:
             ]
             self.run.console.warn(
                 f"resuming on {layouts[0]} what ran on {layouts[1]}: "
-                "rows and updates are the same, dropout masks differ"
+                "the rows of each update stay the same, but dropout masks differ"
             )
 
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
     def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> None:
-        """Saves a checkpoint. With several processes it is complete only after `settle`."""
+        """Saves a checkpoint. In a run of several processes, the checkpoint is complete only after `settle`."""
         run, world = self.run, self.run.world
         with world.stage(f"checkpoint of step {position.step}"):
             state, tensors = self._state(position, rows_seen, metrics), self._tensors()
@@ -226,7 +229,7 @@ class Checkpointer:
         self.saved_at = position.step
 
     def settle(self) -> None:
-        """Waits for a pending checkpoint."""
+        """Waits until the checkpoint that is being written is complete."""
         if self._writer is not None:
             with self.run.world.stage("the checkpoint that is being written"):
                 self._writer.settle()
@@ -265,12 +268,12 @@ class Checkpointer:
         )
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Validation metrics, and the metric of `checkpoint.best`."""
+        """Returns the finite validation metrics, and the metric of `checkpoint.best`."""
         names = [name for name in metrics if name == self.measure.name or name.startswith("val")]
         return {name: metrics[name] for name in names if math.isfinite(metrics[name])}
 
     def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The local tensors by part; each rank adds its random states."""
+        """Returns the tensors of this rank by file name. Each rank adds the states of its random generators."""
         learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
         for one in self.models.learners:
             reshard(one.module)
@@ -284,7 +287,7 @@ class Checkpointer:
         return tensors
 
     def _on_saved(self, path: Path) -> None:
-        """Called when a checkpoint is complete: deletes old ones."""
+        """Called when a checkpoint is complete. Deletes old checkpoints."""
         settings, console = self.run.recipe.checkpoint, self.run.console
 
         def warn(text: str) -> None:
@@ -295,14 +298,15 @@ class Checkpointer:
         self._messages.append((console.say, f"saved {path}"))
 
     def export(self, step: int) -> None:
-        """Exports the model of a saved step as a Hugging Face folder, or the best model if the recipe defines one."""
+        """Exports the model of checkpoint `step` as a Hugging Face folder. If the recipe has `checkpoint.best`, exports
+        the best checkpoint."""
         run = self.run
         if self.saved_at != step or not run.recipe.run.export:
             return
         if run.recipe.checkpoint.best is not None:
             best = checkpoints.best_step(self.folder, self.measure)
             if best is None:
-                run.console.warn(f"no checkpoint has a finite {self.measure.name}: the last one is exported")
+                run.console.warn(f"no checkpoint has a finite {self.measure.name}: exporting the last checkpoint")
             else:
                 step, value = best
                 run.console.say(f"the best checkpoint is step {step}: {self.measure.name} {value:.6g}")
@@ -331,7 +335,7 @@ def _layout(size: int, tensor: int, context: int) -> str:
 
 
 def _stored(module: Any) -> torch.nn.Module:
-    """The part of the module that a checkpoint stores."""
+    """Returns the submodule whose weights a checkpoint stores."""
     stored = module.stored
     assert isinstance(stored, torch.nn.Module)
     return stored

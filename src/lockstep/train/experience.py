@@ -1,4 +1,4 @@
-"""The responses of a step as flat vectors, their distribution over ranks, and the models' log-probs and values."""
+"""The responses of a step as flat token vectors, their distribution over ranks, and the outputs of the models."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ from lockstep.run.metrics import PhaseTimer
 from lockstep.train.models import Models
 from lockstep.types import Example, MicroBatch, Origin, Prompt, Question, Rollout, RolloutMeta, Score
 
-# Shapes: S responses of the step, K policy tokens of the local responses, concatenated. Every rank has the metadata of
-# all responses (`RolloutMeta`). The tokens of a response are on one rank: first on the rank that generated it, then on
-# the rank that trains on it (`redistribute`). Totals over the step are all-reduced.
+# Shape suffixes: S is the number of responses of the step. K is the number of policy tokens of the responses on this
+# rank, concatenated. Every rank has the metadata of all responses (`RolloutMeta`). The tokens of a response are on one
+# rank: first on the rank that generated the response, then on the rank that trains on it (`redistribute`). Sums over
+# the step are all-reduced.
 
 _NONE = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The responses of a step: metadata of all, tokens of the local ones."""
+    """The responses of a step: the metadata of all responses, and the tokens of the responses on this rank."""
 
     metas: Sequence[RolloutMeta]
-    """All responses of the step, ordered by prompt and sample. The number of a response is its index here."""
+    """The metadata of all responses of the step, ordered by prompt and sample. The number of a response is its index in
+    this list."""
     prompts: Mapping[int, Prompt]
-    """Prompts by index in the step."""
+    """The prompts of the step, by prompt index."""
     local_numbers: Sequence[int]
-    """Numbers of the local responses, in order."""
+    """The numbers of the responses on this rank, in ascending order."""
     rollouts: list[Rollout]
     examples: list[Example]
     sequence_K: torch.Tensor
-    """The response number of each token."""
+    """For each token, the number of the response that contains it."""
     group_S: torch.Tensor
     rollout_logprobs_K: torch.Tensor
-    """Log-probs from the engine."""
+    """The log-probs that the inference engine returned."""
     scores_S: torch.Tensor
     token_rewards_K: torch.Tensor
-    """Parts of the scores assigned to tokens before the last one."""
+    """The parts of the scores that are assigned to tokens before the last token of a response."""
     baseline_S: torch.Tensor | None
     world: World
-    """The ranks that hold the responses; a world of one if all responses are local."""
+    """The ranks over which the responses are distributed. The world size is 1 if all responses are on this rank."""
 
     @property
     def sequences(self) -> int:
@@ -61,21 +63,21 @@ class Experience:
 
     @property
     def reduce(self) -> StepReduce:
-        """Reduces local values over all ranks."""
+        """Functions that reduce the values of this rank over all ranks."""
         return SINGLE_PROCESS if self.world.size == 1 else StepReduce(self.world.sum_tensor, self.world.max_tensor)
 
     @cached_property
     def num_response_tokens_S(self) -> torch.Tensor:
-        """Number of policy tokens of every response."""
+        """The number of policy tokens of every response of the step."""
         return torch.tensor([meta.num_response_tokens for meta in self.metas], dtype=torch.long)
 
     @property
     def last_K(self) -> torch.Tensor:
-        """Index of the last token of each local response."""
+        """The index of the last token of each response on this rank."""
         return self.num_response_tokens_S[list(self.local_numbers)].cumsum(0) - 1
 
     def responses_to(self, first: int, last: int) -> slice:
-        """Numbers of the responses to the prompts from index `first` up to `last`."""
+        """Returns the range of numbers of the responses to the prompts with index `first` to `last` - 1."""
         inside = [i for i, meta in enumerate(self.metas) if first <= meta.prompt_index < last]
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
@@ -83,14 +85,15 @@ class Experience:
         return [Outline(one.prompt_index, one.length, one.shared) for one in self.metas[responses]]
 
     def local_tokens(self, responses: slice) -> slice:
-        """The local tokens of a range of responses."""
+        """Returns the tokens of `responses` as a slice of the vectors over the tokens of this rank."""
         before = [number for number in self.local_numbers if number < responses.start]
         inside = [number for number in self.local_numbers if responses.start <= number < responses.stop]
         start = int(self.num_response_tokens_S[before].sum())
         return slice(start, start + int(self.num_response_tokens_S[inside].sum()))
 
     def all_gather(self, vector_K: torch.Tensor, responses: slice | None = None) -> torch.Tensor:
-        """All-gathers a vector over local tokens to all tokens of the step, or of a range of responses."""
+        """All-gathers a vector over the tokens of this rank. Returns a vector over all tokens of the step, or of a
+        range of responses."""
         span = responses or slice(0, self.sequences)
         if self.world.size == 1:
             return vector_K
@@ -99,7 +102,7 @@ class Experience:
         return self.world.sum_tensor(gathered)
 
     def local_positions(self, responses: slice) -> torch.Tensor:
-        """Indices of the local tokens among all tokens of a range of responses."""
+        """Returns the indices of this rank's tokens in a vector over all tokens of a range of responses."""
         ends_S = self.num_response_tokens_S[responses].cumsum(0)
         starts_S = ends_S - self.num_response_tokens_S[responses]
         inside = [n - responses.start for n in self.local_numbers if responses.start <= n < responses.stop]
@@ -107,22 +110,23 @@ class Experience:
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
 
     def all_rollouts(self) -> list[Rollout]:
-        """All responses of the step, on every rank (a collective)."""
+        """Returns all responses of the step. All ranks must call this function."""
         return [rollout for rollout, _ in self.all_rollouts_and_examples()]
 
     def all_rollouts_and_examples(self) -> list[tuple[Rollout, Example]]:
-        """All responses with their training examples, on every rank (a collective)."""
+        """Returns all responses of the step with their training examples. All ranks must call this function."""
         pairs = zip(self.rollouts, self.examples, strict=True)
         shares = self.world.gather(list(zip(self.local_numbers, pairs, strict=True)))
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
 
     def with_local_rollouts(self, local: Mapping[int, Rollout]) -> Experience:
-        """The same step with other local responses, given by number."""
+        """Returns the experience of the same step, but with other responses on this rank. `local` maps response numbers
+        to responses."""
         return _experience(self.metas, self.prompts, local, self.baseline_S, self.world)
 
 
 def build_experience(rollouts: Sequence[Rollout], baselines: dict[int, float] | None = None) -> Experience:
-    """The experience of one process, which has all responses."""
+    """Returns the experience of a run with one process, which has all responses."""
     prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
     return build_spread_experience(rollout_metas(rollouts), prompts, rollouts, baselines, World())
 
@@ -134,10 +138,8 @@ def build_spread_experience(
     baselines: dict[int, float] | None,
     world: World,
 ) -> Experience:
-    """The experience of responses that are spread over the ranks; responses without score or baseline are excluded.
-
-    A response without a policy token is an error, because no token can carry its score.
-    """
+    """Returns the experience of responses that are distributed over the ranks. Responses without a score or a baseline
+    are excluded. A response without policy tokens is an error, because its score cannot be assigned to a token."""
     scored = [
         meta
         for meta in metas
@@ -151,7 +153,7 @@ def build_spread_experience(
 
 
 def rollout_metas(rollouts: Sequence[Rollout]) -> list[RolloutMeta]:
-    """The metadata of responses, which include all responses to a prompt or none."""
+    """Returns the metadata of responses. `rollouts` must contain all responses to each of its prompts."""
     found: list[RolloutMeta] = []
     for _, members in groupby(rollouts, key=lambda rollout: rollout.prompt_index):
         group = list(members)
@@ -204,14 +206,15 @@ def _experience(
 
 
 def reward_part(meta: RolloutMeta, prompts: Mapping[int, Prompt], name: str, key: str) -> float:
-    """One reward of a response. `key` is the recipe key that names it."""
+    """Returns one of the separate rewards of a response. `key` is the recipe key that contains the name of the
+    reward."""
     assert isinstance(meta.score, Score)
     if name not in meta.score.parts:
         raise Refusal.at(
             key,
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin} has no reward {name!r} in its "
             "score",
-            f"it has {', '.join(meta.score.parts) or 'none'}; the last checkpoint is untouched",
+            f"its rewards are: {', '.join(meta.score.parts) or 'none'}; the last checkpoint is untouched",
             code="missing-reward-part",
         )
     return meta.score.parts[name]
@@ -221,8 +224,8 @@ def _refuse_empty(metas: Sequence[RolloutMeta], prompts: Mapping[int, Prompt]) -
     problems = [
         Problem(
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin}",
-            "has no token of the policy, so no token can carry its score",
-            "an engine returns at least the token that ended the response; the last checkpoint is untouched",
+            "has no token of the policy, so its score cannot be assigned to a token",
+            "the engine must return at least the token that ended the response; the last checkpoint is untouched",
             code="empty-response",
         )
         for meta in metas
@@ -236,48 +239,50 @@ def _token_rewards(rollouts: Sequence[Rollout], tokens: int) -> torch.Tensor:
     token_rewards_K, start = torch.zeros(tokens), 0
     for rollout in rollouts:
         for token, share in rollout.token_rewards:
-            # A reward at an environment token belongs to the last policy token before it.
+            # A reward at a token of the environment is assigned to the last policy token before it.
             token_rewards_K[start + max(sum(rollout.loss_mask[: token + 1]) - 1, 0)] += share
         start += rollout.num_response_tokens
     return token_rewards_K
 
 
 def _policy_logprobs(rollout: Rollout) -> np.ndarray:
-    """The engine's log-probs of the policy tokens."""
+    """Returns the log-probs that the engine returned for the policy tokens of a response."""
     logprobs = np.asarray(rollout.logprobs, dtype=np.float32)
     return logprobs[np.asarray(rollout.loss_mask, dtype=bool)]
 
 
 def make_example(rollout: Rollout) -> Example:
-    """Prompt and response as a training example; only the policy tokens are trained."""
+    """Returns prompt and response as a training example whose loss mask selects only the policy tokens."""
     prompt = list(rollout.prompt.ids)
     return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.loss_mask), rollout.prompt.question.origin)
 
 
-# Mini-batches of a step, and the models' log-probs and values before the first update.
+# This part splits a step into mini-batches, and computes the models' log-probs and values before the first update.
 
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """The responses of one update, and the packed rows of each data-parallel rank."""
+    """The responses of one optimizer update, and how they are packed on each data-parallel rank."""
 
     responses: slice
     rows_by_rank: list[list[PackedRow]]
-    """The packed rows of each rank; numbers count from the first response of the update."""
+    """The packed rows of each data-parallel rank. Response numbers in the rows count from the first response of the
+    update."""
 
     def owners(self) -> Iterator[tuple[int, int]]:
-        """The data-parallel rank of each response, and the number of the response in the step."""
+        """Yields for each response the data-parallel rank that trains on it, and the number of the response in the
+        step."""
         for rank, rows in enumerate(self.rows_by_rank):
             yield from ((rank, self.responses.start + packed.number) for row in rows for packed in row)
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The responses of one update, and this rank's micro-batches."""
+    """The responses of one optimizer update, and the micro-batches of this rank."""
 
     responses: slice
     tokens: slice
-    """The range of the update in the vectors over local tokens."""
+    """The range of the update in the vectors over the tokens of this rank."""
     batches: list[MicroBatch]
     local_only = True
 
@@ -288,30 +293,30 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Outputs of the models for every local token; None if the recipe does not need them."""
+    """The outputs of the models for every token on this rank. A vector is None if the recipe does not need it."""
 
     old_K: torch.Tensor | None
-    """Old log-probs of the ratio: from the policy before the first update, or from the engine."""
+    """The old log-probs of the importance ratio: those of the policy before the first update, or those of the
+    engine."""
     reference_K: torch.Tensor | None
     values_K: torch.Tensor | None
     trainer_K: torch.Tensor | None = None
-    """Log-probs of the policy before the first update, if `old_K` has the engine's."""
+    """The log-probs of the policy before the first update, if `old_K` has the log-probs of the engine."""
     squares_K: torch.Tensor | None = None
-    """Sum of squared probabilities over the vocabulary."""
+    """For each token, the sum of the squared probabilities over the vocabulary."""
 
 
 def pack_minibatches(experience: Experience, models: Models, batch: Batch) -> list[UpdateRows]:
-    """Splits the step into updates by prompts and packs each. A packed row holds a prompt once."""
+    """Splits the prompts of a step into optimizer updates, and packs the responses of each update. Responses to the
+    same prompt in a packed row share the tokens of the prompt."""
     each = batch.prompts_per_update or batch.prompts
     runs = [experience.responses_to(first, first + each) for first in range(0, batch.prompts, each)]
     return [UpdateRows(run, models.pack(experience.outlines(run))) for run in runs if run.stop > run.start]
 
 
 def plan_updates(experience: Experience, updates: Sequence[UpdateRows], models: Models) -> list[UpdatePlan]:
-    """The micro-batches of this rank, which has their responses.
-
-    Old and new log-probs come from the same micro-batches, so their ratio is exactly 1 before an update.
-    """
+    """Returns the micro-batches of this rank, which must have the responses of these micro-batches. Old and new
+    log-probs are computed in the same micro-batches, so their ratio is exactly 1 before an update."""
     return [_plan(experience, update, models) for update in updates]
 
 
@@ -365,11 +370,9 @@ def check_rollout_logprobs(
     experience: Experience,
     outputs: ModelOutputs,
 ) -> dict[str, float]:
-    """Compares the engine's log-probs of the step with the trainer's, before any update.
-
-    Engine and trainer have the same weights. The trainer scores the responses here unless the recipe needed it earlier
-    (`old_needed`). Without a limit nothing is compared.
-    """
+    """Compares the log-probs that the engine returned with the log-probs of the trainer, before any update. The engine
+    and the trainer have the same weights. If the log-probs of the trainer are not yet computed (`old_needed`), this
+    function computes them. Nothing is compared if there is no limit for the difference."""
     if (limit := logprob_limit(recipe)) is None:
         return {}
     trainer_K = outputs.trainer_K if recipe.algorithm.rollout_correction.bypass else outputs.old_K
@@ -384,15 +387,15 @@ def check_rollout_logprobs(
             f"the log-probs that engine {recipe.rollout.engine} returned differ from the trainer's for the same tokens "
             f"and weights: mean |difference| {mean:.3g} (limit {limit:.3g}), k3 {k3:.3g} (limit {limit / 2:.3g}), over "
             f"{tokens:,} tokens of {experience.sequences:,} responses",
-            "look for a proxy or load balancer that mixes up answers, and for settings that change how the server "
-            "samples. A larger number accepts the difference, null switches the check off. The last checkpoint is "
-            "untouched",
+            "check for a proxy or load balancer that mixes up answers, and for settings that change how the server "
+            "samples. Set a larger limit to accept the difference, or null to disable the check. The last checkpoint "
+            "is untouched",
             code="logprobs-differ",
         )
     return {"training/rollout_logprob_diff_mean": mean}
 
 
-# Every rank has the prompts, so responses are sent without them.
+# Responses are sent to other ranks without their prompts, because every rank has all prompts.
 _NO_PROMPT = Prompt(Question("", [], "", Origin("", 0)), ())
 
 

@@ -1,7 +1,8 @@
-"""Values for every target of a data set, computed once by a frozen model and stored on disk.
+"""A disk cache with the log-probs of a frozen model for every target token of a dataset.
 
-The fingerprint of a cache has the files of the model, the tokenized rows (including the template) and the settings. A
-cache is a folder of `.npy` files with a `manifest.json`, written under a temporary name and renamed.
+A cache is a folder of `.npy` files with a `manifest.json`. The folder is written under a temporary name and then
+renamed. The fingerprint of a cache is computed from the files of the model, the tokenized rows (after the chat
+template) and the settings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lockstep.run.files import written_aside
 from lockstep.types import Example, Item
 
 MANIFEST = "manifest.json"
-# Rows that are computed together, for good packing.
+# The number of rows that are computed together. A large number allows dense packing.
 GROUP = 256
 
 Columns = dict[str, torch.Tensor]
@@ -34,7 +35,8 @@ Columns = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A column of a cache: its dtype, and the number of values per target (0: one, without an extra axis)."""
+    """The shape of a column of a cache. `width` is the number of values per target token; 0 means one value and no
+    second axis."""
 
     dtype: str
     width: int = 0
@@ -44,11 +46,11 @@ class Shape:
 
 
 class LogprobCache:
-    """The values of all targets, memory-mapped."""
+    """A cache whose columns are memory-mapped."""
 
     def __init__(self, folder: Path, names: Sequence[str], examples: Iterable[Example]):
         self._columns = {name: np.lib.format.open_memmap(folder / f"{name}.npy", "r") for name in names}
-        # Examples are new objects in every epoch, so they are identified by content.
+        # Examples are identified by content, because they are new objects in every epoch.
         self._starts: dict[bytes, int] = {}
         start = 0
         for example in examples:
@@ -56,7 +58,7 @@ class LogprobCache:
             start += example.targets
 
     def rows(self, update: Update[Any]) -> np.ndarray:
-        """Cache indices of the targets of an update."""
+        """Returns the cache indices of the target tokens of an update."""
         starts = ((self._starts[_identity(example)], example.targets) for example in update.examples)
         return np.concatenate([np.arange(start, start + targets) for start, targets in starts])
 
@@ -65,7 +67,7 @@ class LogprobCache:
 
 
 def fingerprint(path: str, examples: Iterable[Example], settings: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a cache."""
+    """Returns the fingerprint of a cache: model files, tokenized rows and settings."""
     return {"model": model_checksums(model_folder(path)), "rows": _rows_digest(examples), "asked": settings}
 
 
@@ -79,7 +81,8 @@ def open_cache(
     world: World,
     advance: Callable[[int], None],
 ) -> LogprobCache:
-    """The cache of these rows, from disk or computed. `compute` returns the columns of some rows on every rank."""
+    """Returns the cache of these rows. Computes and writes it if it is not on disk. `compute` returns the columns of
+    some rows, and every rank must call it."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = parent / f"{kind}-{digest[:16]}"
     targets = sum(example.targets for example in sequences(items))
@@ -91,18 +94,18 @@ def open_cache(
             _write(folder, identity, shapes, targets, parts)
         else:
             for _ in parts:
-                pass  # every rank computes its share; rank 0 writes
+                pass  # every rank computes a part; only rank 0 writes
         world.barrier()
     return LogprobCache(folder, list(shapes), sequences(items))
 
 
 def _is_complete(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
-    """Whether the folder is complete. A damaged cache is computed again."""
+    """Returns whether the cache folder is complete. If not, the cache is computed again."""
     if not (folder / MANIFEST).is_file():
         return False
     for name, shape in shapes.items():
         try:
-            # Unlike np.load, this reads neither zip archives nor pickles.
+            # np.load is not used, because it also reads zip archives and pickles.
             column = np.lib.format.open_memmap(folder / f"{name}.npy", "r")
         except (OSError, ValueError):
             return False
@@ -153,7 +156,8 @@ def _rows_digest(examples: Iterable[Example]) -> str:
 
 
 def _identity(example: Example) -> bytes:
-    """The identity of an example, with its origin: equal rows may have different rounding in different batches."""
+    """Returns a hash of an example and its origin. The origin is included, because equal rows in different batches may
+    have log-probs with different rounding."""
     return hashlib.blake2b(str(example.origin).encode() + b"\0" + _content(example), digest_size=16).digest()
 
 

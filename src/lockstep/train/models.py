@@ -1,4 +1,4 @@
-"""The models of a run: loading, sharding, optimizers, and their log-probs and values."""
+"""Loads and shards the models of a run, creates their optimizers, and computes log-probs and values."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
 
-# Log-probs, values and scores are vectors on the host: over all targets of an update on every rank, or, for responses
-# that are spread over the ranks, over the local targets.
+# Log-probs, values and scores are vectors on the CPU with one number per target token. Usually every rank has the
+# numbers of all targets of an update. If the responses are distributed over the ranks, a rank has only the numbers of
+# its own targets.
 
 T = TypeVar("T", bound=Item)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows are packed into micro-batches."""
+    """The settings by which sequences are packed into micro-batches."""
 
     world: World
     tokens: int | None
@@ -71,8 +72,8 @@ class Packing:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
     def pack(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
-        """The packed rows of each data-parallel rank. A packed row holds the prompt of its responses once, except with
-        context parallelism."""
+        """Returns the packed rows of each data-parallel rank. Responses to the same prompt in a packed row share the
+        tokens of the prompt, except with context parallelism."""
         alone = len({one.prompt for one in responses}) == len(responses)
         if self.tokens is None or self.world.context is not None or alone:
             lengths = [one.length for one in responses]
@@ -83,8 +84,9 @@ class Packing:
     def batch(
         self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
-        """The micro-batch of a packed row. `starts`: index in the update of the first target of each example; `places`:
-        its index in the vectors of this rank, if the rank does not have all targets."""
+        """Returns the micro-batch of a packed row. `starts` is the index of the first target of each example among all
+        targets of the update. If this rank does not have all targets, `places` is the index of this target in the
+        vectors of this rank."""
         context = self.world.context
         shares = [packed.shared for packed in row]
         batch = micro_batch(
@@ -94,7 +96,7 @@ class Packing:
 
 
 class TargetBatches(Protocol):
-    """Micro-batches of this rank, and the number of targets: of all ranks, or of this rank."""
+    """The micro-batches of this rank, and the number of target tokens of all ranks or of this rank."""
 
     @property
     def batches(self) -> Sequence[MicroBatch]: ...
@@ -110,7 +112,8 @@ class TargetBatches(Protocol):
 
 @dataclass
 class Models:
-    """The models of a run. `module` is the policy or the trained reward model; `learner` trains it, if any."""
+    """The models of a run. `module` is the policy or the trained reward model. `learner` trains this module; it is None
+    if nothing is trained."""
 
     module: nn.Module
     packing: Packing
@@ -118,14 +121,15 @@ class Models:
     learner: Learner | None = None
     critic: Learner | None = None
     reference: Policy | None = None
-    """A separate frozen model; None if there is none, or if it is the policy without its adapter."""
+    """A separate frozen reference model. None if there is no reference model, or if the reference is the policy without
+    its adapter."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
-    """Cached outputs of a reference or teacher for all rows, used instead of the model."""
+    """The cached outputs of a reference model or teacher for all rows. If it is set, the model itself is not used."""
     longest: int = 0
-    """The longest sequence in tokens that the run allows."""
+    """The maximum length of a sequence of this run in tokens."""
     reference_outputs: list[torch.Tensor] | None = None
-    """If a list, the reference log-probs are appended to it, for the tape."""
+    """If it is a list, the reference log-probs are appended to it, so that the tape can record them."""
 
     @property
     def trained(self) -> Learner:
@@ -144,17 +148,18 @@ class Models:
         return self.packing(items)
 
     def pack(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
-        """The packed rows of each data-parallel rank, valid for all models of the run."""
+        """Returns the packed rows of each data-parallel rank. All models of the run can process these rows."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]
         return self.packing.pack(responses, min((limit for limit in limits if limit is not None), default=None))
 
     def logprobs(self, inputs: TargetBatches) -> torch.Tensor:
-        """The current log-probs of the policy."""
+        """Returns the log-probs of the current policy."""
         return self.score_targets(self.module, inputs, lambda scores: scores.logprobs_K)
 
     def logprobs_and_squares(self, inputs: TargetBatches) -> torch.Tensor:
-        """Two rows: the log-probs of the policy, and the sums of squared probabilities over the vocabulary."""
+        """Returns a tensor with two rows: the log-probs of the policy, and the sums of squared probabilities over the
+        vocabulary."""
         return score_targets(
             self.module,
             inputs,
@@ -183,11 +188,12 @@ class Models:
         return self.score_targets(self.critic.module, inputs, lambda values: values)
 
     def scores(self, inputs: TargetBatches) -> torch.Tensor:
-        """A reward model's scores."""
+        """Returns the scores of a reward model."""
         return self.score_targets(self.module, inputs, lambda scores: scores)
 
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
-        """The micro-batches of the update with the teacher's distributions."""
+        """Returns the micro-batches of the update with the teacher, which returns the distributions for
+        distillation."""
         if self.cache is None:
             assert self.teacher is not None
             return [replace(batch, teacher=self.teacher) for batch in update.batches]
@@ -209,7 +215,8 @@ def score_targets(
     *,
     rows: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """Returns one value per target (or `rows` values), taken by `pick` from the output of the module."""
+    """Returns one value per target token, or several values if `rows` is not empty. `pick` selects the values from the
+    output of the module."""
     vector = torch.zeros(*rows, inputs.targets)
     with resident(module), evaluating(module):
         outputs = [fetched(pick(run_on(module, batch, device))) for batch in inputs.batches]
@@ -220,7 +227,7 @@ def score_targets(
 
 @dataclass(frozen=True)
 class _Cached:
-    """A teacher whose distributions are on disk."""
+    """A teacher that reads its distributions from the cache on disk."""
 
     cache: LogprobCache
     rows_K: np.ndarray
@@ -231,7 +238,8 @@ class _Cached:
 
 
 def make_scoring(recipe: Recipe) -> Scoring:
-    """Returns the scoring settings: responses are scored under the distribution they were sampled from."""
+    """Returns the settings for computing log-probs. In online methods, temperature and truncation are those with which
+    the responses were sampled."""
     if recipe.distill.teacher is not None:
         settings = recipe.distill
         return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
@@ -246,7 +254,7 @@ def make_scoring(recipe: Recipe) -> Scoring:
 
 
 def build_learner(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner:
-    """The trained model: a policy or a reward model."""
+    """Loads the trained model (a policy or a reward model) and creates its optimizer."""
     settings, seed = recipe.model, recipe.run.seed
     offload = recipe.parallel.offload
     sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
@@ -294,7 +302,7 @@ def _learner(
     name: str,
     offload: Offload,
 ) -> Learner:
-    # The optimizer steps the shards, so gathered parameters are resharded first.
+    # The optimizer updates the shards of the parameters, so gathered parameters are resharded first.
     reshard(module)
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
@@ -312,7 +320,8 @@ def _learner(
 
 
 def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balance | None:
-    """The load-balancing loss, if the recipe and the model have one. A critic may have no experts."""
+    """Returns the load-balancing loss of a mixture-of-experts model. Returns None if the recipe does not use this loss
+    or the model has no experts."""
     decoder = module.decoder if isinstance(module, Policy) else module.runner
     chosen = experts_of_token(decoder.model.config)
     if not recipe.model.aux_loss_coef or chosen is None:
@@ -321,7 +330,7 @@ def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balan
 
 
 def build_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy | None:
-    """A separate frozen reference, if the run keeps one in memory."""
+    """Loads the separate frozen reference model. Returns None if the run does not keep a reference model in memory."""
     return load_reference(recipe, device, world, torch_device) if reference_kind(recipe) == "model" else None
 
 

@@ -24,20 +24,20 @@ from lockstep.types import FAILED, ROLLOUT_FUNCTION, Failure, Prompt, Rollout, R
 
 @dataclass(frozen=True)
 class Unscored:
-    """The number of failed responses of a step, and the first ones."""
+    """The number of failed responses of a step, and the first failed responses."""
 
     count: int
     first: Sequence[Rollout]
 
 
 def refuse_failures(failed: Unscored, total: int, most: float) -> None:
-    """Stops if more than the share `most` of the responses failed."""
+    """Raises `Refusal` if more than the fraction `most` of the responses failed."""
     if failed.count > most * total:
         raise _refusal(failed, total, f"over reward.max_failures={most:g}")
 
 
 def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
-    """Stops if no response is left to train on."""
+    """Raises `Refusal` if no response is left to train on."""
     if not left:
         raise _refusal(failed, total, "and none is left to train on")
 
@@ -56,7 +56,7 @@ def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
 
 
 def failure_warning(failed: Unscored) -> list[str]:
-    """A warning with the first failed response of a step and the reason."""
+    """Returns a warning with the first failed response of a step and the reason, or nothing if no response failed."""
     if not failed.count:
         return []
     first = failed.first[0]
@@ -68,7 +68,7 @@ def failure_warning(failed: Unscored) -> list[str]:
 
 
 def _of_rollout(failure: Failure) -> bool:
-    """Whether the rollout function failed, not a reward."""
+    """Returns whether the rollout function failed. Otherwise a reward function failed."""
     return failure.part == ROLLOUT_FUNCTION
 
 
@@ -81,7 +81,8 @@ def _response(rollout: Rollout, most: int) -> str:
 
 
 def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
-    """Dynamic sampling: whether the scores of the group differ, or their mean is within the bounds."""
+    """Returns whether dynamic sampling keeps the group: its mean score is within the bounds, or, if there are no
+    bounds, its scores differ."""
     metric, key = settings.metric, "algorithm.dynamic_sampling.metric"
     scores = torch.tensor(
         [
@@ -97,8 +98,8 @@ def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], sett
 
 
 def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta], failed: int) -> dict[str, float]:
-    """Lengths, failures and rewards of the trained `rollouts`. Token counts include `every` generated response. Failed
-    rollouts have no length."""
+    """Returns the metrics of a step: lengths, failures and rewards of the trained `rollouts`. The number of tokens
+    includes all generated responses (`every`). Lengths exclude failed rollouts."""
     rollouts = [rollout for rollout in rollouts if rollout.stop != FAILED]
     lengths = torch.tensor([rollout.num_response_tokens for rollout in rollouts], dtype=torch.float64)
     prompts = torch.tensor([rollout.prompt_tokens for rollout in rollouts], dtype=torch.float64)
@@ -122,7 +123,8 @@ def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta
 
 
 def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """Metrics from the generation seconds of every rank and the number of prompts it took from other ranks."""
+    """Returns metrics about slow ranks in generation. `ranks` has for each rank the generation time in seconds, and the
+    number of prompts that the rank took over from other ranks."""
     seconds = [seconds for seconds, _ in ranks]
     if len(ranks) == 1 or not sum(seconds):
         return {}
@@ -132,23 +134,23 @@ def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:
     }
 
 
-# A warning about idle updates is repeated after this many steps without one.
+# A warning about idle updates is printed again only if the last idle step is more than this many steps ago.
 QUIET = 20
 
 
 class EarlyStop:
-    """Early stopping. Without settings it never stops. Rank 0 decides.
+    """Early stopping. Without settings, early stopping never ends the run. Rank 0 decides.
 
-    Earlier measurements are read from the metrics of the run, so a resumed run decides like an uninterrupted one.
+    A resumed run reads earlier values from metrics.jsonl, so it stops at the same step as an uninterrupted run.
     """
 
     def __init__(self, settings: EarlyStopping | None, world: World):
         self.settings, self.world = settings, world
         self._measure: Measure | None = None if settings is None else measure_of(settings.metric)
         self._best: tuple[float, int] | None = None
-        """The best value and its step."""
+        """The best value of the metric so far, and its step."""
         self._waited = 0
-        """Measurements since the best value."""
+        """The number of measurements since the best value."""
 
     @property
     def reached(self) -> bool:
@@ -156,16 +158,16 @@ class EarlyStop:
 
     @property
     def validated(self) -> bool:
-        """Whether the metric comes from validation."""
+        """Whether the metric of early stopping is a validation metric."""
         return self._measure is not None and self._measure.validated
 
     def recall(self, logged: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-        """Counts the logged metrics of earlier steps, in order."""
+        """Processes the logged metrics of earlier steps in order, when a run resumes."""
         for step, metrics in self.world.gather(list(logged) if self.settings is not None else [])[0]:
             self._count(step, metrics)
 
     def observe(self, step: int, metrics: Mapping[str, float], *, validated: bool) -> bool:
-        """Counts the metrics of a step; returns whether the run ends (a collective)."""
+        """Processes the metrics of a step. Returns whether the run must stop. All ranks must call this function."""
         if self._measure is None or (self._measure.validated and not validated):
             return False
         name = self._measure.name
@@ -173,17 +175,17 @@ class EarlyStop:
         return self.reached
 
     def missed(self, metrics: Mapping[str, float]) -> str | None:
-        """A warning if a validation did not measure the metric."""
+        """Returns a warning if the metrics of a validation do not contain the metric of early stopping."""
         if self._measure is None or not self._measure.validated or self._measure.name in metrics:
             return None
-        return f"run.early_stopping.metric: this validation has no {self._measure.name}, so it does not count"
+        return f"run.early_stopping.metric: this validation has no {self._measure.name}, so it is ignored"
 
     def _count(self, step: int, metrics: Mapping[str, float]) -> None:
         measure, settings = self._measure, self.settings
         if measure is None or settings is None or measure.name not in metrics or self.reached:
             return
         value = measure.value(metrics)
-        # NaN is not an improvement.
+        # The value is None for NaN, which is not an improvement.
         if value is not None and (
             self._best is None or measure.rank(value) < measure.rank(self._best[0]) - settings.min_delta
         ):
@@ -197,7 +199,7 @@ class EarlyStop:
         assert self._measure is not None
         name, times = self._measure.name, self.settings.patience
         if self._best is None:
-            return f"stopped early after step {step}: {name} was not a number {times} times"
+            return f"stopped early after step {step}: {name} was NaN or infinite {times} times"
         value, at = self._best
         least = f" by more than {self.settings.min_delta:g}" if self.settings.min_delta else ""
         return (
@@ -208,28 +210,28 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class IdleCause:
-    """Why the updates of a step change nothing, and the remedy."""
+    """The reason why the updates of a step do not change the model, and the remedy."""
 
     cause: str
     remedy: str
 
 
 class IdleUpdates:
-    """Counts consecutive steps whose updates change nothing: the gradient of every update is exactly zero, or the step
-    has no learning signal (`find_idle_cause`). A step with one useful update is not idle.
-    """
+    """Counts consecutive idle steps. A step is idle if the gradient of every update is exactly zero, or if the step has
+    no learning signal (`find_idle_cause`)."""
 
     def __init__(self, learners: Sequence[Learner], most: int | None):
         self._learners, self._most = learners, most
         self._before = self._effective()
         self.signal: IdleCause | None = None
-        """Why the data of the step has no learning signal."""
+        """The reason why the data of the step has no learning signal, or None."""
         self.count = 0
         self._cause = IdleCause("", "")
         self._step = self._seen = 0
 
     def observe(self) -> str | None:
-        """Counts a finished step. Returns a warning at the first idle step after `QUIET` other steps."""
+        """Processes a finished step. Returns a warning if the step is idle and no step of the last `QUIET` steps was
+        idle."""
         effective, signal = self._effective(), self.signal
         changed = effective != self._before and signal is None
         self._before, self.signal, self._step = effective, None, self._step + 1
@@ -262,16 +264,14 @@ class IdleUpdates:
     def _unexplained(self) -> IdleCause:
         zero = "the gradient of the loss is exactly zero"
         if any(learner.scale is not None for learner in self._learners):
-            return IdleCause(f"{zero}, which can be an underflow of fp16", "use model.dtype=bf16 or fp32")
-        return IdleCause(zero, "check the loss and its settings, and the rows (lockstep data show)")
+            return IdleCause(f"{zero}, possibly because of an fp16 underflow", "use model.dtype=bf16 or fp32")
+        return IdleCause(zero, "check the loss and its settings, and the dataset rows (run `lockstep data show`)")
 
 
 def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
-    """Why the responses of a step have no learning signal; None if they have one (a collective).
-
-    KL, entropy bonus or router loss may still have a gradient, but do not follow the rewards. Without rewards (only a
-    teacher) the KL is the signal.
-    """
+    """Returns the reason why the responses of a step have no learning signal, or None if they have one. All ranks must
+    call this function. The KL loss, the entropy bonus and the router loss may still have a gradient, but it does not
+    depend on the rewards. In a run without rewards (only a teacher), the KL divergence is the learning signal."""
     experience, advantages = batch.experience, batch.advantages
     metrics, reduce = advantages.metrics, experience.reduce
     kept_K = advantages.keep_K > 0
@@ -305,18 +305,19 @@ def _all_masked(cut: float) -> IdleCause:
         )
     others = "algorithm.rollout_correction rejects every token" + (" that is not masked as truncated" if cut else "")
     return IdleCause(
-        f"no token is trained: {others}", "widen the bands of algorithm.rollout_correction, or lower optim.lr"
+        f"no token is trained: {others}",
+        "widen the bounds of algorithm.rollout_correction, or lower optim.lr",
     )
 
 
-# A warning is repeated only after this many steps without its cause.
+# A warning is printed again only if its condition was last true more than this many steps ago.
 STEPS_BETWEEN_WARNINGS = 20
 COLLAPSED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class WarningSign:
-    """A sign of trouble in the metrics, and its usual meaning."""
+    """A condition on the metrics that indicates a problem, and the text of the warning."""
 
     name: str
     shows: Callable[[dict[str, float]], bool]
@@ -324,7 +325,7 @@ class WarningSign:
 
 
 class Warnings:
-    """Warnings from the metrics of an online run."""
+    """Yields warnings about problems that the metrics of an online run indicate."""
 
     def __init__(self, recipe: Recipe):
         self._first_entropy: float | None = None
@@ -364,7 +365,8 @@ class Warnings:
 
 
 def _runs_away(recipe: Recipe) -> WarningSign:
-    """Thresholds measured on one task: a run that learned stayed at 0.002; a diverged run went from 0.02 to 0.06."""
+    """Returns the warning for a policy that diverges. The threshold of `rollout_corr/k3` was measured on one task: a
+    good run stayed at 0.002, and a diverged run rose from 0.02 to 0.06."""
     bypass = "Remove algorithm.rollout_correction.weight and set algorithm.rollout_correction.bypass=true, or lower"
     remedy = bypass if loss_row(recipe.algorithm.loss).trust_region else "Lower"
     return WarningSign(
@@ -376,10 +378,10 @@ def _runs_away(recipe: Recipe) -> WarningSign:
 
 
 def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
-    """Signs that the policy moved too far from the old policy of its ratios."""
+    """Returns the warnings for a policy that moved too far from the old policy of the importance ratio."""
     stale = bool(recipe.rollout.max_staleness)
     from_draw = stale and recipe.algorithm.rollout_correction.bypass
-    fewer = "or make fewer updates of a step (algorithm.epochs, batch.prompts_per_update)"
+    fewer = "or make fewer updates per step (algorithm.epochs, batch.prompts_per_update)"
     if stale:
         fewer = f"or rollout.max_staleness, {fewer}"
     corrected = recipe.algorithm.rollout_correction.bypass or recipe.algorithm.rollout_correction.weight != "none"
@@ -390,18 +392,18 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         WarningSign(
             "clipped",
             lambda metrics: metrics.get("actor/pg_clipfrac", 0.0) > 0.3,
-            f"over 30 % of the tokens hit the clip: an update moves the policy too far. Lower optim.lr, {fewer}",
+            f"over 30 % of the ratios are clipped: an update moves the policy too far. Lower optim.lr, {fewer}",
         ),
         WarningSign(
             "moved",
             lambda metrics: abs(metrics.get("actor/ppo_kl", 0.0)) > 0.2,
-            f"the policy moved by more than 0.2 nats a token {'since the draw' if from_draw else 'within a step'}. "
+            f"the policy moved by more than 0.2 nats per token {'since the draw' if from_draw else 'within a step'}. "
             "Usually optim.lr is too high",
         ),
         WarningSign(
             "disagreement",
             lambda metrics: metrics.get("training/rollout_probs_diff_mean", 0.0) > 0.05,
-            "engine and trainer disagree on the probability of tokens by more than 0.05 on average: updates are off "
+            "the token probabilities of engine and trainer differ by more than 0.05 on average: updates are off "
             f"policy. {remedy}",
         ),
     ]
@@ -411,7 +413,7 @@ COMMON = [
     WarningSign(
         "drifted",
         lambda metrics: max(metrics.get("actor/kl", 0.0), metrics.get("actor/reward_kl_penalty", 0.0)) > 1.0,
-        "the policy is more than 1 nat a token away from its reference: it may be gaming the reward. Raise "
+        "the KL divergence from the reference is over 1 nat per token: the policy may exploit the reward. Raise "
         "algorithm.kl.coefficient, or look at samples.jsonl",
     ),
     WarningSign(

@@ -1,4 +1,4 @@
-"""The offline loop, and the check of the initial loss."""
+"""The training loop of offline methods (SFT, DPO, ...), and the check of the initial loss."""
 
 from __future__ import annotations
 
@@ -34,55 +34,57 @@ from lockstep.train.run_writer import record_rows
 from lockstep.train.training import Training, open_training
 from lockstep.types import Item
 
-# Before the first update policy and reference are the same model, so the initial loss is predictable. A different loss
-# means another dtype or file, an adapter that does not start at zero, or a log-prob cache of another run.
+# Before the first update, the policy and the reference are the same model, so the initial loss is known. If the loss
+# differs, the two models have different dtypes or files, the adapter is not initialised to zero, or the log-prob cache
+# belongs to another model.
 
-# Tolerance for the same weights in the same micro-batches. Libraries may sum in another order, so half precision is
-# checked only for differences beyond rounding.
+# The maximum difference between log-probs of the same weights in the same micro-batches. Libraries may sum in a
+# different order, so in half precision the tolerance allows rounding errors.
 SAME_BATCHES = {**CHECK_TOLERANCE, torch.float32: 1e-4}
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 CAUSES = {
-    "adapter": "the adapter does not start at zero: it must not change the model before it is trained",
-    "model": "the two were loaded differently (files that changed meanwhile, dtype)",
-    "disk": "the log-prob cache under the run folder's `tables/` was made by another model; remove it",
+    "adapter": "the adapter does not start at zero, but an untrained adapter must not change the output of the model",
+    "model": "policy and reference were loaded differently: check the dtype, and whether model files have changed",
+    "disk": "the log-prob cache in the folder `tables` of run.folder was computed by another model; remove it",
 }
 
 
 def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
-    """Refuses to train if policy and reference differ in the first update. A replay continues and locates the cause."""
+    """Raises `Refusal` if the policy and the reference differ before the first update. In a replay of a tape, the run
+    continues and finds the cause."""
     kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return
     lora = recipe.model.lora
     if lora is not None and lora.adapter is not None:
-        console.say(f"training starts from an adapter ({lora.adapter}): the first loss may be any")
+        console.say(f"training starts from an adapter ({lora.adapter}): the first loss is not checked")
         return
     other = Path(model_folder(reference_folder(recipe))) != Path(model_folder(recipe.model.path))
     if other:
-        console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss may be any")
+        console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss is not checked")
         return
     update = models.arrange(items)
     policy, reference = models.logprobs(update), models.reference_logprobs(update)
     dtype = DTYPES[recipe.model.dtype]
-    # The cache was computed in other micro-batches.
+    # The log-prob cache was computed in other micro-batches, so its tolerance is larger.
     tolerance = (CHECK_TOLERANCE if kind == "disk" else SAME_BATCHES)[dtype]
     if not _agree(update, policy, reference, tolerance, kind):
         return
     if wanted is None or (kind == "disk" and dtype != torch.float32):
-        return  # in half precision the accumulated rounding of a cache may change the loss by any amount
+        return  # in half precision, rounding errors of a cache can change the loss a lot
     found = measure(items, objective, models)
     loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
-    # The tolerance grows with the loss: a large loss, such as IPO's, also has a large slope.
+    # The tolerance is proportional to the loss, because a large loss, such as that of IPO, also has a large gradient.
     if abs(loss - wanted) > (tolerance if kind == "disk" else LOSS_TOLERANCE[dtype]) * max(1.0, abs(wanted)):
         refuse_unless_replayed(
             Problem(
                 "step 0",
-                f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
+                f"the loss is {loss:.6f} instead of {wanted:.6f}, although policy and reference agree",
                 "an operator of the loss is wrong on this device: record the first step on another device (tape=true), "
-                "and replay it here to see which number differs first",
+                "and replay it on this device to find the first value that differs",
                 code="wrong-initial-loss",
             )
         )
@@ -91,7 +93,7 @@ def assert_identity(
 
 
 def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
-    """Whether all log-probs agree. If not, training is refused; a replay continues."""
+    """Returns whether all log-probs agree. If they differ, raises `Refusal`; only a replay of a tape continues."""
     difference = (policy - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:
@@ -102,7 +104,7 @@ def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, m
         Problem(
             f"step 0, {example.origin}",
             f"policy and reference must be the same model before the first update, and {differing:,} of "
-            f"{len(difference):,} log-probabilities differ; the worst is {float(policy[worst]):.6f} against "
+            f"{len(difference):,} log-probabilities differ; the worst pair is {float(policy[worst]):.6f} and "
             f"{float(reference[worst]):.6f}",
             CAUSES[kind],
             code="wrong-initial-loss",
@@ -137,7 +139,7 @@ class Offline:
 def open_offline(
     recipe: Recipe, console: Console, *, keeps: bool = True, accept_changed: bool = False
 ) -> Iterator[Offline]:
-    """Checks the recipe and loads everything. A replay sets `keeps` to False."""
+    """Checks the recipe, and loads data and models. A replay of a tape sets `keeps` to False."""
     with open_runtime(recipe, console) as runtime:
         device, console = runtime.device, runtime.console
         prepared = prepare_offline(recipe, device, runtime.world.size, console)
@@ -160,7 +162,7 @@ def open_offline(
 
 
 def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, float]:
-    """One update; returns its metrics."""
+    """Performs one optimizer update and returns its metrics."""
     training, objective = offline.training, offline.objective
     models, run = training.models, training.run
     learner, batches = models.trained, offline.batches

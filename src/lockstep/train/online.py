@@ -1,4 +1,4 @@
-"""The online loop: generate responses, score them, update. All online methods use it with different keys."""
+"""The training loop of all online methods: generates responses, scores them and updates the policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Online:
 
 @contextmanager
 def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False) -> Iterator[Online]:
-    """Checks the recipe and loads everything. A replay sets `keeps` to False; `accept`: resume with changed models."""
+    """Loads data and models. A replay of a tape sets `keeps` to False. `accept` resumes even if models have changed."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
         with (
@@ -75,7 +75,7 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept:
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
-    """Trains on the rollouts of a step; returns its metrics."""
+    """Trains on the rollouts of a step. Returns the metrics of the step."""
     training = online.training
     run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
     recipe, batches = run.recipe, run.prepared.batches
@@ -83,7 +83,7 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     experience = redistribute(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
     outputs = compute_model_outputs(plans, models, recipe, run.phases, experience.rollout_logprobs_K)
-    # A replay trains on recorded log-probs and reports differences.
+    # A replay of a tape skips this check: it trains on the recorded log-probs and reports differences itself.
     checked = check_rollout_logprobs(plans, models, recipe, run.phases, experience, outputs) if training.keeps else {}
     with run.phases("adv"):
         advantages = estimate_advantages(experience, outputs, recipe, beta, (recipe.run.seed, step))

@@ -1,7 +1,7 @@
 """The asynchronous online loop: a worker process generates for later steps while the current step is trained.
 
-The stages are the same as in `online.py`. Every rank has a worker, which gets the full weights and generates the
-responses to the prompts of its rank.
+The stages are the same as in `online.py`. Every rank has its own rollout worker. The worker gets the full weights and
+generates the responses to the prompts of its rank.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ def train_online_async(recipe: Recipe, console: Console, *, accept_changed: bool
 
 
 class Ahead:
-    """Generates the rollouts of later steps. The weights before step `step` (from 0) have version `step`. The worker
-    starts the responses of step k with version k - `max_staleness` or later."""
+    """Requests rollouts of later steps from the worker. The weights before step `step`, which counts from 0, have
+    version `step`. The worker generates the responses of step k with weights of version k - `max_staleness` or
+    later."""
 
     def __init__(self, online: Online, engine: WorkerEngine):
         self.online, self.engine, self.world = online, engine, online.training.run.world
         self._ahead = AskedAhead(self.world.engine, self.world.engines)
         self.generator = online.training.generator.answered_by(engine, self._ahead)
         self._requested = 0
-        """Prompts before this data position have been requested."""
+        """The prompts before this position in the dataset have already been requested from the worker."""
         self._clock = _Clock(engine, self.world)
 
     def hand_over(self, step: int) -> None:
-        """Sends the current weights, and the prompts that may be generated with them."""
+        """Sends the worker the current weights, and the prompts whose responses may be generated with these weights."""
         training, recipe = self.online.training, self.online.training.run.recipe
         position, steps = int(training.carried["position"]), training.run.prepared.batches.steps
         coming = min(step + (recipe.rollout.max_staleness or 0), steps - 1) - step
@@ -61,9 +62,9 @@ class Ahead:
         self._requested = max(first, position + (coming + 1) * recipe.batch.prompts)
         requests: list[Request] = []
         sampling = training_sampling(recipe, self.generator.stop_ids)
-        # Each step is divided over the ranks separately, in order.
+        # The prompts of each step are distributed over the ranks separately.
         for start in range(first, self._requested, recipe.batch.prompts):
-            # The same keys as in `take_rollouts`: the data positions of the prompts.
+            # The keys of the requests are the positions of the prompts in the dataset, as in `take_rollouts`.
             keys = range(start, min(start + recipe.batch.prompts, self._requested))
             prompts = self.online.loader.between(keys.start, keys.stop)
             expected = self.generator.lengths.of(prompts)
@@ -72,21 +73,22 @@ class Ahead:
             self.engine.hand_over(step, requests, sampling)
 
     def take_rollouts(self, step: int) -> Rollouts:
-        """The scored rollouts of the step. Further requests of the step (dynamic sampling, a greedy baseline) have
-        priority."""
+        """Returns the scored rollouts of the step. The worker processes additional requests of this step (dynamic
+        sampling, a greedy baseline) before requests of later steps."""
         online, run = self.online, self.online.training.run
         position = int(online.training.carried["position"])
         rollouts = take_rollouts(online.loader, position, self.generator, online.scorer, run.recipe, run.phases)
         return replace(rollouts, metrics={**rollouts.metrics, **staleness_metrics(rollouts, step, self.world)})
 
     def use(self) -> dict[str, float]:
-        """Utilisation of worker and trainer in the last step, and the waiting time of the trainer (a collective)."""
+        """Returns the utilisation of the worker and the trainer in the last step, and the waiting time of the trainer.
+        All ranks must call this function."""
         return self._clock.lap()
 
 
 @contextmanager
 def open_worker(online: Online) -> Iterator[Ahead]:
-    """The rollout worker of this rank. It ends with this process."""
+    """Starts the rollout worker of this rank. The worker is stopped when the context ends."""
     training = online.training
     run, policy, device = training.run, training.models.module, training.models.device
     assert isinstance(policy, Policy)
@@ -105,8 +107,8 @@ def open_worker(online: Online) -> Iterator[Ahead]:
 
 @contextmanager
 def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Divides the CPU threads between a rank and its worker, which run concurrently. With `max_staleness` 0 they take
-    turns and each has all threads, because the number of threads changes the rounding of sums."""
+    """Divides the CPU threads between a rank and its worker, which run concurrently. With `max_staleness` 0, the rank
+    and the worker run alternately, and each uses all threads. The number of threads changes the rounding of sums."""
     before = torch.get_num_threads()
     if device.type == "cpu" and recipe.rollout.max_staleness:
         torch.set_num_threads(each_of(2, before))
@@ -117,20 +119,21 @@ def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 
 def staleness_metrics(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
-    """Staleness in steps of the weights that generated the policy tokens, over all ranks (a collective)."""
+    """Returns metrics of the staleness of the weights that generated the policy tokens, in steps. All ranks must call
+    this function."""
     ages = [
         step - version
         for rollout in rollouts.experience.rollouts
         for version, mask in zip(rollout.versions, rollout.loss_mask, strict=True)
         if mask
     ]
-    # Some ranks may have generated no response.
+    # The lists are gathered as sums and counts, because some ranks may have no response.
     sums, counts, most = zip(*world.gather((sum(ages), len(ages), max(ages, default=0))), strict=True)
     return {"async/staleness_mean": sum(sums) / sum(counts), "async/staleness_max": float(max(most))}
 
 
 class _Clock:
-    """Utilisation of worker and trainer between the ends of two steps."""
+    """Measures the utilisation of the worker and the trainer from the end of one step to the end of the next step."""
 
     def __init__(self, engine: WorkerEngine, world: World):
         self.engine, self.world = engine, world
@@ -143,12 +146,12 @@ class _Clock:
         now = self._now()
         passed, busy, waited = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
-        # The clocks are read one after the other, so a share can slightly exceed 1.
+        # The clocks are not read at exactly the same time, so the utilisation could slightly exceed 1.
         shares = min(1.0, busy / passed), max(0.0, 1.0 - waited / passed), waited
         worker, trainer, wait = zip(*self.world.gather(shares), strict=True)
         return {
             "async/worker_busy": sum(worker) / len(worker),
-            # If one rank waits for its worker, all ranks wait for it.
+            # All ranks wait for a rank that waits for its worker, so the minimum is reported.
             "async/trainer_busy": min(trainer),
             "async/wait_s": max(wait),
         }

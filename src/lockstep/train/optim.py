@@ -17,11 +17,10 @@ from lockstep.recipe.schema import Optim
 
 
 def learning_rate(step: int, total: int, settings: Optim) -> float:
-    """The learning rate of update `step` (from 0) of `total`: a linear warm-up from lr/warmup, then the schedule.
-
-    The first update after the warm-up has the peak. Cosine and linear reach the minimum one update after the last, so
-    no update has a rate of zero. wsd stays at the peak and falls linearly in the last `decay` share of the updates.
-    """
+    """Returns the learning rate of update `step` (counted from 0) of `total` updates. The learning rate rises linearly
+    from lr/warmup in the warm-up and then follows the schedule. The first update after the warm-up has the peak
+    learning rate. `cosine` and `linear` would reach the minimum one update after the last update, so no update has a
+    learning rate of zero. `wsd` stays at the peak and falls linearly in the last fraction `decay` of the updates."""
     warmup = warmup_steps(total, settings)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -40,12 +39,13 @@ def learning_rate(step: int, total: int, settings: Optim) -> float:
 
 
 def warmup_steps(total: int, settings: Optim) -> int:
-    """Number of warm-up updates. A setting below 1 is a share of the updates."""
+    """Returns the number of warm-up updates. If `settings.warmup` is below 1, it is a fraction of all updates."""
     return round(settings.warmup * total) if settings.warmup < 1 else int(settings.warmup)
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16: halved on overflow, when the update is skipped; doubled after a while."""
+    """Dynamic loss scaling for fp16. After an overflow, the update is skipped and the scale is halved. After 1000
+    updates without overflow, the scale is doubled."""
 
     GROWTH_INTERVAL = 1000
 
@@ -65,9 +65,9 @@ class LossScale:
 class Optimizer:
     """AdamW on the parameters, or on fp32 master weights that are copied to the parameters.
 
-    With master weights the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` names the fused
-    step of the device (its `adamw`), which takes the gradient of a single micro-batch without conversion. Weight decay
-    skips the parameters in `spared` and one-dimensional ones, unless `settings.decay_all`.
+    With master weights, the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` is the name of
+    the fused AdamW kernel of the device. The kernel accepts the gradient of a single micro-batch in its own dtype.
+    Parameters in `spared` and one-dimensional parameters have no weight decay, unless `settings.decay_all` is set.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class Optimizer:
         self.masters = masters
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._grads: dict[str, torch.Tensor] = {}
-        """Gradients for the device kernel, in fp32 from the second micro-batch on."""
+        """The gradients for the fused kernel. The gradients are converted to fp32 when the second micro-batch is
+        added."""
         self._ready: Any = None
-        """The prepared kernel update, after `gradient_norm`."""
+        """The prepared update of the fused kernel. `gradient_norm` sets it."""
         self.master_weights = (
             {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         )
@@ -102,17 +103,19 @@ class Optimizer:
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
-            # The kernel's counts of steps stay on the host.
+            # `fused` would keep the step counts on the device, but the fused kernel of lockstep needs them on the CPU.
             fused=fused and self._kernel is None,
         )
 
     def local_masters(self) -> dict[str, torch.Tensor]:
-        """The local fp32 master weights by name; empty without master weights."""
+        """Returns the fp32 master weights of this rank by name. Returns an empty dict if there are no master
+        weights."""
         return dict(self.master_weights)
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Moves the gradients of a micro-batch from the parameters to the masters."""
+        """Adds the gradients of a micro-batch to the fp32 gradients of the master weights, and clears the gradients of
+        the parameters."""
         if not self.masters:
             return
         for name, parameter in self.parameters.items():
@@ -132,20 +135,20 @@ class Optimizer:
         self._grads[name] = gradient if grad is None else grad.float().add_(gradient)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The accumulated gradient of a parameter, before clipping."""
+        """Returns the accumulated gradient of a parameter before clipping."""
         grad = self._grads.get(name)
         return self.trained[name].grad if grad is None else grad
 
     @torch.no_grad()
     def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
-        """Undoes the loss scale and returns the norm of all gradients."""
+        """Divides the gradients by the loss scale and returns the norm of all gradients."""
         if self._kernel is not None:
             if scale != 1.0:
                 self._grads = {name: gradient.float().div_(scale) for name, gradient in self._grads.items()}
             if not self._grads:
                 return torch.zeros(())
             norms = torch._foreach_norm(list(self._grads.values()), 2, dtype=torch.float32)
-            # Prepared while the device computes the norm.
+            # The CPU prepares the update while the device computes the norm.
             self._ready = self._update_of(self._kernel)
             return torch.linalg.vector_norm(torch.stack(norms))
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
@@ -156,7 +159,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clips, updates, and clears the gradients."""
+        """Clips the gradients, updates the parameters, and clears the gradients."""
         if self._kernel is not None:
             self._step_at_once(self._kernel, lr, norm)
             self.forget()
@@ -176,7 +179,7 @@ class Optimizer:
         for name, gradient in self._grads.items():
             master = self.trained[name]
             state = self.adamw.state.get(master)
-            # New moments become optimizer state in the step, as in torch.
+            # New moments are added to the optimizer state only in the step, as in torch.
             moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
             entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, self.decays[name]))
         return kernel.AdamwUpdate(entries)
@@ -191,7 +194,7 @@ class Optimizer:
                 state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
             state["step"] += 1
             counts.append(state["step"].item())
-        group = self.adamw.param_groups[0]  # the groups differ only in weight decay
+        group = self.adamw.param_groups[0]  # the parameter groups differ only in weight decay
         ready.step(counts, clip, lr=lr, betas=group["betas"], eps=group["eps"])
 
     def forget(self) -> None:
@@ -201,7 +204,7 @@ class Optimizer:
             parameter.grad = None
 
     def local_state(self) -> dict[str, torch.Tensor]:
-        """The local optimizer state by name: shards if the parameters are sharded."""
+        """Returns the optimizer state of this rank by name. The tensors are shards if the parameters are sharded."""
         state = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             for key, value in self.adamw.state[parameter].items():
@@ -209,16 +212,17 @@ class Optimizer:
         return state
 
     def full_state(self) -> dict[str, torch.Tensor]:
-        """The full optimizer state by name, on the host (a collective if sharded)."""
+        """Returns the full optimizer state by name, on the CPU. If the parameters are sharded, all ranks must call this
+        function."""
         return {name: whole(value).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores a state. Each rank reads its shards from the files."""
+        """Restores the optimizer state. Each rank reads only its shards from the files."""
         targets = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
-            # AdamW creates its state in the first step; restoring needs it before.
-            # The fused kernel keeps its step count on the device.
+            # AdamW creates its state in the first step, but restoring needs the state before that step. The fused AdamW
+            # of torch keeps its step count on the device.
             state["step"] = torch.zeros((), device=parameter.device if self.adamw.defaults["fused"] else None)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
@@ -227,13 +231,13 @@ class Optimizer:
 
 
 def weight_decays(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
-    """The weight decay of each parameter."""
+    """Returns the weight decay of each parameter by name."""
     decayed = {name for name, p in parameters.items() if settings.decay_all or (p.ndim >= 2 and name not in spared)}
     return {name: settings.weight_decay if name in decayed else 0.0 for name in parameters}
 
 
 def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
-    """The fused AdamW of the device; None to use torch's."""
+    """Returns the fused AdamW kernel of the device. Returns None if AdamW of torch must be used."""
     if name != "triton" or importlib.util.find_spec("triton") is None:
         return None
     from lockstep.kernels import adamw_triton as triton_adamw

@@ -1,7 +1,8 @@
-"""AdamW with state, or weights and gradients, on the host; the results are the same as on the device.
+"""AdamW whose state, or whose weights and gradients, are offloaded to the CPU.
 
-The update is computed on the device with the same operators, a few parameters at a time: tensors are copied to the
-device and back. Elementwise operators give the same results for one parameter as for many.
+The results are the same as without offload. The update is computed on the device with the same operators, a few
+parameters at a time. The tensors of these parameters are copied to the device and back. The operators are elementwise,
+so the number of parameters that are updated together does not change the results.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostOptimizer(Optimizer):
-    """AdamW with offload. `device` computes the update; `state_on_host`: master weights and moments stay on the host
-    between updates. Weights and gradients are on the device of the model."""
+    """AdamW with offload. `device` computes the update. With `state_on_host`, master weights and moments are on the CPU
+    between updates. Weights and gradients are where the model keeps them."""
 
     def __init__(
         self,
@@ -47,9 +48,10 @@ class HostOptimizer(Optimizer):
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._room = HostRoom(device)
         self._grads: dict[str, torch.Tensor] = {}
-        """Gradients taken from the parameters; without master weights, after `gradient_norm`."""
+        """The gradients, which are taken from the parameters. Without master weights, `gradient_norm` fills this
+        dict."""
         self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
-        """This rank's shard of master weight and moments, and the step count, by parameter."""
+        """For each parameter, this rank's shard of the master weight and the moments, and the step count."""
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         weight = local(parameter.detach())
@@ -201,12 +203,12 @@ class HostOptimizer(Optimizer):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a tensor."""
+    """Returns the shard of a tensor on this rank."""
     return tensor.to_local() if is_sliced(tensor) else tensor
 
 
 def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A local shard as a DTensor with the layout of the parameter."""
+    """Returns this rank's shard as a DTensor with the layout of the parameter."""
     if not is_sliced(parameter):
         return slice_
     from torch.distributed.tensor import DTensor
@@ -220,7 +222,8 @@ def _moved(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device. On the CPU it is copied too, so that a missing write-back is noticed in tests."""
+    """Returns the tensor on the device. If the device is the CPU, the tensor is copied too, so that tests notice a
+    missing write-back."""
     return tensor if tensor.device == device and device.type != "cpu" else on_device(tensor, device)
 
 

@@ -1,4 +1,4 @@
-"""Cached log-probs of a reference or teacher for all rows, computed once and read from disk."""
+"""Computes the log-probs of a reference model or teacher for all rows once, and then reads them from disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from lockstep.types import Item
 
 
 def add_cache(models: Models, recipe: Recipe, prepared: Prepared, device: Device, console: Console) -> None:
-    """Adds the cached outputs of reference or teacher that the recipe requires, or loads the teacher."""
+    """Adds to `models` the cached outputs of the reference model or the teacher, or loads the teacher, as the recipe
+    requires."""
     world = models.world
     if reference_kind(recipe) == "disk":
         models.cache = _of_reference(models, recipe, prepared, device, console)
@@ -67,7 +68,7 @@ def _of_teacher(
                 distributions = loaded[0](to_device(own_part(batch), models.device))
                 assert isinstance(distributions, Whole)
                 top = likeliest(distributions, k, temperature)
-                # As floats, because ranks sum one dtype; fp32 represents token ids exactly.
+                # Token ids are stored as fp32, because the ranks sum fp32 tensors. fp32 represents token ids exactly.
                 ids[batch.index_K] = of_all(batch, top.ids_Kk.float()).cpu()
                 logprobs[batch.index_K] = of_all(batch, top.logprobs_Kk1).cpu()
         return {"ids": world.sum_tensor(ids).int(), "logprobs": world.sum_tensor(logprobs)}

@@ -1,4 +1,4 @@
-"""Resuming: whether a run may continue from a checkpoint, and `--resume-from` another run."""
+"""Checks whether a run may resume from a checkpoint, and starts a run from another run (`--resume-from`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from lockstep.run.metrics import rewind_lines
 from lockstep.train.optim import Optimizer, learning_rate
 
 Fingerprints = dict[str, dict[str, Any]]
-"""By recipe key: `path` of the model as in the recipe, and a digest of each of its `files`."""
+"""For each recipe key that names a model: the `path` of the model as in the recipe, and a digest of each of its
+`files`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Changed:
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping of dotted keys."""
+    """Converts nested mappings and lists to one mapping with dotted keys."""
     if isinstance(values, dict):
         pairs = values.items()
     elif isinstance(values, list):
@@ -57,9 +58,10 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
-    # A checkpoint of an earlier version may lack groups of resumable keys. That is not a change.
+    # A checkpoint of an earlier lockstep version may not have all groups of keys. If a missing group may change at a
+    # resume, it is not reported as a change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
-    # Secrets are compared in masked form.
+    # Secrets are masked before the comparison.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
     unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return [Changed(key, old.get(key), new.get(key)) for key in unlike]
@@ -70,11 +72,9 @@ def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str]) -> list[Changed]:
-    """Refuses changes of the recipe that a run cannot resume with; returns the other changes.
-
-    `roles`: the keys of the models of the run (`model_paths`). A model may have another path if the checkpoint has its
-    fingerprint, because the content is compared.
-    """
+    """Raises `Refusal` for recipe changes with which a run cannot resume. Returns the other changes. `roles` are the
+    recipe keys of the models of the run (`model_paths`). The path of a model may change if the checkpoint has a
+    fingerprint of the model, because then the content of the model is compared."""
     changed = changed_keys(state.recipe, now)
     compared = _models_by_key(roles)
     same = {key for key, numbered in _models_by_key(state.models).items() if compared.get(key) == numbered}
@@ -84,7 +84,7 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
             Problem(
                 one.key,
                 f"the checkpoint was trained with {one.before!r}, the recipe now says {one.now!r}",
-                "set it back, or start a new run with another run.name",
+                "restore the old value, or start a new run with another run.name",
                 code="changed-setting",
             )
             for one in harmful
@@ -94,7 +94,7 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
 
 
 def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
-    """Warnings about changes of the learning rate of the next step by changed keys."""
+    """Returns warnings if changed recipe keys change the learning rate of the next step."""
     before, step = state.planned, state.step
     if before is None or step >= steps:
         return []
@@ -111,20 +111,21 @@ def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]
         now = learning_rate(step, steps, new)
         if step < before and now == learning_rate(step, before, old):
             continue
-        was = f"{learning_rate(step, before, old):.3g}" if step < before else "none, it was done"
-        rates_text = f"step {step + 1} has {now:.3g} (before: {was})"
+        was = f"{learning_rate(step, before, old):.3g}" if step < before else "none, the run was finished"
+        rates_text = f"step {step + 1} has {now:.3g} (without the change: {was})"
         if before == steps:
-            found.append(f"the {name} follows other keys after step {step}: {rates_text}")
+            found.append(f"the {name} after step {step} changes, because recipe keys have changed: {rates_text}")
         else:
             found.append(
-                f"the {name} up to step {step} was planned for {before} steps and from there on for {steps}: "
-                f"{rates_text}; its curve differs from a run of {steps} steps"
+                f"the {name} schedule up to step {step} was computed for {before} steps, and after it for {steps}: "
+                f"{rates_text}; it differs from the schedule of a run of {steps} steps"
             )
     return found
 
 
 def model_paths(recipe: Recipe) -> dict[str, str]:
-    """The path of each model of the run, by recipe key. Several reward models are numbered."""
+    """Returns the path of each model of the run, by recipe key. Reward models have numbered keys, such as
+    `reward.model.0`."""
     paths = {"model.path": recipe.model.path}
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None:
         paths["model.lora.adapter"] = recipe.model.lora.adapter
@@ -145,7 +146,8 @@ def model_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def model_fingerprints(paths: dict[str, str], progress: Callable[[str], None]) -> Fingerprints:
-    """The fingerprint of each model folder. A folder with several roles is read once."""
+    """Returns the fingerprint of each model folder. If several recipe keys name the same folder, the folder is read
+    once."""
     read: dict[str, dict[str, str]] = {}
     found: Fingerprints = {}
     for key, path in paths.items():
@@ -158,7 +160,8 @@ def model_fingerprints(paths: dict[str, str], progress: Callable[[str], None]) -
 
 
 def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: bool) -> dict[str, list[str]]:
-    """Refuses models whose files changed since the checkpoint; with `accepted`, returns the changes by key."""
+    """Raises `Refusal` if the files of a model have changed since the checkpoint. With `accepted`, returns the changed
+    files by recipe key."""
     changes = {
         key: differing
         for key, one in now.items()
@@ -180,7 +183,8 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
 
 
 def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
-    """Warnings about parameters whose weight decay was different in an earlier version of lockstep."""
+    """Returns warnings about parameters whose weight decay differs from that of the lockstep version that saved the
+    checkpoint."""
     if state.decay_rule or not optim.weight_decay:
         return []
     if optim.decay_all:
@@ -192,19 +196,19 @@ def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: O
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [
-        f"resuming although weight decay skips {names[0]}{more} from now on: they are biases or norms, which the "
-        "version that saved the checkpoint decayed because they have two dimensions"
+        f"resuming although weight decay skips {names[0]}{more} from now on: these are biases or norms with two "
+        "dimensions, to which the version that saved the checkpoint applied weight decay"
     ]
 
 
 _DECAYED_NOW = (
-    "resuming although weight decay reaches biases and norms from now on, as optim.decay_all asks: the version that "
-    "saved the checkpoint skipped them where the optimizer was offloaded"
+    "resuming although weight decay now applies to biases and norms, because optim.decay_all is set: the version that "
+    "saved the checkpoint did not decay them if the optimizer was offloaded"
 )
 
 
 def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
-    """Refuses models whose content differs between machines."""
+    """Raises `Refusal` if the files of a model differ between machines."""
     ranks = [(rank, one) for rank, one in enumerate(every) if one is not None]
     first, wanted = ranks[0]
     problems = []
@@ -213,7 +217,7 @@ def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
             shared = [name for name in model["files"] if name in wanted[key]["files"]]
             unlike = [name for name in shared if model["files"][name] != wanted[key]["files"][name]]
             if unlike:
-                why = f"{_first(unlike)} of rank {rank}'s machine is not the file of rank {first}'s"
+                why = f"{_first(unlike)} differs between the machines of rank {rank} and rank {first}"
                 problems.append(
                     Problem(f"{key} {model['path']}", why, "copy the folder to every machine", code="not-shared")
                 )
@@ -238,8 +242,8 @@ def _first(names: list[str], most: int = 3) -> str:
 
 
 def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Refuses changed training rows, because the run resumes at a position in them. Returns warnings about changed
-    validation rows."""
+    """Raises `Refusal` if the training rows have changed, because the run resumes at a position in these rows. Returns
+    warnings about changed validation rows."""
     unlike = {
         part: _differences(before.get(part, []), now.get(part, []))
         for part in ("train", "val")
@@ -255,13 +259,13 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
         problems.append(
             Problem(
                 "data.max_tokens",
-                f"the checkpoint was trained on {_kept(before)}, the limit on row length now leaves {_kept(now)}",
-                "set data.max_tokens, or batch.tokens where it is the limit, back to what it was",
+                f"the checkpoint was trained on {_kept(before)}, but the row length limit now keeps {_kept(now)}",
+                "restore the old value of data.max_tokens, or of batch.tokens if data.max_tokens is not set",
                 code="changed-data",
             )
         )
     refuse_all(problems)
-    return [f"data.val: {one}; val/ metrics before and after are of other rows" for one in unlike.get("val", [])]
+    return [f"data.val: {one}; val/ metrics before and after are not comparable" for one in unlike.get("val", [])]
 
 
 def _fingerprints(data: dict[str, Any], part: str) -> list[str]:
@@ -269,7 +273,7 @@ def _fingerprints(data: dict[str, Any], part: str) -> list[str]:
 
 
 def _kept(data: dict[str, Any]) -> str:
-    return f"{data['kept']['rows']:,} rows of {data['kept']['tokens']:,} tokens"
+    return f"{data['kept']['rows']:,} rows with {data['kept']['tokens']:,} tokens"
 
 
 def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
@@ -283,26 +287,30 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
     ]
     if len(before) != len(now):
         found.append(f"the checkpoint was trained on {len(before)} files, now there are {len(now)}")
-    return found or ["the files are in another order or grouping"]
+    return found or ["the order or the grouping of the files has changed"]
 
 
-# `lockstep train --resume-from`: a new run folder with a copy of a checkpoint of another run, and the metrics, samples
-# and recipes up to it. The copy is resumed like any run; the other run is not changed.
+# `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
+# also gets the metrics, samples and recipes up to that checkpoint. The new run is then resumed as usual. The other run
+# is not changed.
 
 ORIGIN = "resumed_from.json"
-"""File in a copied run folder: the source run and step."""
+"""A file in the new run folder that contains the path and the step of the source run."""
 
 
 def adopt(recipe: Recipe, path: Path) -> str | None:
-    """Creates the run folder as a copy; returns a message, or None if it exists already."""
+    """Creates the new run folder. Returns a message, or None if the folder already exists and starts from this
+    checkpoint."""
     found = checkpoint_at(path)
     step, target = int(found.name.removeprefix("step_")), RunFolder(Path(recipe.run.folder) / recipe.run.name)
     source = RunFolder(found.parent.parent)
     if target.path.exists() and target.path.samefile(source.path):
         newer = [other for other in checkpoints.steps_in(target.checkpoints) if other > step]
         if newer:
-            why = f"the run has reached step {newer[-1]}: going back would discard later steps"
-            raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name", code="already-exists")
+            why = f"the run has reached step {newer[-1]}: resuming from an earlier step would discard the later steps"
+            raise Refusal.at(
+                f"--resume-from {path}", why, "set another run.name to start a new run", code="already-exists"
+            )
         return None
     origin = {"run": str(source.path), "step": step, "manifest": checksum(found / checkpoints.MANIFEST)}
     if target.path.exists():
@@ -311,7 +319,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
             return None
         why = f"{target.path} exists and does not start from this checkpoint"
         raise Refusal.at(
-            f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out", code="already-exists"
+            f"--resume-from {path}", why, "choose another run.name, or remove --resume-from", code="already-exists"
         )
     refuse_changed_recipe(checkpoints.read(found).state, resolved(recipe), model_paths(recipe))
     try:
@@ -325,18 +333,18 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint at the path, or the newest one of the run at the path."""
+    """Returns the checkpoint at `path`. If `path` is a run folder, returns its newest checkpoint."""
     where = f"--resume-from {path}"
     if (path / checkpoints.STATE).is_file() and path.name.startswith("step_"):
         found = path
     else:
         steps = checkpoints.steps_in(RunFolder(path).checkpoints)
         if not steps:
-            why = "is neither a checkpoint nor a run folder with one"
+            why = "is neither a checkpoint nor a run folder with a checkpoint"
             raise Refusal.at(
                 where,
                 why,
-                "name runs/NAME, or runs/NAME/checkpoints/step_N; for weights: --init-from",
+                "use runs/NAME or runs/NAME/checkpoints/step_N; to load only weights, use --init-from",
                 code="no-checkpoint",
             )
         found = checkpoints.folder_of(RunFolder(path).checkpoints, steps[-1])
@@ -354,7 +362,7 @@ def _copy(source: RunFolder, found: Path, step: int, target: RunFolder) -> None:
             shutil.copyfile(file, target.path / file.name)
     for file in (target.metrics, target.samples):
         rewind_lines(file, step)
-    # Earlier recipes are stored by the last step that they trained.
+    # The file name of an earlier recipe has the last step that was trained with it.
     parts = {last: file for last, file in source.earlier_recipes().items() if last < step}
     for last, file in parts.items():
         shutil.copyfile(file, target.earlier_recipe(last))
@@ -365,8 +373,8 @@ def _copy(source: RunFolder, found: Path, step: int, target: RunFolder) -> None:
 
 
 def _linked(source: str, target: str) -> None:
-    """Links a file. Checkpoint files are never rewritten, so a hard link is enough."""
+    """Creates a hard link to a file. A link is enough, because checkpoint files are never changed."""
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # the file system has no hard links, or the target is on another one
         shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""The rollouts of a step: responses to the next prompts, scored; dynamic sampling replaces uniform groups."""
+"""Generates and scores the rollouts of a step. Dynamic sampling replaces groups whose responses have equal scores."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lockstep.types import FAILED, Failure, Prompt, Rollout, RolloutMeta, Sampli
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The scored responses, the failed ones, and the data position of the next step."""
+    """The scored and the failed responses of a step, and the position in the dataset at which the next step starts."""
 
     experience: Experience
     failed: checks.Unscored
     position: int
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
-    """Replay only: the generated responses, if the step trains on recorded ones."""
+    """Only in a replay of a tape: the generated responses, if the step trains on the recorded responses."""
     rescored_S: torch.Tensor | None = None
-    """Replay only: this run's scores of the recorded responses."""
+    """Only in a replay of a tape: the scores that this run computed for the recorded responses."""
 
 
 def take_rollouts(
     loader: Loader[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: PhaseTimer
 ) -> Rollouts:
-    """Generates and scores responses to the prompts from data position `position` on."""
+    """Generates and scores responses to the next prompts of the dataset, from index `position` on."""
     collector = _Collector(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
     max_batches = settings.max_gen_batches
@@ -53,9 +53,9 @@ def take_rollouts(
         position, used = position + missing, used + 1
         for group in _groups(collector.sample(taken)):
             (kept if max_batches == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
-    # The limit is reached: uniform groups fill the step, so that its size does not change.
+    # If the limit of generation batches is reached, groups with equal scores fill the step to its full size.
     filled = kept + uniform[: wanted - len(kept)]
-    # From here on `prompt_index` is the index in the step, not the position in the data.
+    # From here on, `prompt_index` is the index of the prompt in the step. Before, it is the position in the dataset.
     index = {group[0].prompt_index: number for number, group in enumerate(filled)}
     rollouts = [replace(one, prompt_index=index[one.prompt_index]) for group in filled for one in group]
     local = [replace(one, prompt_index=index[one.prompt_index]) for one in collector.local if one.prompt_index in index]
@@ -80,7 +80,7 @@ def take_rollouts(
 
 @dataclass
 class _Collector:
-    """Generates and scores the responses of a step; keeps the metadata of all and the local rollouts."""
+    """Generates and scores the responses of a step. Stores all metadata, and the rollouts of this rank."""
 
     generator: Generator
     scorer: Scorer
@@ -91,25 +91,25 @@ class _Collector:
     seconds: float = 0.0
     taken: int = 0
     _failed: list[list[Rollout]] = field(default_factory=list)
-    """Failed local rollouts of each call."""
+    """The failed rollouts of this rank, for each call of `_generate`."""
 
     @property
     def sampling(self) -> Sampling:
         return training_sampling(self.recipe, self.generator.stop_ids)
 
     def sample(self, prompts: Mapping[int, Prompt]) -> list[RolloutMeta]:
-        """Samples prompts, given by their position in the data, which is also their noise key."""
+        """Samples responses. The keys of `prompts` are positions in the dataset, which also seed the sampling noise."""
         local, metas = self._generate(prompts, self.recipe.rollout.n, self.sampling)
         self.local += local
         return metas
 
     def greedy_scores(self, prompts: Mapping[int, Prompt]) -> dict[int, float]:
-        """The score of the greedy response to each prompt of the step; failed ones are omitted."""
+        """Returns the score of the greedy response to each prompt of the step. Failed responses are omitted."""
         _, greedy = self._generate(prompts, 1, replace(self.sampling, temperature=0.0))
         return {one.prompt_index: one.score.total for one in greedy if isinstance(one.score, Score)}
 
     def gather_failed(self) -> checks.Unscored:
-        """The failed responses; every rank gets the first ones in full."""
+        """Returns the number of failed responses of all ranks, and the first failed responses."""
         count = sum(isinstance(one.score, Failure) for one in self.every)
         if not count:
             return checks.Unscored(0, [])
@@ -125,7 +125,7 @@ class _Collector:
         self.seconds += made.seconds
         self.taken += made.taken
         local = [shaped(replace(one, prompt_index=indices[one.prompt_index]), self.recipe) for one in made.rollouts]
-        with self.phases("reward"):  # the ranks wait for the slowest
+        with self.phases("reward"):  # all ranks wait for the slowest rank
             shares = self.generator.world.gather(rollout_metas(local))
         metas = sorted((one for share in shares for one in share), key=lambda one: (one.prompt_index, one.sample))
         for group in _groups([one for one in metas if one.stop != FAILED]):

@@ -46,10 +46,8 @@ from lockstep.types import Rollout
 
 
 def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The value of each recipe key with user code, and the SHA-256 of its file (None without a readable file).
-
-    Imports of such a file are not included.
-    """
+    """Returns for each recipe key that names user code the value of the key, and the SHA-256 of the file (None if there
+    is no readable file). The hash does not include modules that the file imports."""
     named = {"data.reader": recipe.data.reader}
     if recipe.method in ONLINE:
         named["reward.function"] = recipe.reward.function
@@ -66,7 +64,7 @@ def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def code_changes(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:
-    """Warnings about user code that changed since the run was started."""
+    """Returns warnings about files with user code that have changed since the run was started."""
     if not isinstance(before, dict):
         return []
     return [
@@ -90,17 +88,19 @@ class Run:
         self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
         self.fingerprint = self._fingerprint() if world.main else {}
         self.engine: dict[str, Any] = {}
-        """The rollout engine and its version; empty without one."""
+        """The rollout engine and its version. Empty if the run has no rollout engine."""
         self.fallbacks: dict[str, int] | None = None
-        """Operators of the first step that fell back to the host; None before that step."""
+        """The operators of the first step that ran on the CPU, because the device has no kernel for them. None before
+        the first step."""
         self.resumed: dict[str, Any] = {}
-        """The step after which the run was resumed, the changed keys, and the accepted changed models."""
+        """For a resumed run: the step of the checkpoint, the changed recipe keys, and the changed models that the user
+        accepted."""
         self._step = 0
         self._token_texts = TokenTexts(lambda ids: str(prepared.tokenizer.decode(ids)))
         self._unwritten: Callable[[], None] | None = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """The fingerprint of the trained model, its architecture and size."""
+        """Returns the fingerprint, the architecture and the size of the trained model."""
         architectures = getattr(self.prepared.config, "architectures", None) or ["unknown"]
         return {
             **model_fingerprint(model_folder(self.recipe.model.path), self.prepared.tokenizer),
@@ -108,11 +108,11 @@ class Run:
             "parameters": self.prepared.memory.parameters,
         }
 
-    # -- before the first step
+    # -- methods that are called before the first step
 
     def begin(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
-        """Shows the plan, writes recipe and environment, starts the trackers. `fused`: the device's fused operators
-        that replace modules of a model."""
+        """Prints the plan of the run, writes recipe.yaml and env.json, and starts the trackers. `fused` lists the fused
+        operators that replace modules of the models on this device."""
         self._show_plan(fused)
         steps = self.prepared.batches.steps
         if self.world.main:
@@ -120,7 +120,8 @@ class Run:
             for change in code_changes(self.folder.read_env().get("own_code"), code) if step else []:
                 self.console.warn(change)
             self._unwritten = partial(self._write_evidence, step, switches, fused, code)
-            # A resumed run writes these files with its first logged step, so a finished run keeps its files.
+            # A resumed run writes these files when it logs its first step. So resuming a finished run does not change
+            # its files.
             if step == 0 or not self.folder.recipe.is_file():
                 self._write_pending()
             for tracker in self.trackers:
@@ -128,7 +129,8 @@ class Run:
         self.console.begin(steps, step)
 
     def rewind(self, step: int) -> None:
-        """Deletes metrics and samples after `step`, from which the run resumes (-1: from the start)."""
+        """Deletes the metrics and samples of steps after `step`, where the run resumes. -1 deletes all metrics and
+        samples."""
         if self.world.main:
             self.metrics.rewind(step)
             rewind_lines(self.folder.samples, step)
@@ -136,20 +138,20 @@ class Run:
                 self._say_lost_steps(step)
 
     def logged(self) -> list[tuple[int, dict[str, float]]]:
-        """The metrics of the steps so far; empty on other ranks."""
+        """Returns the metrics of all steps so far. Returns an empty list on ranks other than 0."""
         return read_metrics(self.folder.metrics) if self.world.main and self.folder.metrics.exists() else []
 
     def _say_lost_steps(self, last: int) -> None:
         file = self.folder.metrics
         logged = [step for step, _ in read_metrics(file)] if file.exists() else []
         if lost := missing_steps(logged, last):
-            state = "has a hole" if logged else "is empty" if file.exists() else "is missing"
+            state = "has missing steps" if logged else "is empty" if file.exists() else "is missing"
             self.console.warn(
-                f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are complete"
+                f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are not affected"
             )
 
     def _write_pending(self) -> None:
-        """Writes recipe and environment, once."""
+        """Writes recipe.yaml and env.json, if they are not yet written."""
         if self._unwritten is not None:
             self._unwritten()
             self._unwritten = None
@@ -194,14 +196,15 @@ class Run:
             if number:
                 self.console.warn(
                     f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or for "
-                    "the reason in the data line"
+                    "the reason in the line `data` above"
                 )
 
     # -- a step
 
     @contextmanager
     def timed(self, step: int) -> Iterator[None]:
-        """Times step `step` (from 1). The first step also records operators that fall back to the host."""
+        """Times step `step`, which counts from 1. In the first step, it also records operators that fall back to the
+        CPU."""
         self._step = step
         self.world.started()
         with self.phases("step"):
@@ -244,7 +247,8 @@ class Run:
         *,
         tokens: bool = False,
     ) -> None:
-        """Appends responses to samples.jsonl. `advantages`: per policy token; `tokens`: also write token details."""
+        """Appends responses to samples.jsonl. `advantages` has a list per response, with one number per policy token.
+        With `tokens`, it also writes token details."""
         if not self.world.main or not rollouts:
             return
         advantage_lists = advantages if advantages is not None else [None] * len(rollouts)
@@ -260,18 +264,18 @@ class Run:
         ]
         append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
-    # -- after the last step
+    # -- methods that are called after the last step
 
     def summarise(self, step: int, use: tuple[str, str]) -> None:
-        """Shows the results of the run; `use` explains how to use the model."""
-        # A missing file was reported when the run was resumed.
+        """Prints the results of the run. `use` is a table row that says how to use the model."""
+        # If metrics.jsonl is missing, the run has already reported it when it resumed.
         changes = before_and_after(read_metrics(self.folder.metrics) if self.folder.metrics.exists() else [])
         counts = self.prepared.train.counts
         if counts.dropped or counts.truncated:
             changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))
         if self.fallbacks:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.fallbacks.items()))
-            changes.append(("ran on the CPU", f"in the first step, for want of a kernel: {named}"))
+            changes.append(("ran on the CPU", f"in the first step, because the device has no kernel: {named}"))
         rows = [*changes, ("run folder", str(self.folder.path)), use]
         self.console.banner(f"{self.recipe.run.name}: {step} steps done", rows)
 
@@ -282,29 +286,30 @@ class Run:
 
 
 def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experience, advantages: Advantages) -> None:
-    """Stores the first responses of the step, and the first failed ones, in samples.jsonl."""
+    """Writes the first responses and the first failed responses of the step to samples.jsonl."""
     count = run.recipe.log.samples
     if count:
         ends = [int(last) + 1 for last in experience.last_K]
-        # Truncated to the stored tokens before sending.
+        # Only the advantages of tokens that are written to the file are gathered.
         spans = [slice(first, min(end, first + MOST_TOKENS)) for first, end in zip([0, *ends], ends, strict=False)]
         local = zip(experience.local_numbers, experience.rollouts, spans, strict=True)
         shares = run.world.gather([(n, r, advantages.advantages_K[at].tolist()) for n, r, at in local if n < count])
-        # Ranks that split their micro-batches have the same responses.
+        # Ranks of the same tensor-parallel or context-parallel group have the same responses. The dict removes
+        # duplicates.
         chosen = {number: (rollout, values) for share in shares for number, rollout, values in share}
         ordered = [chosen[number] for number in sorted(chosen)]
         run.store(step, "train", [rollout for rollout, _ in ordered], [values for _, values in ordered], tokens=True)
     run.store(step, "failed", rollouts.failed.first, tokens=count > 0)
 
 
-# By default a tape stores weights and optimizer state up to this many trained parameters.
+# By default, a tape stores weights and optimizer states if the model has at most this many trained parameters.
 SMALL = 16_000_000
-# Weights, two moments and master weights, in fp32.
+# Weights, two moments and master weights, each with 4 bytes per parameter.
 BYTES_A_PARAMETER = 16
 
 
 def make_recorder(run: Run, models: Models, step: int) -> Recorder:
-    """The tape recorder of the run, after `step` steps. The tape of a finished run is not changed."""
+    """Creates the tape recorder of a run that starts after `step` steps. The tape of a finished run is not changed."""
     recipe, steps = run.recipe, run.prepared.batches.steps
     if not recipe.tape.record or step >= steps:
         return Recorder()
@@ -341,7 +346,7 @@ def _manifest(run: Run, models: Models) -> dict[str, object]:
 
 
 def _spared(learner: Learner) -> frozenset[str]:
-    """The parameters without weight decay, according to the model."""
+    """Returns the names of the parameters that have no weight decay: biases and norms."""
     assert isinstance(learner.module, Policy | ValueModel)
     return biases_and_norms(learner.module.stored) & learner.optimizer.parameters.keys()
 
@@ -349,7 +354,8 @@ def _spared(learner: Learner) -> frozenset[str]:
 def record_rollouts(
     tape: Recorder, rollouts: Rollouts, experience: Experience, outputs: ModelOutputs, advantages: Advantages
 ) -> None:
-    """Online: records the rollouts and vectors of a step before its first update (a collective)."""
+    """Records the rollouts and the token vectors of a step of an online method on the tape. All ranks must call this
+    function."""
     if not tape.on:
         return
     every = experience.all_rollouts_and_examples()
@@ -357,7 +363,7 @@ def record_rollouts(
     generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
     tape.rollouts(generated, judged_S, experience.baseline_S)
     tape.examples([example for _, example in every])
-    # The names are part of the tape format.
+    # The names of these vectors are part of the tape format.
     vectors = {
         "old": outputs.old_K,
         "reference": outputs.reference_K,
@@ -374,6 +380,6 @@ def record_rollouts(
 
 
 def record_rows(tape: Recorder, rows: Sequence[Any], references: Sequence[torch.Tensor]) -> None:
-    """Offline: records the rows of an update, and the reference log-probs."""
+    """Records the rows of an update of an offline method, and the reference log-probs, on the tape."""
     tape.rows(rows)
     tape.vectors({f"reference{number or ''}": values for number, values in enumerate(references)})

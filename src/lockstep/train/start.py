@@ -16,21 +16,22 @@ from lockstep.run.output import ONLINE_COLUMNS
 
 
 def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overrides: Any) -> Path:
-    """Train a recipe (a file, the name of a built-in recipe, or a `lockstep.Recipe`), or resume it.
+    """Trains with a recipe, or resumes the run. `recipe` is a file, the name of a built-in recipe or a
+    `lockstep.Recipe`.
 
-    `overrides` are groups (`optim={"lr": 1e-4}`) or dotted keys (`**{"optim.lr": 1e-4}`); a function may replace
-    `path/to/file.py:name`. `accept_changed` resumes a run even if the files of its models have changed since the
-    checkpoint. Returns the run folder.
+    `overrides` are recipe keys as groups (`optim={"lr": 1e-4}`) or as dotted keys (`**{"optim.lr": 1e-4}`). Where a
+    recipe has `path/to/file.py:name`, an override may be the Python function itself. With `accept_changed`, a run
+    resumes even if the files of its models have changed since the checkpoint. Returns the run folder.
     """
     file = running_file()
     if file is not None:
-        why = "is imported for one of its functions, and the import starts a training run"
-        raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":', code="import-side-effect")
+        why = "was imported to get one of its functions, but the import starts a training run"
+        raise Refusal.at(file, why, 'start the run only under: if __name__ == "__main__":', code="import-side-effect")
     return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
 
 def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
-    """Trains a checked recipe with the loop of its method."""
+    """Runs the training loop of the recipe's method. The recipe must be checked."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:

@@ -1,7 +1,7 @@
 """The two training operations, `forward_backward` and `optim_step`, and the load-balancing loss of MoE routers.
 
-Losses are sums. The divisor is counted over the update and all ranks, so micro-batches, loss scaling and sharding do
-not change a gradient.
+The loss of a micro-batch is a sum over tokens. The divisor of the loss is computed over all micro-batches and ranks of
+the update, so micro-batches, loss scaling and sharding do not change the gradient.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from lockstep.types import Loss, MicroBatch, Origin, Sums
 
 
 class Balance:
-    """The load-balancing loss of MoE routers over an update; `coefficient` times it is added to the loss of the method.
-
-    It is a product of two means over all tokens: how often an expert was chosen, and its probability. The choices are
-    counted before the first gradient, in an extra pass, so the loss does not depend on micro-batches or ranks.
-    """
+    """The load-balancing loss of MoE routers over an update. The product of `coefficient` and this loss is added to the
+    loss of the method. For each expert, the loss multiplies two means over all tokens: how often the expert was chosen,
+    and the router probability of the expert. The choices are counted in an extra forward pass before the first
+    gradient, so the loss does not depend on micro-batches or ranks."""
 
     def __init__(self, module: nn.Module, decoder: Decoder, coefficient: float, experts: int, world: World) -> None:
         self.coefficient = coefficient
@@ -43,21 +42,21 @@ class Balance:
 
     @torch.no_grad()
     def count(self, micro_batches: Sequence[MicroBatch], run: Callable[[MicroBatch], object]) -> None:
-        """Counts the chosen experts of the update. `run` runs a micro-batch through the module."""
+        """Counts how often each expert is chosen in the update. `run` runs the forward pass of a micro-batch."""
         sums = []
         with evaluating(self._module):
             for batch in micro_batches:
                 run(batch)
                 found = self._routed(batch)
                 sums.append(torch.cat([found.chosen_E, found.probs_E, found.rows[None]]).cpu())
-        # Summed in double precision, on the host.
+        # The sums are computed in double precision on the CPU.
         totals = self._world.sum_tensor(torch.stack(sums).double().sum(0))
         self._chosen_E, probs_E = totals[:-1].chunk(2)
         self._rows = float(totals[-1])
         self.value = float(load_balance(self._chosen_E, probs_E, self._rows))
 
     def part(self, batch: MicroBatch) -> torch.Tensor:
-        """The weighted loss of the last micro-batch."""
+        """Returns the part of the weighted load-balancing loss that belongs to the last micro-batch."""
         probs_E = self._routed(batch).probs_E
         return self.coefficient * load_balance(self._chosen_E.to(probs_E), probs_E, self._rows)
 
@@ -67,8 +66,8 @@ class Balance:
 
 
 def token_weights(batch: MicroBatch) -> torch.Tensor:
-    """The number of sequences that contain each token of a micro-batch: several for a shared prefix, 0 for padding and
-    for the dummy token of an empty micro-batch."""
+    """Returns for each token of a micro-batch the number of sequences that contain it. A token of a shared prefix is in
+    several sequences. Padding and the dummy token of an empty micro-batch have 0."""
     rows, width = batch.input_ids_NT.shape
     if not batch.tokens:
         return torch.zeros(rows * width)
@@ -84,7 +83,7 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of the forward passes of an update: the mean loss, and metrics as sums and maxima over all ranks."""
+    """The result of an update: the mean loss, and metrics as sums and maxima over all ranks."""
 
     loss: float
     sums: dict[str, float]
@@ -98,7 +97,7 @@ class Outcome:
 
 
 class Learner:
-    """A module and its optimizer on one device. `name` is the prefix of its metrics."""
+    """A trained module and its optimizer on one device. `name` is the prefix of the metrics of this learner."""
 
     def __init__(
         self,
@@ -120,13 +119,15 @@ class Learner:
         self.observer = Observer()
         self.skipped = 0
         self.num_effective_updates = 0
-        """Number of updates with a non-zero gradient, including skipped ones."""
+        """The number of updates with a non-zero gradient, including updates that were skipped after an fp16
+        overflow."""
         self._origins: list[Origin] = []
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, divisor: float | None = None
     ) -> Outcome:
-        """Computes the gradients of the loss divided by `divisor` (default: number of targets, so a token mean)."""
+        """Computes the gradients of the loss divided by `divisor`. The default divisor is the number of target
+        tokens."""
         counts = [sum(len(b.targets_K) for b in micro_batches), sum(b.tokens for b in micro_batches)]
         targets, tokens = self.world.sum(counts)
         self._origins = [origin for batch in micro_batches for origin in batch.origins]
@@ -134,7 +135,7 @@ class Learner:
             raise Refusal.at(
                 self._rows(self._origins),
                 "no token of the update is trained",
-                "check the loss mask of these rows (lockstep data show)",
+                "check the loss mask of these rows (run `lockstep data show`)",
                 code="no-trained-token",
             )
         divisor = divisor or targets
@@ -146,15 +147,15 @@ class Learner:
             output = run_on(self.module, batch, self.device)
             self.observer.on_forward(batch, output)
             sums = loss(output, batch)
-            # Copied to the host while the device runs the backward pass.
+            # The sums are copied to the CPU while the device runs the backward pass.
             every.append(_Arriving(sums))
             total = sums.loss * (scale / divisor)
             if self.balance:
-                # Already a mean over the update.
+                # The load-balancing loss is already a mean over the update, so it is not divided.
                 total = total + self.balance.part(batch) * scale
             total.backward()
             self.optimizer.collect()
-        # Summed in double precision, on the host: not every device supports it.
+        # The losses are summed on the CPU in double precision, which not every device supports.
         values = [float(sums.loss()) for sums in every]
         mean = self.world.sum([sum(values)])[0] / divisor
         if not math.isfinite(mean):
@@ -163,7 +164,8 @@ class Learner:
         return Outcome(mean, *self._metrics(every), targets=int(targets), tokens=int(tokens))
 
     def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
-        """One optimizer step with the gradients of `forward_backward`, divided by `divisor`."""
+        """Performs one optimizer step with the gradients of `forward_backward`, divided by `divisor`. Returns
+        metrics."""
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
         size = norm.item()
         self.num_effective_updates += size != 0
@@ -175,7 +177,7 @@ class Learner:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
-                # fp16 finds its loss scale by overflows; such an update is skipped and counted.
+                # With fp16, an overflow means that the loss scale is too large. The update is skipped and counted.
                 self.skipped += 1
                 self.optimizer.forget()
                 return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}
@@ -183,7 +185,7 @@ class Learner:
         if not finite:
             raise Refusal.at(
                 self._rows(self._origins),
-                f"the gradient norm is {size} with a finite loss",
+                f"the gradient norm is {size}, although the loss is finite",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
                 code="not-finite",
             )
@@ -215,8 +217,8 @@ class Learner:
         )
 
     def _rows(self, mine: Sequence[Origin]) -> str:
-        """Names of the rows of all ranks (a collective)."""
-        # Ranks that split their micro-batches have the same rows.
+        """Returns the names of the rows of all ranks. All ranks must call this function."""
+        # Ranks of the same tensor-parallel or context-parallel group have the same rows.
         origins = list(dict.fromkeys(origin for share in self.world.gather(list(mine)) for origin in share))
         names = ", ".join(str(origin) for origin in origins[:SHOWN_ROWS])
         rest = len(origins) - SHOWN_ROWS
@@ -224,7 +226,8 @@ class Learner:
 
 
 class _Arriving:
-    """The sums of a micro-batch while they are copied to the host; each attribute is a call that waits."""
+    """The sums of a micro-batch, which are being copied to the CPU. `loss`, `metrics` and `maxima` are functions that
+    wait for the copy and return it."""
 
     def __init__(self, sums: Sums):
         self.names, self.largest = sorted(sums.metrics), sorted(sums.maxima)

@@ -1,4 +1,4 @@
-"""A training run: opening, steps, validation, checkpoints, end."""
+"""A training run: starts it, runs its steps with validation and checkpoints, and ends it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ STORED_ANSWERS = 20
 
 
 class Validator:
-    """Validation on rows and questions. `loss_on_rows` computes the metrics of the validation rows."""
+    """Validates on the rows of `data.val` and on the questions of `val.questions`. `loss_on_rows` computes the metrics
+    of the rows."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Validator:
             self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
-        """Metrics, and the answers to store."""
+        """Returns the validation metrics, and the answers to write to samples.jsonl."""
         with self.world.stage(f"validation after step {step}"):
             metrics: dict[str, float] = {}
             if self.loss_on_rows is not None:
@@ -79,13 +80,14 @@ class Validator:
         return self.generator.generate(self.prompts, keys, self.recipe.val.n, sampling, self.judge)
 
 
-# Metrics of answers (`evaluate/validation.py`), over all questions or of one data source.
+# The names of metrics that validation computes from generated answers (`evaluate/validation.py`), for all questions or
+# for one data source.
 _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+)?|val-core/.+")
 
 
 def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
-    """Refuses metric names in the recipe that the run does not measure, after the first step. `metrics`: the names of
-    rank 0, so that all ranks decide the same."""
+    """Raises `Refusal` if a recipe key names a metric that the run does not compute. The check runs after the first
+    step. `metrics` are the metric names of rank 0, so that all ranks come to the same result."""
     refuse_all(list(_unmeasured(recipe, metrics)))
 
 
@@ -101,24 +103,24 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
         names += [f"val/{name.removeprefix('train/')}" for name in names if name.startswith("train/")]
         names += ["val/accuracy", "val/reward"] if recipe.val.questions else []
         near = difflib.get_close_matches(measure.name, names, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "the names are those of metrics.jsonl"
+        remedy = f"did you mean {near[0]}?" if near else "use a name from metrics.jsonl"
         if not recipe.val.questions and _ANSWERS.fullmatch(measure.name):
-            remedy = "set val.questions: it is measured on answers"
-        yield Problem(key, f"the run does not measure {measure.name}", remedy, code="unknown-metric")
+            remedy = "set val.questions: this metric is computed from generated answers"
+        yield Problem(key, f"the run does not compute the metric {measure.name}", remedy, code="unknown-metric")
 
 
 def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
     if not measure.validated:
-        # Missing in a step with equal returns.
+        # This metric is missing in a step whose returns are all equal.
         sometimes = measure.name == "critic/vf_explained_var" and "critic/values/mean" in metrics
         return sometimes or measure.name in metrics
-    # Validation on rows has the metrics of an update.
+    # Validation on rows computes the same metrics as an update.
     on_rows = bool(recipe.data.val) and f"train/{measure.name.removeprefix('val/')}" in metrics
     return on_rows or bool(recipe.val.questions and _ANSWERS.fullmatch(measure.name))
 
 
 class Training:
-    """A training run. `keeps` is False for a replay, which saves and validates nothing."""
+    """A training run. `keeps` is False for a replay of a tape, which saves nothing and does not validate."""
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class Training:
 
     @property
     def carried(self) -> dict[str, float]:
-        """Values that the loop carries from step to step; stored in checkpoints and tapes."""
+        """The values that the training loop keeps between steps. These values are stored in checkpoints and tapes."""
         return self.position.carried
 
     @property
@@ -151,7 +153,7 @@ class Training:
         return self._generator
 
     def steps(self) -> Iterator[int]:
-        """The remaining steps, counted from 0, until early stopping."""
+        """Yields the remaining steps, counted from 0, until the last step or early stopping."""
         while self.position.step < self.run.prepared.batches.steps and not self.early.reached:
             yield self.position.step
 
@@ -173,7 +175,7 @@ class Training:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Records and times step `step` (from 1)."""
+        """Times step `step`, which counts from 1, and records it on the tape."""
         self.tape.begin(step, self.carried)
         if self._generator is not None:
             self._generator.after(step - 1)
@@ -181,7 +183,8 @@ class Training:
             yield
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs, validates and saves; stops if the user requested it."""
+        """Logs the metrics of a step, validates and saves a checkpoint if they are due, and stops if the user requested
+        it."""
         with self.run.world.stage(f"the end of step {step}"):
             self._finish_step(step, metrics)
 
@@ -195,7 +198,8 @@ class Training:
         last = step == prepared.batches.steps
         stopping, idle = self._should_stop()
         planned = last or _due(step, recipe.checkpoint.every)
-        # A checkpoint after Ctrl-C is not validated, so the log is the same as without the interruption.
+        # There is no validation for a checkpoint after Ctrl-C, so that metrics.jsonl is the same as without the
+        # interruption.
         measure = self.checkpointer.measure
         needed = planned and recipe.checkpoint.keep_best > 0 and measure.validated
         validated = self.keeps and (last or needed or _due(step, recipe.val.every))
@@ -211,7 +215,7 @@ class Training:
         run.log(step, metrics)
         self.position.step = step
         if "val/score_std" in metrics:
-            # The normalisation of a reward model is stored in its checkpoints.
+            # The mean and standard deviation of the scores of a reward model are stored in its checkpoints.
             self.carried.update(score_mean=metrics["val/score_mean"], score_std=metrics["val/score_std"])
         if self.keeps and (planned or stopping or idle):
             rows_seen = prepared.rows_seen(step, self.carried)
@@ -224,10 +228,11 @@ class Training:
         if idle and not last:
             raise self.idle.refusal(step)
         if stopping and not last:
-            raise Interrupted(f"stopped after step {step}, saved; run the same command to resume")
+            raise Interrupted(f"stopped after step {step} and saved a checkpoint; run the same command to resume")
 
     def _should_stop(self) -> tuple[bool, bool]:
-        """Whether the user requested a stop on any rank, and whether updates were idle for too long (collective)."""
+        """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps. All
+        ranks must call this function."""
         if (warning := self.idle.observe()) and self.keeps:
             self.run.console.warn(warning)
         ranks = self.run.world.gather((len(self._interrupt), self.idle.count))
@@ -248,7 +253,7 @@ class Training:
         if self._generator is not None:
             self._generator.close()
         self.checkpointer.close()
-        # After a failure the first error is reported.
+        # After a failure, errors of the tape are ignored, so that the first error is reported.
         with nullcontext() if ok else suppress(Refusal):
             self.tape.close()
         self.run.close(ok=ok)
@@ -263,7 +268,8 @@ def open_training(
     keeps: bool = True,
     accept_changed: bool = False,
 ) -> Iterator[Training]:
-    """Starts or resumes a run, and closes it. `accept_changed`: resume even if the files of a model have changed."""
+    """Starts or resumes a run, and closes it at the end. With `accept_changed`, a run resumes even if the files of a
+    model have changed."""
     folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
         folder.create()
@@ -294,7 +300,7 @@ def _start_training(
     keeps: bool,
 ) -> Training:
     recipe, prepared, world, models = run.recipe, run.prepared, run.world, checkpointer.models
-    # Ranks draw different dropout masks, except tensor-parallel ranks, which have the same tokens.
+    # Ranks use different dropout masks, except the ranks of a tensor-parallel group, which process the same tokens.
     seed_generators(recipe.run.seed + world.engine, run.device)
     generator = None
     if isinstance(prepared, PreparedOnline) or prepared.questions:
@@ -329,7 +335,7 @@ def load_models(run: Run) -> Models:
         assert isinstance(one.module, Policy | ValueModel)
         if recipe.model.master_weights and one.module.digits.lost:
             run.console.warn(
-                f"the master weights start from values rounded to {recipe.model.dtype}: the files of "
+                f"the master weights start from values rounded to {recipe.model.dtype}, because the files of "
                 f"{recipe.model.path} cannot be read tensor by tensor"
             )
     packing = Packing.of(recipe, world, run.prepared.pad_id)
@@ -338,16 +344,17 @@ def load_models(run: Run) -> Models:
 
 @contextmanager
 def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C ends the run after the current step; the second stops at once."""
+    """Handles Ctrl-C. The first Ctrl-C ends the run after the current step. The second Ctrl-C stops it immediately."""
     received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        # The signal may arrive while this thread writes to the same stream, which refuses a nested write. Another
-        # thread waits for its turn. `threading.Thread` takes locks that this thread may hold.
-        text = "stopping after this step and a checkpoint; press Ctrl-C again to stop at once"
+        # The signal may arrive while this thread writes to the same stream, which does not allow a nested write. So
+        # another thread prints the message. `threading.Thread` is not used, because it needs locks that this thread may
+        # hold.
+        text = "stopping after this step; a checkpoint will be saved; press Ctrl-C again to stop immediately"
         _thread.start_new_thread(console.warn, (text,))
 
     before = signal.signal(signal.SIGINT, remember)
@@ -358,7 +365,7 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
 
 
 def usage_hint(method: str, run: Path) -> tuple[str, str]:
-    """How to use the trained model."""
+    """Returns a table row that says how to use the trained model."""
     what, how = METHODS[method].usage if method in METHODS else Method.usage
     return what, how.format(run=quote(str(run)))
 

@@ -1,4 +1,4 @@
-"""The updates of a step: policy and critic."""
+"""The optimizer updates of a step, for the policy and the critic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def update(
     steps: int,
     phases: PhaseTimer,
 ) -> dict[str, float]:
-    """Runs all updates of a step; metrics are means over the updates, or the maximum for names in `_max`."""
+    """Runs all updates of a step. Metrics are means over the updates; names that end in `_max` have the maximum."""
     rate = learning_rate(step, steps, recipe.optim)
     critic_rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
     done: list[dict[str, float]] = []
@@ -52,7 +52,7 @@ def update_policy(
     lr: float,
     seed: tuple[int, ...],
 ) -> dict[str, float]:
-    """One optimizer step of the policy on one mini-batch."""
+    """Performs one optimizer step of the policy on one mini-batch. Returns its metrics."""
     algorithm, tokens = recipe.algorithm, plan.tokens
     experience, outputs, advantages = batch.experience, batch.outputs, batch.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start

@@ -1,4 +1,4 @@
-"""The terms of an update: policy loss, critic update, and their metrics."""
+"""The policy loss with its KL and entropy terms, the critic update, and the metrics of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from lockstep.types import MicroBatch, Sums
 
 
 def combine_updates(done: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several updates: means over the updates that have them; for `_max` names, the maximum."""
+    """Combines the metrics of several updates. A metric is the mean over the updates that have it, or the maximum if
+    its name ends in `_max`."""
     names = dict.fromkeys(name for metrics in done for name in metrics)
     return {name: _combine(name, [metrics[name] for metrics in done if name in metrics]) for name in names}
 
@@ -40,13 +41,15 @@ def _combine(name: str, values: Sequence[float]) -> float:
 
 
 def mean_over_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
-    """Means from sums over the kept tokens; empty if no token is kept."""
+    """Divides sums by the number of tokens that are not masked. Returns an empty dict if all tokens are masked."""
     return {name: value / kept for name, value in sums.items()} if kept else {}
 
 
 def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:
-    """Loss terms divided like the loss, other sums per kept token, engine-trainer differences per token. Undefined
-    values are omitted: means without kept tokens, the deviation of one token."""
+    """Returns the metrics of a policy update. `pg_loss` and `kl_loss` are divided by `divisor`, as the loss is. Other
+    sums are divided by the number of unmasked tokens (`kept`). The probability differences between engine and trainer
+    are divided by the number of all tokens. Undefined values are omitted: means over no token, and the standard
+    deviation of one token."""
     sums, means = dict(outcome.sums), outcome.means()
     averaged = {name: sums.pop(name) / divisor for name in ("pg_loss", "kl_loss") if name in sums}
     averaged = averaged if kept else {}
@@ -63,20 +66,20 @@ def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, f
 
 
 def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
-    """Stops before the update if the probabilities of engine and trainer differ too much."""
+    """Raises `Refusal` before the optimizer step if the token probabilities of engine and trainer differ too much."""
     mean = metrics["training/rollout_probs_diff_mean"]
     if most is not None and mean > most:
         raise Refusal.at(
             "rollout.max_probs_diff",
-            f"engine and trainer differ by {mean:.3g} in the probability of a token on average, over {most:g}",
-            "use fp32 or the hf engine to find out which side is off, or correct it (algorithm.rollout_correction); "
-            "stale responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
+            f"the token probabilities of engine and trainer differ by {mean:.3g} on average, and the limit is {most:g}",
+            "use fp32 or the hf engine to find out which one is wrong, or set algorithm.rollout_correction; with "
+            "rollout.max_staleness, some difference is normal. The last checkpoint is untouched",
             code="logprobs-differ",
         )
 
 
 def make_policy_loss(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
-    """The policy loss of the recipe with its settings: a built-in loss or a user function."""
+    """Returns the policy loss function of the recipe: a built-in loss with its settings, or a user function."""
     if algorithm.loss not in LOSSES:
         return user_policy_loss(algorithm.loss, algorithm.function_timeout)
     return partial(LOSSES[algorithm.loss], **_keys(algorithm, loss_row(algorithm.loss).keys))
@@ -89,7 +92,7 @@ def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
 def select_tokens(
     algorithm: Algorithm, batch: TrainBatch, plan: UpdatePlan, seed: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """The tokens that `clip_cov` or `kl_cov` selects in the update; None for other losses."""
+    """Returns the tokens of the update that the losses `clip_cov` or `kl_cov` select. Returns None for other losses."""
     keys = loss_row(algorithm.loss).selection_keys
     if keys is None:
         return None
@@ -107,7 +110,8 @@ def select_tokens(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss of a micro-batch, with this rank's vectors of the update."""
+    """Computes the policy loss of a micro-batch. The vectors of this class have one number per token of the update on
+    this rank."""
 
     algorithm: Algorithm
     policy_loss: Callable[[PolicyTokens], Sums]
@@ -117,7 +121,7 @@ class PolicyLoss:
     advantages_K: torch.Tensor
     loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor
-    """Weights of the KL and entropy terms, with the same divisor."""
+    """The token weights of the KL and entropy terms, which are divided by the same divisor as the policy loss."""
     is_weights_K: torch.Tensor
     rollout_logprobs_K: torch.Tensor
     old_K: torch.Tensor | None
@@ -127,7 +131,8 @@ class PolicyLoss:
     def __call__(self, scores: Scores, batch: MicroBatch) -> Sums:
         tokens, logprobs = self._tokens(batch.vector_index_K), scores.logprobs_K
         sums = self._sums(logprobs, scores.entropies_K, tokens)
-        # Compare the probabilities of engine and trainer over all tokens, including those that are masked elsewhere.
+        # The probabilities of engine and trainer are compared for all tokens, including tokens that are masked in the
+        # loss.
         bypass = self.algorithm.rollout_correction.bypass
         old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
         difference = (old.exp() - sent(self.rollout_logprobs_K[batch.vector_index_K], self.device).exp()).abs()
@@ -136,10 +141,8 @@ class PolicyLoss:
         return Sums(sums.loss, sums.metrics, {"probs_diff": largest})
 
     def token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """Gradients of the loss by log-probs and entropies per token, up to the factor of the update.
-
-        None if the loss at a token depends on other tokens.
-        """
+        """Returns a function that computes the gradients of the loss with respect to the log-probs and entropies of
+        tokens, up to a constant factor. Returns None if the loss of a token depends on other tokens."""
         if not loss_row(self.algorithm.loss).tokenwise:
             return None
         cached: list[_Tokens] = []
@@ -190,8 +193,9 @@ class PolicyLoss:
     def _divergence(
         self, logprobs: torch.Tensor, reference: torch.Tensor, old: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """KL from the reference: the weighted loss term, and metrics."""
-        # Replace excluded tokens: zero times infinity would be NaN in the sum or its gradient.
+        """Returns the weighted loss term of the KL divergence from the reference, and its metrics."""
+        # The log-probs of excluded tokens are replaced by 0, because zero times infinity would be NaN in the sum or its
+        # gradient.
         kept = weights > 0
         logprobs_K, reference_K, old_K = (torch.where(kept, one, 0.0) for one in (logprobs, reference, old))
         kl = self.algorithm.kl
@@ -202,10 +206,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The loss inputs of a micro-batch, on the device."""
+    """The inputs of the loss for the tokens of a micro-batch, on the device."""
 
     local_K: torch.Tensor
-    """The sequence of each token, counted from 0 within the micro-batch."""
+    """The index of the sequence of each token within the micro-batch."""
     advantages_K: torch.Tensor
     loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor
@@ -219,7 +223,7 @@ class _Tokens:
 
 
 def update_critic(plan: UpdatePlan, batch: TrainBatch, models: Models, recipe: Recipe, lr: float) -> dict[str, float]:
-    """One optimizer step of the critic on one mini-batch."""
+    """Performs one optimizer step of the critic on one mini-batch. Returns its metrics."""
     values_K, advantages = batch.outputs.values_K, batch.advantages
     assert models.critic is not None
     assert values_K is not None

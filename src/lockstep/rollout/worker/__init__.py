@@ -1,10 +1,11 @@
-"""A worker process that generates with a copy of the weights while the run trains. Imported by `rollout` and above."""
+"""A worker process that generates responses during training. May be imported by `rollout` and above."""
 
 from __future__ import annotations
 
 
 def serve_worker(connection: int) -> None:
-    """Runs the rollout worker. Its modules are imported here, so that its supervisor process does not load them."""
+    """Runs the rollout worker. The worker modules are imported inside this function, so that the supervisor process
+    does not load these modules."""
     from lockstep.rollout.worker.worker_loop import work
 
     work(connection)

@@ -1,4 +1,4 @@
-"""The engine that uses a rollout worker process: requests can be sent before their responses are needed."""
+"""The engine that generates in a rollout worker process. Requests can be sent before their responses are needed."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from lockstep.rollout.worker.worker_protocol import (
 from lockstep.types import Completion, Request, Sampling
 
 KEY = "rollout.max_staleness"
-# A worker that sends no message for this time counts as hung. It sends heartbeats, except while it loads a model.
+# If the rollout worker sends no message for this time, the run assumes that the worker hangs. The worker sends
+# heartbeats, except while it loads a model.
 SILENT_SECONDS = 900.0
-# Time to wait for the end of the worker after a broadcast has failed.
+# After a failed broadcast, the run waits this long for the worker process to exit.
 ENDED_SECONDS = 10.0
 # Number of log lines in the error message about a dead worker.
 LAST_LINES = 15
@@ -53,13 +54,14 @@ _RequestKey = tuple[Sampling, int, int]
 
 
 class WorkerEngine:
-    """An engine that generates in a worker process, which it starts without waiting. Use it from one thread.
+    """An engine that generates in a worker process. The constructor starts the process without waiting for it. Only one
+    thread may use this object.
 
-    `policy` is the trained policy on `device`; `own` is the index of the worker's device. `log` has the last output of
-    the worker. `collective` is the backend that sends the weights; without one they are sent by shared memory. Every
-    rank has a worker, and all ranks must call `hand_over` together."""
+    `policy` is the trained policy on `device`. `own` is the index of the worker's device. The worker writes its output
+    to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If it is None, the
+    weights are sent through shared memory. Every rank has a worker, and all ranks must call `hand_over` together."""
 
-    instead = "remove rollout.max_staleness: generation and training then take turns"
+    instead = "remove rollout.max_staleness: generation and training then alternate"
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class WorkerEngine:
     ):
         self.policy, self.device, self.log, self.collective = policy, device, log, collective
         self.waited = 0.0
-        """Seconds spent waiting for responses and weight syncs."""
+        """The seconds that the training process has waited for responses and weight syncs."""
         self._numbers = count()
         self._sent: dict[_RequestKey, tuple[int, Request]] = {}
         self._changed = threading.Condition()
@@ -100,9 +102,9 @@ class WorkerEngine:
     # -- requests
 
     def hand_over(self, version: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Sends the current weights, after `version` updates, and further requests to the worker.
+        """Sends the current weights (those after `version` steps) and further requests to the worker.
 
-        Returns after the weight check.
+        Returns after the check that the worker has the same weights.
         """
         self._probed = None
         ask = self._ask(requests, sampling) if requests else None
@@ -118,7 +120,7 @@ class WorkerEngine:
         self._previous_logprobs = logprobs_K
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yields responses as they finish; requests that were not sent before are sent now."""
+        """Yields responses as they finish. Requests that `hand_over` has not sent yet are sent now."""
         missing = [request for request in requests if _request_key(request, sampling) not in self._sent]
         if missing:
             self._send(self._ask(missing, sampling, first=True))
@@ -141,7 +143,7 @@ class WorkerEngine:
                     del received[number]
 
     def busy(self) -> float:
-        """Returns the seconds in which the worker was busy."""
+        """Returns for how many seconds the worker was busy so far."""
         with self._changed:
             running = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
             return self._busy + running
@@ -158,7 +160,7 @@ class WorkerEngine:
         self.channel.close()
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the trained weights one by one, gathered from shards; never all at once."""
+        """Yields the full trained weights one at a time. Sharded weights are gathered one by one to save memory."""
         reshard(self.policy)
         for name, parameter in self.policy.trainable():
             yield name, whole_on(parameter.detach(), self.device)
@@ -180,7 +182,7 @@ class WorkerEngine:
         except BlockingIOError:
             raise self._hung() from None
         except OSError:
-            self._wait(lambda: False)  # raises the reason of its end
+            self._wait(lambda: False)  # raises an error that says why the worker ended
 
     def _listen(self) -> None:
         try:
@@ -207,7 +209,7 @@ class WorkerEngine:
             self._busy_since = None
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Waits until `ready`; raises if the worker has ended or hangs."""
+        """Waits until `ready()` is true. Raises if the worker has ended or hangs."""
         start, tell_at = time.monotonic(), TELL_SECONDS
         try:
             with self._changed:
@@ -218,7 +220,9 @@ class WorkerEngine:
                     if waited >= SILENT_SECONDS:
                         raise self._hung()
                     if waited >= tell_at:
-                        say(f"waiting for the rollout worker for {waited:.0f} s: its process runs; log {self.log}")
+                        say(
+                            f"waiting for the rollout worker for {waited:.0f} s: its process still runs; see {self.log}"
+                        )
                         tell_at = waited + TELL_AGAIN_SECONDS
                     self._changed.wait(min(SILENT_SECONDS, tell_at) - waited)
         finally:
@@ -231,12 +235,12 @@ class WorkerEngine:
             yield
         except BroadcastFailed as error:
             with self._changed:
-                # A broadcast often detects the end of the worker before the connection does.
+                # If the worker has ended, the broadcast often fails before the connection is closed.
                 if self._changed.wait_for(lambda: self._ended, ENDED_SECONDS):
                     raise self._refusal() from error
             why = f"the weights were not transferred to the rollout worker by {self.collective}: {error}"
             remedy = "set rollout.weight_sync=memory; the last checkpoint is untouched"
-            # A transport that has worked before may work again.
+            # If an earlier weight sync succeeded, the error may be temporary, and the run can be resumed.
             kind = Refusal if self._previous_logprobs is None else LostProcess
             raise kind.at("rollout.weight_sync", why, remedy, code="weight-sync-failed") from error
         finally:
@@ -247,7 +251,7 @@ class WorkerEngine:
         return LostProcess.at(
             KEY,
             f"the rollout worker has not responded for {SILENT_SECONDS:g} s{self._last_lines()}",
-            "it hangs: run the same command again to resume from the last checkpoint",
+            "the worker hangs: run the same command again to resume from the last checkpoint",
             code="worker-lost",
         )
 
@@ -277,7 +281,7 @@ def _request_key(request: Request, sampling: Sampling) -> _RequestKey:
 def _channel(
     policy: Policy, collective: str | None
 ) -> tuple[WeightMemory | WeightGroup, Sequence[Place] | Meeting, list[int]]:
-    """Returns the weight transport, its description for the worker, and the file descriptors to pass to it."""
+    """Returns the weight transport, its description for the worker, and the file descriptors to pass to the worker."""
     if collective is None:
         memory = WeightMemory.of(policy.trainable())
         return memory, memory.places, [memory.file]
@@ -286,8 +290,8 @@ def _channel(
 
 
 def _connection(ours: socket.socket, memory: Sequence[int]) -> Connection:
-    """Sends the descriptor of the shared memory, if any, to the worker; returns the connection to it."""
+    """Sends the descriptor of the shared memory, if any, to the worker. Returns the connection to the worker."""
     socket.send_fds(ours, [b"."], memory)
-    # A worker that does not read must not block the run.
+    # The timeout prevents that a worker that stopped reading blocks the run.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SILENT_SECONDS), 0))
     return Connection(os.dup(ours.fileno()))

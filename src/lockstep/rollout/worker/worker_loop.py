@@ -1,8 +1,8 @@
-"""The loop of the rollout worker process: receives weights and requests, and generates.
+"""The main loop of the rollout worker process: receives weights and requests, and generates responses.
 
-A message pauses the engine after the current round. Unfinished responses then continue with the new weights: prompt and
-tokens are prefilled again, and the noise of a token depends only on its position. An engine that cannot pause (`hf`)
-finishes them with the old weights.
+When a message from the run arrives, the engine pauses after the current decoding step. Unfinished responses then
+continue with the new weights: the prompt and the generated tokens are prefilled again. The sampling noise of a token
+depends only on its position. An engine that cannot pause (`hf`) finishes these responses with the old weights.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from lockstep.rollout.worker.worker_protocol import (
 )
 from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 
-# Interval of heartbeats while no response is finished.
+# The worker sends a heartbeat if it has sent no message for this many seconds.
 HEARTBEAT_SECONDS = 5.0
 
 
 def work(connection: int) -> None:
-    """Runs the worker until the run closes the connection."""
+    """Runs the worker until the training process closes the connection."""
     pipe, memory = _accept(connection)
     try:
         _Worker(pipe, pipe.recv(), memory).run()
@@ -62,7 +62,7 @@ def work(connection: int) -> None:
 
 
 def _accept(connection: int) -> tuple[Connection, list[int]]:
-    """Returns the connection to the run, and the descriptor of the shared memory, if any."""
+    """Returns the connection to the training process, and the descriptor of the shared memory, if any."""
     with socket.socket(fileno=connection) as sock:
         _, memory, _, _ = socket.recv_fds(sock, 1, 1)
         return Connection(sock.detach()), memory
@@ -76,7 +76,8 @@ def _channel(transport: Sequence[Place] | Meeting, memory: list[int]) -> WeightM
 
 @dataclass
 class _Unfinished:
-    """A request with its unfinished samples and the weight versions of their tokens."""
+    """A request with its unfinished samples, and for each generated token the version of the weights that generated
+    it."""
 
     number: int
     request: Request
@@ -140,7 +141,7 @@ class _Worker:
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
 
     def _same_sampling(self) -> list[_Unfinished]:
-        """Returns the jobs with the same sampling as the first job."""
+        """Returns the jobs that have the same sampling parameters as the first job."""
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:

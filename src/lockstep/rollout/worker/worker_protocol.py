@@ -1,4 +1,4 @@
-"""The messages and weights that the run and its rollout worker exchange."""
+"""The messages and weights that the training process and its rollout worker exchange."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.recipe import Recipe
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 
-# Weight sync to the rollout worker: shared memory or broadcast, and the weight check.
+# This part sends weights to the rollout worker by shared memory or broadcast, and checks the weights of the worker.
 
 HERE = "127.0.0.1"
 WORKER = 1
@@ -29,28 +29,28 @@ _LOOK_SECONDS = 0.5
 
 
 class BroadcastFailed(RuntimeError):
-    """Raised if the other process of a broadcast has ended or does not respond."""
+    """Raised if a weight broadcast fails, because the other process has ended or does not respond."""
 
 
 class WeightGroup:
-    """Weight transport by broadcast in a process group of two ranks, run and worker. The group is created at the first
-    sync; `seconds` is the limit of every wait."""
+    """Sends weights by broadcast in a process group of two ranks: the training process and the rollout worker. The
+    group is created at the first weight sync. `seconds` is the timeout of every operation."""
 
     def __init__(self, rank: int, backend: str, store: dist.TCPStore, seconds: float):
         self.rank, self.backend, self.store = rank, backend, store
         self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
         self.ended: Callable[[], bool] = lambda: False
-        """A function that returns whether the worker has ended; the run sets it."""
+        """A function that returns whether the worker has ended. The training process sets it."""
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
-        """Creates the run's side, which has the store."""
+        """Creates the endpoint in the training process, which hosts the TCPStore."""
         return cls(RUN, backend, dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False), seconds)
 
     @classmethod
     def met(cls, backend: str, port: int, seconds: float) -> WeightGroup:
-        """Creates the worker's side, which connects to the store."""
+        """Creates the endpoint in the worker, which connects to the TCPStore of the training process."""
         return cls(WORKER, backend, dist.TCPStore(HERE, port, is_master=False), seconds)
 
     @property
@@ -81,13 +81,14 @@ class WeightGroup:
         return tensor
 
     def _meet(self) -> None:
-        """Joins the group on a thread, because the store would keep waiting for a worker that has ended."""
+        """Joins the process group on a thread, because the join would block until its timeout if the worker has
+        ended."""
         failed: list[BaseException] = []
 
         def join() -> None:
             try:
                 self._group()
-            except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
+            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
                 failed.append(error)
 
         thread = threading.Thread(target=join, daemon=True, name="weights")
@@ -101,7 +102,7 @@ class WeightGroup:
 
     def _group(self) -> dist.ProcessGroup:
         if self._joined is None:
-            # A process may train twice with different workers: the port makes the name unique.
+            # A process may train several times with different workers. The port makes the group name unique.
             name = f"lockstep/weights/{self.port}"
             self._joined = joined(self.backend, self.store, name, self.rank, 2, self._seconds)
         return self._joined
@@ -127,17 +128,17 @@ class Place:
 
 
 def places_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
-    """Returns consecutive locations for the parameters."""
+    """Returns the locations of the parameters, one after the other, in the shared memory."""
     places, start = [], 0
     for name, parameter in parameters:
         places.append(Place(name, start, tuple(parameter.shape), parameter.dtype))
-        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # full size, also if the parameter is sharded
+        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # the unsharded size
         start += -(-size // ALIGNED) * ALIGNED
     return places
 
 
 class WeightMemory:
-    """Weight transport by shared memory. `file` is its descriptor, which this object closes."""
+    """Sends weights through shared memory. `file` is the descriptor of the shared memory, which `close` closes."""
 
     def __init__(self, file: int, places: Sequence[Place]):
         self.file, self.places = file, places
@@ -173,7 +174,7 @@ class WeightMemory:
             parameter.copy_(self.weights[name])
 
     def close(self) -> None:
-        """Closes the descriptor. The kernel frees the memory when the last process has closed it."""
+        """Closes the descriptor. The kernel frees the shared memory when every process has closed its descriptor."""
         self.weights.clear()
         os.close(self.file)
 
@@ -191,9 +192,10 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-# Weight check: both sides score the same tokens after each sync.
+# Weight check: after each weight sync, the training process and the worker compute log-probs of the same tokens.
 ROWS, LENGTH = 3, 16
-# Bounds of the difference. They are small, because both sides run the same kernels on the same shapes.
+# Maximum difference between the log-probs of the two processes, by dtype. The values are small, because both processes
+# run the same kernels on the same shapes.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
@@ -215,8 +217,9 @@ def probe(policy: Policy, device: torch.device) -> torch.Tensor:
 def refuse_other_weights(
     version: int, worker_K: torch.Tensor, trainer_K: torch.Tensor, before_K: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raises if the worker's log-probs differ from the trainer's. `before_K` are the trainer's at the previous sync. An
-    update may change log-probs by less than the bound, so the worker's must also be closer to the current ones."""
+    """Raises if the log-probs of the worker differ from those of the trainer. `before_K` are the log-probs of the
+    trainer at the previous weight sync. An update may change log-probs by less than the bound. So the log-probs of the
+    worker must also be closer to the current ones of the trainer than to `before_K`."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
     if not bool((off_K <= bound).all()):
@@ -231,18 +234,19 @@ def refuse_other_weights(
         return
     raise Refusal.at(
         "rollout.max_staleness",
-        f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
-        "the last checkpoint is untouched; remove the key to generate with the trained model itself",
+        f"the rollout worker does not have the weights after {version} steps: its result of the weight check {why}",
+        "the last checkpoint is unchanged; remove rollout.max_staleness to generate without a worker process",
         code="weights-differ",
     )
 
 
-# Messages between the run and its rollout worker: first `Opening`, then weights and requests.
+# Messages between the training process and its rollout worker. The first message is `Opening`; weights and requests
+# follow.
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rendezvous of the weight group: store port, backend and time limit."""
+    """What the worker needs to join the process group for weight broadcasts: TCPStore port, backend and timeout."""
 
     port: int
     collective: str
@@ -251,20 +255,21 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Opening:
-    """The first message. `end_tokens` are those of `Generator`; `device` is the worker's device index. Both processes
-    use the same number of `threads`, so that sums have the same order."""
+    """The first message to the worker. `end_tokens` are the end-of-sequence tokens of `Generator`. `device` is the
+    worker's device index. The training process and the worker use the same number of CPU `threads`, so that sums are
+    computed in the same order."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
     weights: Sequence[Place] | Meeting
-    """The weight transport: locations in shared memory, or the rendezvous of a group."""
+    """How the weights are sent: the locations in shared memory, or the data needed to join the process group."""
     device: int
     threads: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Sends requests, by number. If `first`, they are processed before all others."""
+    """Sends requests, by number. With `first`, the worker processes these requests before all other requests."""
 
     requests: dict[int, Request]
     sampling: Sampling
@@ -273,8 +278,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Announces weights of `version`, which are in the shared memory or follow by broadcast. The requests of `ask` use
-    these weights or later ones."""
+    """Announces the weights after `version` steps, which are in the shared memory or follow by broadcast. The worker
+    generates the responses to `ask` with these weights or later ones."""
 
     version: int
     ask: Ask | None
@@ -282,7 +287,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Probed:
-    """The worker's log-probs of the weight check for `version`."""
+    """The log-probs that the worker has computed for the check of the weights of `version`."""
 
     version: int
     logprobs: list[float]
@@ -303,15 +308,15 @@ class Idle:
 
 @dataclass(frozen=True)
 class Working:
-    """A heartbeat while no response is finished."""
+    """A heartbeat, sent if the worker has sent no other message for a few seconds."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Reports why the worker ends."""
+    """The last message of a worker that fails: the reason of the failure."""
 
     why: str
     remedy: str = field(default="")
     code: str = "worker-lost"
     refused: bool = True
-    """True if the settings are invalid; False for an internal error that may not occur again."""
+    """True if the settings are invalid. False after an internal error that may not occur again after a restart."""

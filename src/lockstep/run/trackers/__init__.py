@@ -1,1 +1,1 @@
-"""The trackers, one per file. Only that file imports the tracker's package. May be imported only by `run`."""
+"""Experiment trackers such as wandb, one per file, which imports the package. May be imported only by `run`."""

@@ -14,7 +14,8 @@ from lockstep.run.trackers.tracker import import_tracker, remember_id, tracker_i
 
 
 class MlflowSink:
-    """Sends metrics to the MLflow server of MLFLOW_TRACKING_URI; without it, writes files in `mlflow/`."""
+    """Sends metrics to the MLflow server of MLFLOW_TRACKING_URI. If the variable is not set, writes files in
+    `mlflow/`."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._mlflow = import_tracker("mlflow")
@@ -56,7 +57,8 @@ class MlflowSink:
     def _uri(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
             return uri
-        # The mlflow-skinny package has no database, and mlflow 3 uses files only if that is requested explicitly.
+        # Metrics are stored as files, because the package mlflow-skinny has no database. mlflow 3 requires this
+        # variable for file storage.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         store = (self._folder.path / "mlflow").resolve()
         self._console.say(
@@ -66,7 +68,7 @@ class MlflowSink:
         return store.as_uri()
 
     def _log_recipe(self, run_id: str, recipe: dict[str, Any]) -> None:
-        # mlflow rejects longer values; the full recipe is in recipe.yaml.
+        # mlflow rejects values that are longer than 6000 characters. The full recipe is in recipe.yaml.
         parameters = [
             self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in _flatten(recipe)
         ]

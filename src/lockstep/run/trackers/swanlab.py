@@ -11,8 +11,8 @@ from lockstep.run.trackers.tracker import earlier_steps, import_tracker, remembe
 
 
 class SwanlabSink:
-    """Sends metrics to SwanLab in its configured mode; without one, online if there is an API key, otherwise
-    locally."""
+    """Sends metrics to SwanLab in the configured mode. If no mode is configured and there is no API key, writes the
+    metrics to local files."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._swanlab = import_tracker("swanlab")
@@ -23,8 +23,8 @@ class SwanlabSink:
         swanlab = self._swanlab
         run_id, resumed = tracker_id(self._folder, "swanlab", resumed_at)
         mode = self._mode()
-        # Interactive prompts are off, so a missing key is an error. SwanLab's terminal capture is off too, because it
-        # conflicts with the progress bar.
+        # Interactive prompts are off, so a missing API key is an error. SwanLab's terminal capture is off too, because
+        # it conflicts with the progress bar.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._run = swanlab.init(
             project=self._project,
@@ -38,7 +38,7 @@ class SwanlabSink:
         )
         remember_id(self._folder, "swanlab", run_id)
         self._step = resumed_at
-        if mode in ("local", "offline"):  # each process writes a new file; the server keeps earlier steps
+        if mode in ("local", "offline"):  # a local file has only the steps of its process
             for step, metrics in earlier_steps(self._folder, resumed_at):
                 self.log(step, metrics)
 

@@ -12,7 +12,7 @@ from lockstep.run.trackers.tracker import import_tracker
 
 
 class TensorboardSink:
-    """Writes event files in `tensorboard/` with the tensorboard package, without torch or tensorflow."""
+    """Writes event files in the folder `tensorboard/` with the package tensorboard, without torch or tensorflow."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         import_tracker("tensorboard")
@@ -24,7 +24,8 @@ class TensorboardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._folder.path / "tensorboard"))
-        # Readers drop earlier events from this step on, because a resumed run writes them again.
+        # A resumed run writes the steps from here on again. The event START makes TensorBoard drop the earlier events
+        # of these steps.
         self._step = resumed_at + 1 if resumed_at else 0
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, session_log=start))
@@ -62,4 +63,4 @@ class TensorboardSink:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, summary=summary))
-        self._writer.flush()  # otherwise a kill could lose the last two minutes, which a resumed run does not repeat
+        self._writer.flush()  # otherwise a kill could lose the events of two minutes

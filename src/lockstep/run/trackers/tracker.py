@@ -1,7 +1,7 @@
-"""Opens the trackers of a recipe, and has the code that they share.
+"""Opens the experiment trackers of a recipe, and has the code that all trackers use.
 
-If a tracker cannot start, the run stops before training. A later failure only gives a warning, because metrics.jsonl
-has all metrics.
+If a tracker cannot start, the run stops before training. If a tracker fails later, the run only prints a warning,
+because metrics.jsonl has all metrics.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def import_tracker(package: str) -> ModuleType:
 
 
 def tracker_id(folder: RunFolder, tracker: str, resumed_at: int) -> tuple[str, bool]:
-    """Returns the id of the run in a tracker, and whether it is the id of a resumed run."""
+    """Returns the run id in a tracker, and whether the id was stored by an earlier start of the run."""
     stored = _stored_ids(folder).get(tracker) if resumed_at else None
     return stored or uuid.uuid4().hex[:12], stored is not None
 
 
 def remember_id(folder: RunFolder, tracker: str, run_id: str) -> None:
-    """Stores the id in the run folder, for a resumed run."""
+    """Stores the tracker's run id in the run folder, so that a resumed run can use it."""
     ids = _stored_ids(folder) | {tracker: run_id}
     atomic_write_text(folder.trackers, json.dumps(ids, indent=2) + "\n", private=True)
 
 
 def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yields the metrics before the resume, because a killed tracker may have lost its buffered steps."""
+    """Yields the metrics of the steps up to `resumed_at`, so that a tracker can log steps that it lost in a kill."""
     if resumed_at and folder.metrics.exists():
         yield from ((step, metrics) for step, metrics in read_metrics(folder.metrics) if step <= resumed_at)
 
@@ -55,13 +55,13 @@ def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dic
 def _stored_ids(folder: RunFolder) -> dict[str, str]:
     if not folder.trackers.exists():
         return {}
-    return read_object(folder.trackers, "restore it, or remove it: the trackers then start a new run")
+    return read_object(folder.trackers, "restore the file, or remove it to start a new run in the trackers")
 
 
 class Sink(Protocol):
-    """Interface of a tracker. Its constructor takes the run folder, the project name and the console.
+    """Interface of a tracker. The constructor of a tracker takes the run folder, the project name and the console.
 
-    `resumed_at` is the number of trained steps, 0 for a new run.
+    `resumed_at` is the step at which the run resumes; it is 0 for a new run.
     """
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None: ...
@@ -74,8 +74,8 @@ class Sink(Protocol):
 
 
 def open_sinks(names: list[str], folder: RunFolder, project: str, console: Console) -> list[Sink]:
-    """Creates the named trackers without starting them. All unknown names and missing packages are reported
-    together."""
+    """Creates the named trackers without starting them. Raises one `Refusal` that lists all unknown names and missing
+    packages."""
     problems: list[Problem] = []
     sinks: list[Sink] = []
     for name in names:
@@ -92,7 +92,8 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
 class GuardedSink:
     """Wraps a tracker so that its failures are reported once and counted, and cannot slow down or change the run."""
 
-    # An unreachable tracker may block for minutes at each call, so it gets at most a tenth of the time.
+    # A call to an unreachable tracker may block for minutes. After a failed call, the tracker gets no metrics for ten
+    # times the duration of that call.
     REST = 10.0
 
     def __init__(self, name: str, sink: Sink, console: Console):
@@ -129,7 +130,7 @@ class GuardedSink:
         with self._guard("closing"):
             self._sink.close(ok)
         if self._lost:
-            self._console.warn(f"{self._name} missed {self._lost} steps; metrics.jsonl has them all")
+            self._console.warn(f"{self._name} missed {self._lost} steps; metrics.jsonl has all steps")
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[list[Exception]]:
@@ -155,7 +156,8 @@ def _unknown(name: str) -> Refusal:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    # swanlab uses the global Python generator when it starts, but a tracker must not change the run.
+    # swanlab uses the global random generator of Python when it starts. The state of the generator is restored, because
+    # a tracker must not change the results of the run.
     state = random.getstate()
     try:
         yield

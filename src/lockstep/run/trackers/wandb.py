@@ -11,7 +11,8 @@ from lockstep.run.trackers.tracker import earlier_steps, import_tracker, remembe
 
 
 class WandbSink:
-    """Sends metrics to Weights & Biases as WANDB_MODE says; without it, online if there is an API key, else offline."""
+    """Sends metrics to Weights & Biases in the mode of WANDB_MODE. If the variable is not set, the mode is online with
+    an API key, otherwise offline."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._wandb = import_tracker("wandb")
@@ -21,7 +22,7 @@ class WandbSink:
         wandb = self._wandb
         run_id, resumed = tracker_id(self._folder, "wandb", resumed_at)
         mode = self._mode()
-        # wandb's console capture conflicts with the progress bar, and its summary repeats ours.
+        # The console capture of wandb conflicts with the progress bar, and its summary repeats the output of lockstep.
         settings = wandb.Settings(console="off", silent=mode == "offline")
         self._run = wandb.init(
             project=self._project,
@@ -34,7 +35,8 @@ class WandbSink:
             settings=settings,
         )
         remember_id(self._folder, "wandb", run_id)
-        # The server keeps steps after the resumed one. The repeated steps have the same values.
+        # The wandb server may already have steps after the step of the checkpoint. These steps are not logged again,
+        # because the resumed run repeats them with the same values.
         self._next = self._run.step
         for step, metrics in earlier_steps(self._folder, resumed_at):
             self.log(step, metrics)
