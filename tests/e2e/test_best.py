@@ -73,7 +73,7 @@ def test_a_metric_that_does_not_say_it_is_refused(words: str) -> None:
         (["checkpoint.best=val/loss", "data.val=[]"], "checkpoint.best", "val/loss needs data.val"),
         (["run.early_stopping={metric: val/loss, patience: 2}"], "run.early_stopping.metric", "only at the end"),
         (["method=grpo", "data.val=[]", "checkpoint.best=val/accuracy"], "checkpoint.best", "no validation measures"),
-        (["method=grpo", "data.val=[]", "checkpoint.best=val/loss"], "checkpoint.best", "online runs have no such rows"),
+        (["method=grpo", "data.val=[]", "checkpoint.best=val/loss"], "checkpoint.best", "online runs have no such"),
     ],
 )
 def test_metrics_that_the_run_will_not_have_are_refused(
