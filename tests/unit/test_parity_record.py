@@ -160,7 +160,11 @@ DAMAGE = [
     ("no link", lambda text: text.replace("[json]", "json"), "line 13 [damaged-file]: its evidence is `json"),
     ("words", lambda text: text + "and so on\n", "line 14 [damaged-file]"),
     ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), "line 14 [damaged-file]"),
-    ("twice", lambda text: text + text.splitlines()[-1] + "\n", "line 14 [damaged-file]: has the evidence of line 13"),
+    (
+        "twice",
+        lambda text: text + text.splitlines()[-1] + "\n",
+        "line 14 [damaged-file]: links to the same evidence file as line 13",
+    ),
 ]
 
 

@@ -36,7 +36,8 @@ HEADS = (
 MAX_VALUE = 24
 """The console shows at most this many characters of a differing value; the report shows all of them."""
 
-# Up to this many points (a few MB) the page contains the exact curves; beyond that they are rounded.
+# A page with at most this many curve points (a few MB) contains exact values. A page with more points contains rounded
+# values.
 EXACT_POINTS = 200_000
 ROUNDED_DIGITS = 7
 
@@ -60,7 +61,8 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def table_lines(metrics: Sequence[Metric]) -> list[str]:
-    """Returns lines for the tested metrics, then for other losses and rewards that vary; the rest is counted."""
+    """Returns table lines for the metrics with a verdict, then for other losses and rewards that vary. The last line
+    gives the number of metrics that are not shown."""
     shown = [metric for metric in metrics if metric.verdict is not None or (metric.kind != "other" and _moves(metric))]
     lines = ["metric".ljust(NAME) + "".join(head.rjust(width) for head, width in HEADS)] if shown else []
     for metric in shown:
@@ -71,7 +73,7 @@ def table_lines(metrics: Sequence[Metric]) -> list[str]:
 
 
 def _moves(metric: Metric) -> bool:
-    """Returns whether the metric varies: it is not one constant on both sides."""
+    """Returns False if the metric has one constant value in both runs."""
     return metric.figures.worst != 0 or len(set(metric.a)) > 1
 
 
@@ -161,17 +163,18 @@ def _brief(value: Any) -> str:
 
 
 def as_strict_json(comparison: Comparison) -> str:
-    """Returns the comparison as one line of strict JSON: NaN and infinity become null."""
+    """Returns the comparison as one line of strict JSON, which has null instead of NaN and infinity."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     values = strict(replace(comparison, metrics=bare).as_json())
-    # The curves are long and contain no NaN, so they are not converted.
+    # The curves already have None instead of NaN. Converting them again would be slow, because they are long.
     for metric, written in zip(comparison.metrics, values["metrics"], strict=True):
         written |= {"steps": metric.steps, "a": metric.a, "b": metric.b, "repeats": metric.repeats}
     return json.dumps(values, allow_nan=False, ensure_ascii=False)
 
 
 def strict(value: Any) -> Any:
-    """Returns the value with None for NaN and infinity, and text for other types."""
+    """Returns a copy of the value for strict JSON: NaN and infinity become None, and objects of other types become
+    text."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -182,7 +185,7 @@ def strict(value: Any) -> Any:
 
 
 def curve(values: list[float | None], digits: int | None) -> list[float | None]:
-    """Rounds every point to `digits` significant digits; None for NaN and infinity."""
+    """Replaces NaN and infinity by None and rounds other points to `digits` significant digits (None: exact values)."""
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     if digits is None:
         return finite
@@ -204,7 +207,8 @@ def page(comparison: Comparison) -> str:
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """Returns `as_json()` as strict JSON; step lists that several metrics share are written once."""
+    """Returns the data of the HTML page: `as_json()` as strict JSON, with each distinct list of steps stored only
+    once."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
     points = sum(_points(metric) for metric in comparison.metrics)
