@@ -52,7 +52,7 @@ class ReplayRequest:
 
 
 def replay_run(request: ReplayRequest) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs `lockstep replay` and returns its exit code."""
     mode = next((each for each in MODES if each == request.mode), None)
     if mode is None:
         raise Refusal.at(
@@ -91,15 +91,15 @@ def _replay_recording(request: ReplayRequest, mode: str) -> int:
     if mode != "forced" or request.checklist:
         raise Refusal.at(
             str(request.run),
-            "is a recording, whose updates are replayed one by one",
+            "is a recording of another framework, and only --mode forced without --checklist can replay it",
             "use --mode forced",
             code="not-replayable",
         )
     [first, *others] = recording_ranks(request.run).values()
     if others:
-        remedy = f"choose one of them: lockstep replay {first} --model FOLDER"
+        remedy = f"choose one rank: lockstep replay {first} --model FOLDER"
         raise Refusal.at(
-            str(request.run), f"contains the tapes of {len(others) + 1} ranks", remedy, code="several-candidates"
+            str(request.run), f"contains the recordings of {len(others) + 1} ranks", remedy, code="several-candidates"
         )
     result = replay_recording(first, request.model, request.overrides, request.steps)
     title = "replay of a recording: each update from the recorded weights"
@@ -114,7 +114,8 @@ def _console(run: Path) -> Console:
 def replay(
     run: Path, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int] = ()
 ) -> Replayed | None:
-    """Repeats the recorded steps with some keys changed, and compares them. Ranks other than 0 get None."""
+    """Repeats the recorded steps with some recipe keys changed, and compares them with the recorded run. Returns None
+    on ranks other than 0."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
@@ -126,7 +127,7 @@ def replay(
     results = [result for result in found if result is not None]
     if not results:
         return None
-    # The first part of the run that diverges gives the verdict.
+    # A resumed run may have several parts with different recipes. The verdict is that of the first part that diverges.
     first = next((result for result in results if not result.in_step), results[0])
     remarks = [remark for result in results for remark in result.remarks]
     result = replace(
@@ -142,7 +143,7 @@ def replay(
 def _replay_part(
     source: RunFolder, part: RunPart, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int]
 ) -> Replayed | None:
-    """Replays steps that were trained with the same recipe."""
+    """Replays one part of a run: the steps that were trained with the same recipe."""
     tape = TapeFolder(source.tape)
     loop = Replay(tape, mode, steps)
     with judged_later() as problems, reserved_name(source, mode) as name:
