@@ -75,7 +75,7 @@ class Replay:
         if recipe.method in ONLINE and recipe.rollout.max_staleness and self.mode != "chained":
             raise Refusal.at(
                 f"tape {self.tape.path}",
-                "its responses cannot be generated again, because each was generated with weights of several steps "
+                "its responses cannot be generated again, because they were generated with weights of several steps "
                 "while training ran (rollout.max_staleness)",
                 "use --mode chained, which trains on the recorded responses",
                 code="not-replayable",
