@@ -304,7 +304,7 @@ def test_a_pair_over_the_budget_is_refused_with_its_row(tiny_folder: Path, tmp_p
     assert prepared(path, "batch.tokens=95").batches.steps == 4
     problem = only(problems_of(path, "batch.tokens=94", "data.val=[]"))
     assert problem.where == f"{tmp_path / 'train.jsonl'} line 3"
-    assert problem.why == "its 2 sequences have 95 tokens together, over batch.tokens=94"
+    assert problem.why == "its 2 sequences have 95 tokens together, more than batch.tokens=94"
     assert "raise batch.tokens" in problem.remedy
     assert "data.overlong" in problem.remedy
     # Validation rows are run in the same micro-batches.

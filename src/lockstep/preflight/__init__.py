@@ -1,1 +1,2 @@
-"""Everything that is refused before weights load: checks, trials, the batch plan and the memory plan."""
+"""The checks that run before the model's weights load: recipe, data and model checks, trial calls, batch plan, memory
+plan."""
