@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(recipe) -> None:
         ("prm", "prm.tokens=[+, +]"): ("prm.tokens", "twice", "different word for each label"),
         ("rm", "val.questions=q.jsonl"): ("val.questions", "does not generate", "data.val"),
         ("prm", "val.questions=q.jsonl"): ("val.questions", "does not generate", "data.val"),
-        ("on_policy_distill",): ("algorithm.kl.reference", "it is the teacher", "the teacher's folder"),
+        ("on_policy_distill",): ("algorithm.kl.reference", "as the teacher", "the teacher's folder"),
         ("dpo", "batch.prompts=4"): ("batch.prompts", "trains rows", "batch.rows_per_update"),
         ("rm", "checkpoint.keep_best=1"): ("checkpoint.keep_best", "val/loss needs data.val", "set data.val"),
         ("dpo", "data.max_prompt_tokens=9"): ("data.max_prompt_tokens", "trains rows", "data.max_tokens"),

@@ -185,7 +185,7 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (
             ["algorithm.rollout_correction.bypass=true", "algorithm.rollout_correction.weight=token"],
             "algorithm.rollout_correction.weight",
-            "count it twice",
+            "correct twice",
         ),
         (
             ["algorithm.rollout_correction.bypass=true", "algorithm.loss=policy_gradient"],
@@ -369,7 +369,8 @@ def test_on_policy_distillation_updates_once_a_step(tmp_path: Path, word: str, w
     assert problem.where == where
     assert "one update per step" in problem.remedy
     (problem,) = refused(write(tmp_path, {**BASE, "method": "on_policy_distill"}))
-    assert (problem.where, problem.why) == ("algorithm.kl.reference", "must be set: it is the teacher")
+    why = "must be set, because on_policy_distill uses this model as the teacher"
+    assert (problem.where, problem.why) == ("algorithm.kl.reference", why)
 
 
 def test_every_name_has_a_row_and_a_function() -> None:
