@@ -197,7 +197,7 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["algorithm.advantage=gdpo", "algorithm.kl.where=reward"], "algorithm.kl.where", "ignore it"),
         (["algorithm.advantage=gdpo", "reward.clip=[-1, 1]"], "reward.clip", "ignore it"),
         (["algorithm.dynamic_sampling.metric=rule"], "algorithm.dynamic_sampling.metric", "max_gen_batches above 1"),
-        (["reward.model_weights=[1.0]"], "reward.model_weights", "one per model"),
+        (["reward.model_weights=[1.0]"], "reward.model_weights", "one weight per model"),
         (["reward.model=[]"], "reward.model", "empty"),
         (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
         (["critic.lr=1e-3"], "critic", "method ppo"),

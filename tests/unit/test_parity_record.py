@@ -146,7 +146,7 @@ def test_evidence_is_strict_json(tmp_path: Path) -> None:
 
 
 def test_logs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="method of both sides is unknown"):
+    with pytest.raises(Refusal, match="method of A and of B is unknown"):
         kept(replace(example(), facts={}), tmp_path)
     assert list(tmp_path.iterdir()) == []
     kept(with_facts(example(), method=(None, "grpo"), model=(None, "tiny")), tmp_path)

@@ -219,7 +219,7 @@ def row_limit(recipe: Recipe, config: Any) -> int:
         raise Refusal.at(
             "data.max_tokens",
             f"{wanted} is more than the model's context of {context}",
-            f"set it to {context} or less",
+            f"set data.max_tokens to {context} or less",
             code="over-context",
         )
     bounds = [bound for bound in (wanted, context, recipe.line_tokens) if bound]

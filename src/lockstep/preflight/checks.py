@@ -133,7 +133,10 @@ def resumed_run(context: Context) -> Iterator[Problem]:
     folder, resume = run_folder(context.recipe), context.recipe.run.resume
     if resume == "never" and folder.path.exists():
         yield Problem(
-            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
+            "run.resume",
+            f"{folder.path} exists, and run.resume=never allows only a new folder",
+            "choose another run.name",
+            code="already-exists",
         )
     if resume == "required" and not _has_checkpoint(folder):
         yield Problem(

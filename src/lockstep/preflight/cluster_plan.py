@@ -151,7 +151,7 @@ def _other_model(recipe: Recipe) -> str | None:
 
 
 def refuse_uncounted(settings: Parallel) -> None:
-    """Refuses keys of `parallel` that the prediction does not model."""
+    """Refuses keys of the recipe section `parallel` that the prediction does not take into account."""
     unknown = {name: field for name, field in type(settings).model_fields.items() if name not in RECKONED}
     changed = [name for name, field in unknown.items() if getattr(settings, name) != field.default]
     why, remedy = "is not supported by the prediction of --cluster", "plan without it"
@@ -159,7 +159,8 @@ def refuse_uncounted(settings: Parallel) -> None:
 
 
 def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) -> None:
-    """Refuses a plan that exceeds the memory, with the bytes of each phase and a proposal that fits."""
+    """Refuses a recipe that exceeds the memory of the cluster's devices. The message contains the bytes of each phase
+    and a proposal that fits."""
     remedy = proposal or "no recipe keys make it fit: use larger devices, a smaller model, or an adapter (model.lora)"
     problems: list[Problem] = []
     for phase in outlook.over(cluster):
@@ -173,7 +174,7 @@ def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) 
     refuse_all(problems)
 
 
-# Search for the recipe keys that fit on a cluster and give the shortest step.
+# Search for recipe keys with which the recipe fits on a cluster and has the shortest step time.
 
 KeyValues = dict[str, Any]
 # If no keys make the recipe fit, clusters with up to this many times as many nodes are tried.

@@ -417,6 +417,6 @@ def _read_by_all(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, .
         return ()
     size = counted.parameters * DTYPES[recipe.model.dtype].itemsize
     return (
-        f"every process reads all of {recipe.model.path} into the host's memory ({size / 2**30:.1f} GiB each) before "
-        f"it keeps its slices: {counted.whole}",
+        f"every process reads all of {recipe.model.path} into host memory ({size / 2**30:.1f} GiB each) before it "
+        f"keeps only its shards: {counted.whole}",
     )

@@ -52,8 +52,10 @@ def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]
     for origin, tokens in rows:
         token = next((token for token in tokens if token in ids), None)
         if token is not None:
-            why = f"holds token {token}, which stands for a picture or sound ({ids[token]} of config.json)"
-            problems.append(Problem(str(origin), why, "take it out: only text is trained on here", code="not-text"))
+            why = f"contains token {token}, which is a placeholder for an image or audio ({ids[token]} of config.json)"
+            problems.append(
+                Problem(str(origin), why, "remove the token: lockstep trains only on text", code="not-text")
+            )
     return shortened(problems, "rows")
 
 
@@ -131,7 +133,7 @@ def classifier(context: Context) -> None:
 
 
 def architectures(context: Context) -> Iterator[Problem]:
-    """Reports models that loading would refuse, without reading weights."""
+    """Reports models that loading would refuse. It does not read their weights."""
     recipe, device = context.recipe, context.device
     kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
     for key, path in model_folders(recipe).items():
@@ -167,7 +169,7 @@ def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
     if expected != actual:
         raise Refusal.at(
             f"{key} {path}",
-            f"has {actual:,} tokens, and the policy {expected:,}",
+            f"has a vocabulary of {actual:,} tokens, and the policy has {expected:,}",
             "use a model of the same family",
             code="other-vocabulary",
         )

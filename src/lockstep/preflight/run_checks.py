@@ -114,7 +114,7 @@ def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
 
 
 def _warn_slow(context: Context) -> None:
-    """Warns if matrix products of the model's shapes are slow in its dtype."""
+    """Warns if matrix products with the model's shapes and dtype are slow on the device."""
     text, dtype = context.config.get_text_config(), DTYPES[context.recipe.model.dtype]
     hidden, intermediate = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
     if not isinstance(hidden, int):

@@ -41,7 +41,7 @@ def _kl_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "algorithm.kl.reference",
             "must be set, because on_policy_distill uses this model as the teacher",
-            "set it to the teacher's folder",
+            "set algorithm.kl.reference to the teacher's folder",
             code="not-set",
         )
     if kl.target is not None and kl.where == "none":
@@ -101,7 +101,7 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "reward.model_weights",
             f"{len(weights)} weights do not match the models in reward.model",
-            "give one per model",
+            "give one weight per model",
             code="wrong-count",
         )
     if reward.arguments and reward.function is None:
@@ -125,7 +125,7 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
 def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
     advantage, steps = recipe.algorithm.advantage, recipe.run.steps
     if recipe.critic.model_fields_set and not estimator_row(advantage).critic:
-        yield unused("critic", f"advantage {advantage} has no critic", "use method ppo, or remove the keys")
+        yield unused("critic", f"advantage {advantage} has no critic", "use method ppo, or remove the critic keys")
     elif steps is not None and recipe.critic.warmup >= steps:
         yield Problem(
             "critic.warmup",
@@ -183,7 +183,7 @@ def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
     }
     for key, on in ignored.items():
         if on:
-            remedy = "set it to loss or none" if key.endswith("where") else "remove it"
+            remedy = "set algorithm.kl.where to loss or none" if key.endswith("where") else "remove it"
             yield unused(
                 key,
                 f"{algorithm.advantage} compares the separate rewards, and this key changes only the total score",

@@ -145,7 +145,7 @@ class Data(Section):
     system: str | None = Field(
         None,
         description="System message that is added to rows without a system message.",
-        effect=Effect("blocks", "prompts start with a different text"),
+        effect=Effect("blocks", "prompts start with a different system message"),
     )
     template: str = Field(
         "auto",
@@ -169,7 +169,7 @@ class Data(Section):
     require_end: bool = Field(
         True,
         description="Reject rows whose last trained token is not an end token: the model would not learn to stop.",
-        effect=Effect("harmless", "rows are accepted or rejected; the trained tokens are the same"),
+        effect=Effect("harmless", "changes only which rows are refused; the trained tokens are the same"),
     )
     max_tokens: int | None = Field(
         None,

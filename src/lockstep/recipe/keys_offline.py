@@ -83,7 +83,7 @@ class Preference(Section):
         False,
         description="Compute the log-probabilities of the reference once, before training, and store them on disk. "
         "Then the reference model needs no memory during training.",
-        effect=Effect("harmless", "the same reference log-probabilities, computed earlier"),
+        effect=Effect("harmless", "the reference log-probabilities are the same, only computed earlier"),
     )
     reference_free: bool = Field(
         False, description="For method `kto`: use no reference model. Mean log-probabilities replace the log-ratios."

@@ -34,7 +34,7 @@ HEADS = (
     ("since", 7),
 )
 MAX_VALUE = 24
-"""The console shows at most this many characters of a differing value; the report shows all of them."""
+"""The console shows at most this many characters of a differing set-up value. The HTML report shows all characters."""
 
 # A page with at most this many curve points (a few MB) contains exact values. A page with more points contains rounded
 # values.
@@ -68,7 +68,7 @@ def table_lines(metrics: Sequence[Metric]) -> list[str]:
     for metric in shown:
         lines += _metric_lines(metric)
     if rest := len(metrics) - len(shown):
-        lines.append(f"{rest} more common metrics are in the report and in --json")
+        lines.append(f"{rest} more metrics that both logs contain are in the HTML report and in --json")
     return lines
 
 
@@ -131,7 +131,7 @@ def _speed(throughput: Throughput) -> list[tuple[str, str]]:
     if throughput.matched_ratio is not None:
         rows.append(("equal lengths", f"{throughput.matched_ratio:.3f} ({throughput.matched_steps:,} steps)"))
     rows += [(phase.name, f"{phase.ratio:.3f} ({phase.b:,.0f} over {phase.a:,.0f})") for phase in throughput.phases]
-    return rows or [("unknown", "the logs do not contain it")]
+    return rows or [("unknown", "the logs contain no throughput")]
 
 
 def _show_differences(comparison: Comparison, console: Console) -> None:

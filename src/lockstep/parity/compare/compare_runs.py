@@ -90,8 +90,8 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
-    """Shows the curves, then the stages and modules of all recorded updates; returns whether the updates are in
-    step."""
+    """Shows the comparison of the curves, then that of the stages and modules of all recorded updates. Returns whether
+    the updates are in step."""
     # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
@@ -206,9 +206,14 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
         side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
         side.append(repeat)
         if repeat.evidence and side[0].evidence and not same_setting(repeat, side[0]):
-            doubts.append(f"whether {repeat.source} is a repeat: its set-up matches neither side; used for A")
+            doubts.append(
+                f"whether {repeat.source} is a repeat: its set-up matches neither A nor B; it is used as a repeat of A"
+            )
         if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
-            doubts.append(f"noise at one seed: {repeat.source} has another seed, which adds noise")
+            doubts.append(
+                f"the noise between runs with the same seed: the repeat {repeat.source} has another seed, which adds "
+                "noise"
+            )
     return Sides(tuple(of_a), tuple(of_b)), doubts
 
 
@@ -220,7 +225,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
                 return Refusal.at(
                     log.source,
                     f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
-                    "write a file for each rank or run, or keep the rows of one of them",
+                    "write a separate file for each rank or run, or keep only the rows of one rank or run",
                     code="ambiguous-steps",
                 )
     return None
@@ -229,7 +234,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
 def _skipped(names: Sequence[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"{', '.join(names[:3])}{more}: a log has several values for one step"
+        yield f"{', '.join(names[:3])}{more}: not compared, because a log has several values for one step"
 
 
 def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
@@ -237,7 +242,7 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
     for metric in (each for each in compared if each.verdict is not None):
         whose = f"the noise of {metric.name}"
         if metric.noise is None:
-            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with finite values"
+            yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
             yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"
@@ -258,8 +263,8 @@ def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) 
 
 
 def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
-    """Returns the reward of online runs or the loss of other runs, as in the Ascend documents. If a log does not have
-    this metric, the result contains it only if `needed` is true."""
+    """Returns the metric that decides the verdict by default: the reward of online runs or the loss of other runs, as
+    in the Ascend documents. If a log does not have this metric, the result contains it only if `needed` is true."""
     methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
     rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
     online = any(method in ONLINE for method in methods) if methods else bool(rewards)
@@ -291,7 +296,8 @@ def _metric_name(name: str, log: Log, where: str) -> str:
 
 
 def _matched(choice: Choice, sides: Sides) -> Matched | str:
-    """Returns the curves of a metric on common steps, or the reason why they cannot be compared."""
+    """Returns the curves of a metric on the common steps of A and B, or the reason why the curves cannot be
+    compared."""
     for log, name in ((sides.a[0], choice.a), (sides.b[0], choice.b)):
         if name not in log.metrics:
             return f"{log.source} has no {name}: choose another with --metric"
@@ -301,7 +307,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
     if not len(pair.steps):
         return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
     if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
-        return f"{choice.name} is not a number on either side at any of the {len(pair.steps):,} common steps"
+        return f"{choice.name} is not a number in A or B at any of the {len(pair.steps):,} common steps"
     return matched
 
 
@@ -314,8 +320,8 @@ def _shift_remarks(choice: Choice, sides: Sides, shift: int) -> Iterator[str]:
         now = "no step in common" if found.unshifted_percent is None else f"{found.unshifted_percent:.3g} %"
         yield (
             f"{choice.name}: the curves agree much better with B's steps shifted by {found.by:+d} (mean error "
-            f"{found.error_percent:.3g} % over {found.steps:,} steps; without the shift: {now}); if the sides count "
-            f"differently, compare again with --shift {shift + found.by}"
+            f"{found.error_percent:.3g} % over {found.steps:,} steps; without the shift: {now}); if A and B count "
+            f"steps differently, compare again with --shift {shift + found.by}"
         )
 
 

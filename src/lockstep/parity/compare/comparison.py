@@ -83,9 +83,9 @@ class Power:
     """The smallest detectable drop over the last `collapse_steps` steps."""
     collapse_steps: int
     latest_step: int | None
-    """The last step at which a drop by ten noise standard deviations may begin so that the test still finds it."""
+    """A drop by ten noise standard deviations is detectable if it begins at this step or earlier."""
     drift_within: float = 0.0
-    """The 95 % upper confidence limit of the true drift between the sides."""
+    """The 95 % upper confidence limit of the true drift between A and B."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference in the set-up of the two sides, and its likely effect on the curves."""
+    """A difference between the set-ups of A and B, and its likely effect on the curves."""
 
     part: SetupPart
     key: str
@@ -180,13 +180,13 @@ class Comparison:
     """Descriptions of what could not be compared because a log lacks the information. For example, logs of other
     frameworks have no recipe."""
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
-    """The first responses of both sides to the same prompts."""
+    """The first responses of A and B to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Data of the support table: method, model, dtype, hardware and versions of A and B. An unknown value is None."""
     setup_known: bool = True
     """Whether A and B both recorded their set-up. If one did not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
-    """Remarks on shifted or selected steps, and on shifts that would make the curves agree better."""
+    """Remarks on shifted or selected steps, and on shifts of B's steps with which the curves would agree better."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -62,14 +62,14 @@ step, so their correlation is -1/2 if the noise is uncorrelated. Then n moves ha
 independent moves (Bartlett 1935). If the noise is autocorrelated, the moves have more information."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
-"""A late collapse is assumed to affect this fraction of the run, at its end."""
+"""The reported power assumes that a late collapse of a curve affects the last steps of the run, of this fraction."""
 DEEP = 10
 """The depth, in noise standard deviations, of the collapse whose latest detectable step is reported."""
 ROOM_ALONE = 1.35
 """A safety factor for runs without repeats. There the noise is estimated from A and B, and a fault in one run increases
 this estimate."""
 NO_NOISE = 1e-100
-"""Noise below this value counts as 0."""
+"""Noise below this value is treated as 0."""
 MARGIN = 0.85
 """A safety factor for the recommended number of repeats and steps, because the noise is estimated from few runs."""
 MAX_REPEATS = 8
@@ -115,8 +115,8 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
 
 
 def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Returns the correlation of two curves' step-to-step moves, and how far it is below 0 relative to its critical
-    value.
+    """Returns the correlation of two curves' step-to-step moves, and a ratio that exceeds 1 if the correlation is
+    significantly below 0.
 
     Two runs of one recipe follow a common curve with independent noise, so the expected correlation of their moves is
     at least 0. The correlation is negative if the step counts are off by one, or if the data order differs.
@@ -312,7 +312,8 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)
 
 
-# Power: the differences that the test finds with 95 % probability, and how to increase it ---------------------------
+# Power of the test: which differences it finds with 95 % probability, and how many repeats would increase it
+# ---------------------------
 
 
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:

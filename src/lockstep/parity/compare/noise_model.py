@@ -51,7 +51,7 @@ MAX_TAILS = 3.0
 STAYS = 4
 """If A and B are equal at more than half of the steps, this many consecutive differences of one sign are not noise."""
 CUT_MOVES = 4.0
-"""When the shape of the noise is estimated, moves are clipped at this multiple of the median move."""
+"""For the estimate of the noise at each step, step-to-step moves are clipped at this multiple of the median move."""
 TINY = 1e-300
 
 
@@ -90,9 +90,9 @@ class Spread:
     """(...): the variance of the trend statistic under pure noise."""
     trend_freedom: np.ndarray
     sd: np.ndarray
-    """(...): the standard deviation of a single step of one run, from compressed differences."""
+    """(...): the standard deviation of one run's noise at a single step, estimated from compressed differences."""
     raw_sd: np.ndarray
-    """(...): the standard deviation of a single step of one run, from uncompressed differences."""
+    """(...): the standard deviation of one run's noise at a single step, without the compression."""
     level: np.ndarray
     """(...): the standard deviation of the difference of two runs at one step, without outliers."""
     gain: np.ndarray

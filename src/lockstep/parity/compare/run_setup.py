@@ -27,13 +27,13 @@ _ABSENT = object()
 
 # Packages that affect the computation. Other packages only read and write data.
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
-# Device properties that change during a run, or that are compared elsewhere.
+# Device properties that are not compared here, because they change during a run or are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
 _DEVICE = Effect("harmless", "comparing devices is the purpose; sums in another order round differently")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
-UNKNOWN = Effect("matters", "its effect is unknown; see the recipe reference")
+UNKNOWN = Effect("matters", "the effect of this key is unknown; see docs/recipe.md")
 MAX_SAMPLES = 8
 # Keys of the recorded device information that are not software versions.
 _NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch"}
@@ -89,8 +89,8 @@ def _change(last: int, a: Evidence, b: Evidence, *, length: bool) -> str:
     if not length:
         return f"{resumed} other keys"
     return (
-        f"{resumed} another length, which stretched its schedule: the curves differ up to step {last} because of it, "
-        "and later because the weights differ"
+        f"{resumed} another length, which stretched its learning-rate schedule: the curves differ up to step {last}"
+        " because of the schedule, and later because the weights differ"
     )
 
 
@@ -120,7 +120,7 @@ def _weighed(key: str, a: Any, b: Any, sides: _Recipes, env_a: Values, env_b: Va
         recorded = all(_at(env, "data.train") for env in (env_a, env_b))
         return _path_effect(recorded, "the rows are compared by fingerprint")
     if key in ("reward.function", "reward.model", "reward.process", "reward.remote") and (a is None or b is None):
-        return Effect("blocks", "only one side has this reward")
+        return Effect("blocks", "only one of the two runs has this reward")
     if all(_code(env).get(key, {}).get("sha256") for env in (env_a, env_b)) and _function(a) == _function(b):
         return _path_effect(True, "the files are compared by checksum")
     return facts.effect or UNKNOWN
@@ -140,7 +140,7 @@ def _code(env: Values) -> Values:
 def _own_code(a: Evidence, b: Evidence) -> Differences:
     """Compares the checksums of the user's code files that both recipes name under the same key."""
     codes = _code(a.env), _code(b.env)
-    effect = "the file differs: its code may compute something else"
+    effect = "the content of the file differs, so its code may compute something else"
     found = [
         Difference("own code", key, codes[0][key]["sha256"], codes[1][key]["sha256"], "matters", effect)
         for key in codes[0]
@@ -170,9 +170,12 @@ def _length(sides: _Recipes) -> Difference:
     if all(schedule == "constant" for schedule in sides.get("optim.schedule")) and not any(shares):
         return Difference("recipe", key, a, b, "harmless", "the learning rate is constant: common steps are comparable")
     if a is None or b is None:
-        effect = "the learning rate depends on the length of the run: comparable only if both have equally many steps"
+        effect = (
+            "the learning rate depends on the length of the run, so the runs are comparable only if they have equally "
+            "many steps"
+        )
         return Difference("recipe", key, a, b, "matters", effect)
-    effect = "the learning rate depends on the length of the run: it differs at the same step"
+    effect = "the learning rate depends on the length of the run, so it differs between the runs at the same step"
     return Difference("recipe", key, a, b, "blocks", effect)
 
 
@@ -218,7 +221,7 @@ def _model(a: Evidence, b: Evidence) -> Differences:
 
 def _versions(a: Evidence, b: Evidence) -> Differences:
     found, unknown = [], []
-    code = Effect("matters", "other code: its results may differ")
+    code = Effect("matters", "another version of the code: its results may differ")
     for key in ("lockstep", "git_commit"):
         found += _differences("versions", key, a, b, code)
     packages = [_at(one.env, "packages") for one in (a, b)]
@@ -249,7 +252,7 @@ def _determinism(a: Evidence, b: Evidence) -> Differences:
     switches = [_at(one.env, "determinism") for one in (a, b)]
     if not all(isinstance(one, dict) for one in switches):
         return [], [_unknown("the switches for determinism", [isinstance(one, dict) for one in switches])]
-    effect = "one side is bit-reproducible, the other may not be"
+    effect = "one run is bit-reproducible, and the other may not be"
     return [
         Difference("determinism", name, switches[0].get(name), switches[1].get(name), "matters", effect)
         for name in sorted({*switches[0], *switches[1]})
@@ -283,7 +286,7 @@ def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
     steps = [_at(part, "resumed.after_step", 0) for part in parts]
     for number, part in enumerate(parts):
         if any(later <= steps[number] for later in steps[number + 1 :]):
-            continue  # these steps were trained again later
+            continue  # a later resume trained these steps again
         for key, files in (_at(part, "resumed.accepted_models") or {}).items():
             changed = f"although the model of {key} had changed: {', '.join(files)}"
             yield f"{log.source} was resumed after step {steps[number]} {changed}"
@@ -293,7 +296,7 @@ def _holes(log: Log) -> Iterator[str]:
     """Yields a warning if metrics.jsonl, which has one line per step, has gaps."""
     steps = {int(step) for series in log.metrics.values() for step in series.steps}
     if lost := missing_steps(steps, max(steps, default=0)):
-        yield f"{log.source}: its metrics.jsonl has a gap: the metrics of steps {lost} are lost"
+        yield f"metrics.jsonl of {log.source} has a gap: the metrics of steps {lost} are lost"
 
 
 class _Recipes:
@@ -358,7 +361,7 @@ def defaults() -> dict[str, Any]:
 
 
 def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every key of a group with its field; nested groups give dotted names."""
+    """Yields every key of a recipe section with its pydantic field. Keys of nested sections have dotted names."""
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):

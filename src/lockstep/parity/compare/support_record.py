@@ -43,10 +43,11 @@ INTRODUCTION = """# Support: which pairs train in step
 Each row is one `lockstep compare A B --record`: run B compared with run A, with the same algorithm on the same model.
 The mean error is the mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage.
 The scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens per second over A's.
-Hardware and versions are those of A and B. *In step* means that the bar is met and that no difference beyond noise is
-large relative to it. The verdict is the worse result of the bar and the statistical test of `lockstep compare`. A pair
-with any other verdict keeps its row and its numbers. The evidence of a row contains its figures and its curves. The
-command writes the rows: recording the same pair again replaces its row.
+Hardware and versions are those of A and B. *In step* means that the error is within the bar (the allowed error) and
+that no difference beyond noise is large relative to the bar. The verdict is the worse result of the bar and the
+statistical test of `lockstep compare`. A pair with any other verdict also has a row with its numbers. The evidence file
+of a row contains its error metrics and curves. The command writes the rows. Recording the same pair again replaces its
+row.
 """
 
 
@@ -55,10 +56,10 @@ def record(comparison: Comparison, support: Path, evidence: Path) -> str:
     for the user."""
     for fact in ("method", "model"):
         if _shared(comparison, fact) == UNKNOWN:
-            remedy = "compare with a run folder on at least one side"
+            remedy = "at least one of A and B must be a run folder"
             raise Refusal.at(
                 "--record",
-                f"the {fact} of both sides is unknown, so the row would be empty",
+                f"the {fact} of A and of B is unknown, so the row would be empty",
                 remedy,
                 code="missing-input",
             )
@@ -143,7 +144,7 @@ def _throughput(comparison: Comparison) -> str:
 
 
 def _machines(comparison: Comparison) -> tuple[str, str]:
-    """Returns hardware and dtype of each side."""
+    """Returns a text with the hardware and dtype of A, and one of B."""
     pairs = (_pair(comparison, "hardware"), _pair(comparison, "dtype"))
     a, b = (", ".join(side) for side in zip(*pairs, strict=True))
     return a, b

@@ -28,7 +28,7 @@ metrics are compared with a bar only if the user asks for a verdict on them."""
 SMALL = 5
 """A curve is too small for an absolute bar if its mean is below this multiple of the bar (0.1 for a bar of 2 %)."""
 ALIKE = 2
-"""Absolute and scaled error are both reported if one is more than this many times the other."""
+"""The absolute and the scaled error are both reported if one of them is more than this many times the other."""
 MATERIAL_DRIFT = 0.5
 """A metric that meets its bar still fails if the test finds a drift over all steps that exceeds this fraction of the
 bar. It also fails if the test finds a difference over a part of the run that exceeds the bar. Smaller differences are
@@ -96,7 +96,7 @@ def judge(bar: Bar, pair: Pair, figures: Figures, examined: Examined, incomplete
     planned steps that are not compared: if there are any, the metric does not pass."""
     judgement = _of_compared_steps(bar, pair, figures, examined)
     if pair.left_out:
-        left_out = f"; {pair.left_out:,} steps without a number on both sides are left out"
+        left_out = f"; {pair.left_out:,} steps at which neither A nor B has a number are not compared"
         judgement = replace(judgement, explanation=judgement.explanation + left_out)
     if not incomplete or pair.one_sided.any():
         return judgement
@@ -109,7 +109,7 @@ def _of_compared_steps(bar: Bar, pair: Pair, figures: Figures, examined: Examine
     one_sided = pair.steps[pair.one_sided]
     if len(one_sided):
         more = f" and at {len(one_sided) - 1:,} more" if len(one_sided) > 1 else ""
-        explanation = f"at step {one_sided[0]}{more} only one side has a number"
+        explanation = f"at step {one_sided[0]}{more} only one of A and B has a number"
         return Judgement("out of step", explanation, figures.parted_at, "missed", "difference")
     met, explanation = _compared_with_bar(bar, figures)
     if figures.worst == 0 and figures.steps > 1:
@@ -122,7 +122,7 @@ def _of_compared_steps(bar: Bar, pair: Pair, figures: Figures, examined: Examine
 def _compared_with_bar(bar: Bar, figures: Figures) -> tuple[bool, str]:
     """Returns whether the error of the metric meets the bar, and an explanation."""
     if figures.worst == 0:
-        return True, f"the same at all {figures.steps:,} steps"
+        return True, f"A and B are equal at all {figures.steps:,} steps"
     if not bar.scaled_because:
         met = figures.mean_error_percent <= bar.percent
         return met, f"absolute mean error {_against(figures.mean_error_percent, met, bar.percent)}{_scaled(figures)}"
@@ -194,7 +194,7 @@ def _judged_by_test(found: Sequence[Finding], examined: Examined, allowed: float
         explanation = f", but the test finds a difference: {describe(material[0], who)}{_and_more(material)}"
         return Judgement("out of step", explanation, None, "met", "difference")
     if material:
-        remark = "without repeats the noise between runs of one side is unknown (--repeat)"
+        remark = "without repeats (--repeat) the noise between runs of the same set-up is unknown"
         explanation = f", but the test finds a difference: {describe(material[0], who)}; {remark}"
         return Judgement("cannot tell", explanation, None, "met", "difference")
     if examined.power.drift_within > allowed:
@@ -275,7 +275,9 @@ def overall(
         return "not comparable", f"the runs compute different things: {named}{more}"
     judged = [metric for metric in metrics if metric.verdict is not None]
     if missing or not judged:
-        return "not comparable", "; ".join(missing) or "no common metric is tested: choose one with --metric"
+        return "not comparable", "; ".join(
+            missing
+        ) or "no metric gets a verdict: choose a metric that both logs contain with --metric"
     order: tuple[Verdict, ...] = ("out of step", "cannot tell", "within noise", "in step")
     worst = next(verdict for verdict in order if any(metric.verdict == verdict for metric in judged))
     deciding = [metric for metric in judged if metric.verdict == worst]

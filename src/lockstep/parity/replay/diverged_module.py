@@ -1,4 +1,4 @@
-"""Finds the first module that diverges, by how the error grows from its input to its output.
+"""Finds the first module at which two runs diverge: the error grows too much from its input to its output.
 
 A module whose input already differs may be correct. So the reported module is the first one in the order of execution
 whose input agrees between both runs and whose output differs. If a child module's *input* is the first tensor that
@@ -19,7 +19,7 @@ from lockstep.tape.digest import norm, relative
 from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
 from lockstep.tape.tape_format import StepRecord, below
 
-# The gradients of correct modules may differ by this factor more than forward outputs.
+# In the backward pass, the tolerance of a module is larger by this factor than in the forward pass.
 BACKWARD_FACTOR = 5.0
 # The tolerance for the model's final outputs is larger by this factor, because log-probs near 0 are small compared with
 # the logits from which they are computed.
@@ -65,7 +65,8 @@ def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
 def first_diverged(
     a: StepRecord, b: StepRecord, tolerance: Tolerance, phases: Sequence[str] = (FORWARD, BACKWARD)
 ) -> DivergedModule | None:
-    """Returns the first module at which two traces diverge: forward first, then backward, rank by rank."""
+    """Returns the first module at which two traces diverge. It compares the forward passes of all ranks, then the
+    backward passes."""
     ours, theirs = traces_of(a), traces_of(b)
     for phase in phases:
         for learner, rank in sorted(theirs):

@@ -1,4 +1,5 @@
-"""Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays one on this machine.
+"""Compares two recordings of other frameworks' training loops (`lockstep_record.py`), or replays one recording on this
+machine.
 
 A recording contains the inputs of the model's calls and the gradient of the loss with respect to every log-probability.
 It does not contain the trainer's loss function and data. So a replay makes the same calls with the same weights, runs
@@ -68,7 +69,7 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
         raise Refusal.at(
             b.path,
             f"has no update in common with {a.path}",
-            "record both with the same first_step",
+            "record both runs with the same first_step",
             code="nothing-in-common",
         )
     result = judge(a, b, "chained", b.path, first=steps[0])
@@ -89,7 +90,7 @@ def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
     if "dropout" in manifest["recorder"]["notes"]:
         raise Refusal.at(
             folder,
-            "was recorded with dropout on",
+            "was recorded with active dropout",
             "record again with all dropout rates set to 0",
             code="not-replayable",
         )
@@ -245,8 +246,8 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
     if cls is None or not hasattr(cls, "from_pretrained"):
         raise Refusal.at(
             "recording",
-            f"its model class {kind} does not exist in transformers {transformers.__version__}",
-            "record on both machines, and use `lockstep compare A B`",
+            f"the recorded model class {kind} does not exist in transformers {transformers.__version__}",
+            "record a run on each machine, and compare them with `lockstep compare A B`",
             code="unsupported-model",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}

@@ -58,7 +58,7 @@ REPLAY, RECORDED = "replay", "recorded run"
 # A run is reported as wrong only if its difference from the reference is at least this many times that of the other
 # run.
 CLEARLY = 3.0
-# The maximum number of multiplications of a reference, so that the host finishes within minutes.
+# The maximum number of multiplications of a float64 reference, so that the host computes it within minutes.
 MOST_WORK = 2e13
 
 
@@ -97,7 +97,7 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
         return None
     replayed = logs[diverged.rank]
     if step not in tape.weighed() and step != 1:
-        return Located(UNKNOWN, None, "the weights of this step are not on the tape", [], [], None)
+        return Located(UNKNOWN, None, "the recording does not contain the weights of this step", [], [], None)
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
@@ -218,7 +218,7 @@ def which_side(case: SideCase, replayed: ModuleLog, clean: ModuleLog, record: St
     kind = diverged.kind or next((e.kind for e in events if e.module == diverged.module and e.kind), "")
     ours, theirs = (case.reference(kind, weights) for weights in (case.recorded_weights, case.replayed_weights))
     if trace is None or ours is None or theirs is None:
-        return SideVerdict(UNKNOWN, f"there is no float64 reference of {kind or diverged.module}")
+        return SideVerdict(UNKNOWN, f"lockstep has no float64 reference for {kind or diverged.module}")
     inputs = _inputs(replayed, diverged)
     if inputs is None:
         return SideVerdict(UNKNOWN, "the module's inputs were not recorded")

@@ -55,13 +55,14 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
             allowed = (tolerance or TOLERANCES[_PRECISION.get(actual.dtype, "fp32")]).module
             error = relative_difference(actual, wanted)
             if not error <= 4 * allowed:
-                why = f"its result on {call.device} differs from float64 on the host with the same inputs"
+                why = f"its result on {call.device} differs from a float64 computation on the host with the same inputs"
                 return WrongOperator("kernel", call, None, error, actual, wanted, why, index)
     return None
 
 
 def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: Tolerance) -> WrongOperator | None:
-    """Returns the first operator, or the first group of operators, whose result differs from the clean module's.
+    """Returns the first operator, or the first group of operators, whose result differs from that of the clean copy of
+    the module.
 
     If results of the module differ, only the operators that contribute to these results are compared. Where both
     modules run the same operators, they are compared one by one. Where they run different operators (such as one fused
@@ -94,9 +95,9 @@ def other_values(
 ) -> WrongOperator | None:
     """Returns the first operator whose result differs from the float64 reference of the module.
 
-    This finds code that is also wrong in the clean copy, such as a library function or a modelling file. A correct
-    module may skip some intermediate values of the reference. So a missing value is a fault only if an operator that
-    usually computes such a value has a different result.
+    This comparison finds code that is also wrong in the clean copy, such as a library function or a modelling file. A
+    correct module may skip some intermediate values of the reference. So a missing value is a fault only if an operator
+    that usually computes such a value has a different result.
     """
     ours = [one for one in OperatorGraph(calls).results() if one.tensor.is_floating_point()]
     expected = [value for value, _ in noted.values]

@@ -1,4 +1,4 @@
-"""Checks of the optimizer step and of the weights after it, and comparisons of per-parameter digests.
+"""Checks the optimizer step and the weights after the step, and compares the digests of parameters.
 
 The AdamW step is checked for sampled weights: the weights after the step must equal AdamW's formula in double
 precision. The formula uses the gradient and moments of the same run, so a wrong gradient does not make the optimizer
@@ -361,4 +361,4 @@ def _blocks(x: torch.Tensor, y: torch.Tensor) -> str:
     found = [i for i, error in enumerate(errors) if error > 0.05 * max(errors)]
     if not found or len(found) == BLOCKS or math.isinf(max(errors)):
         return ""
-    return f", in eighths {found[0] + 1} to {found[-1] + 1} of its rows"
+    return f", in eighths {found[0] + 1} to {found[-1] + 1} of the parameter's rows"

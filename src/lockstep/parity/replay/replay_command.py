@@ -62,7 +62,10 @@ def replay_run(request: ReplayRequest) -> int:
         return _replay_recording(request, mode)
     if request.model is not None:
         raise Refusal.at(
-            "--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER", code="unused-key"
+            "--model",
+            f"{request.run} is a lockstep run, whose recipe already names its model",
+            "use model.path=FOLDER",
+            code="unused-key",
         )
     console = Console.silent() if request.json else _console(request.run)
     if request.checklist:
@@ -155,7 +158,9 @@ def _replay_part(
     remarks = [f"The check at load: {problem}" for problem in problems]
     if part.last is not None and result.steps:
         named = f"Steps {result.steps[0]} to {result.steps[-1]}"
-        remarks.append(f"{named} were trained with {part.recipe.name}, and replayed with it in {folder}.")
+        remarks.append(
+            f"{named} were trained with the recipe {part.recipe.name}, and replayed with this recipe in {folder}."
+        )
     result = replace(result, remarks=(*remarks, *result.remarks))
     if result.module is not None and result.step == loop.diverged_step:
         result = replace(result, operator=loop.located)

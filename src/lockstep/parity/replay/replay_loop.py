@@ -1,6 +1,7 @@
 """Repeats recorded steps: runs the training loop with the recorded rows, responses and weights.
 
-A run that was resumed with a different recipe has several parts. Each step is replayed with the recipe that trained it.
+A run that was resumed with a different recipe has several parts. Each step is replayed with the recipe with which it
+was trained.
 """
 
 from __future__ import annotations
@@ -296,7 +297,10 @@ class RunPart:
 def parts_of(source: RunFolder) -> list[RunPart]:
     if not source.recipe.is_file():
         raise Refusal.at(
-            str(source.path), "is not a run folder", "give the folder of a run with a tape", code="not-a-run"
+            str(source.path),
+            "is not a run folder",
+            "give the folder of a run that was recorded with tape.record=true",
+            code="not-a-run",
         )
     found, before = [], 0
     for last, file in source.earlier_recipes().items():
@@ -332,12 +336,13 @@ def steps_by_part(
 
 
 def skipped_steps(source: RunFolder, tape: TapeFolder, *, forced: bool) -> list[str]:
-    """Returns a remark about the steps after the first change of the recipe, if they are not replayed."""
+    """Returns a remark about the recorded steps after the first change of the recipe, if this mode does not replay
+    them."""
     first, *later = parts_of(source)
     missing = [step for step in tape.steps() if not first.holds(step)]
     if forced or not later or not missing:
         return []
     return [
         f"The run was resumed with another recipe after step {first.last}: {len(missing)} recorded steps from "
-        f"{missing[0]} on are not replayed in this mode. --mode forced replays each with the recipe that trained it."
+        f"{missing[0]} on are not replayed in this mode. --mode forced replays each step with its own recipe."
     ]

@@ -47,7 +47,8 @@ class Replayed:
 
     @property
     def stage(self) -> str | None:
-        """The stage that is reported as the cause. A diverged module belongs to the stage log-probs or gradient."""
+        """The stage that is reported as the cause of the divergence. A diverged module belongs to the stage log-probs
+        or gradient."""
         if self.module is not None:
             return "log-probs" if self.module.phase == FORWARD else "gradient"
         return None if self.cause is None else self.cause.stage
@@ -86,7 +87,8 @@ def judge(
         found = [check for check in found if check.stage not in skip]
         if mode == "free" and not fresh and not found[0].passed:
             remark = (
-                f"From step {step} on the responses differ: rounding changed the weights and, with them, a token. "
+                f"From step {step} on the responses differ: rounding changed the weights, and different weights "
+                "sampled a different token. "
                 f"Compare the curves with `lockstep compare`."
             )
             return replace(result, remarks=(*result.remarks, remark))

@@ -289,7 +289,7 @@ def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: L
     where = f"slope {1 + found.slope:.5f} over {found.count} targets"
     yield Check("log-probs", step, f"{what}: slope", abs(found.slope), allowed, where)
     allowed = limits.logprob_offset.allowed(found.rounding, found.count)
-    where = f"{found.offset:+.5f} in the mean of {found.count} targets"
+    where = f"a difference of {found.offset:+.5f} in the mean over {found.count} targets"
     yield Check("log-probs", step, f"{what}: offset", abs(found.offset), allowed, where)
 
 
@@ -449,7 +449,7 @@ class _Update:
         change = root_mean_square(x, torch.zeros_like(x))
         allowed = self.tolerance.logprob + (self.tolerance.update * change if change else 0.0)
         where = f"{worst_difference(*now, 'target')}; the earlier updates changed the outputs by {change:.3g}"
-        what = f"{self.what}: outputs after the update before it"
+        what = f"{self.what}: outputs after the previous update"
         # The check is reported for the previous update, because that update should have changed the outputs.
         yield Check("weights", self.one.step, what, root_mean_square(x, y), allowed, where, self.number - 1)
 

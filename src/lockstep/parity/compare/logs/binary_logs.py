@@ -63,7 +63,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
         elif kind == _BYTES:
             length, offset = _varint(message, offset)
             if offset + length > len(message):
-                raise ValueError("a field is longer than its message")
+                raise ValueError("a protobuf field is longer than its message")
             value, offset = message[offset : offset + length], offset + length
         else:
             raise ValueError(f"unknown wire type {kind}")

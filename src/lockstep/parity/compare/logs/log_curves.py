@@ -1,4 +1,5 @@
-"""The contents of a training log: metric curves, a run folder's evidence, and the points that a reader collects."""
+"""The contents of a training log: metric curves, the set-up recorded in a run folder, and the points that a reader
+collects."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Evidence:
         return None if run.get("early_stopping") else run.get("steps")
 
     def recipe_at(self, step: int) -> dict[str, Any]:
-        """Returns the recipe that trained this step."""
+        """Returns the recipe with which this step was trained."""
         return next((self.earlier[last] for last in sorted(self.earlier) if step <= last), self.recipe)
 
 

@@ -1,4 +1,5 @@
-"""The table of log formats: how each one is recognised, its reader, and which of its values are means."""
+"""The table of log formats: how each format is recognised, its reader, and which of its values are means over several
+steps."""
 
 from __future__ import annotations
 
@@ -154,7 +155,10 @@ def _in_folder(path: Path) -> FoundLog | None:
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
         raise Refusal.at(
-            path, f"contains {len(candidates)} logs: {names}", "give the path of one of them", code="several-candidates"
+            path,
+            f"contains {len(candidates)} logs: {names}",
+            "give the path of one of these logs",
+            code="several-candidates",
         )
     return candidates[0] if candidates else None
 

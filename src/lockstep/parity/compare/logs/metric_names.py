@@ -160,7 +160,7 @@ def read_names(path: str | Path) -> dict[str, str]:
         Problem(
             f"{where}, {name!r}",
             f"has the value {target!r}",
-            "both sides must be names; put them in quotes",
+            "a line must map a name to a name; put both names in quotes",
             code="wrong-type",
         )
         for name, target in table.items()
@@ -182,7 +182,7 @@ def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str
         raise Refusal.at(
             path,
             f"a csv export of tensorboard, which does not contain the metric name of its column {VALUE}",
-            "set it with --value (for example --value train/loss), or name the file as tensorboard does: "
+            "set the metric name with --value (for example --value train/loss), or name the file as tensorboard does: "
             "run-X-tag-NAME.csv",
             code="unnamed-metric",
         )

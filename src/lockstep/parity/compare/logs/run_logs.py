@@ -31,7 +31,10 @@ def refuse_lost_metrics(path: Path) -> None:
     folder = RunFolder(path)
     if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
         raise Refusal.at(
-            folder.metrics, "is missing; it contains the curves of the run", "restore the file", code="missing-file"
+            folder.metrics,
+            "is missing, and this file contains the curves of the run",
+            "restore the file",
+            code="missing-file",
         )
 
 

@@ -332,7 +332,10 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
         dump = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Refusal.at(
-            path, f"is cut short: {error}", "msprobe writes it at debugger.stop(); dump again", code="damaged-file"
+            path,
+            f"is cut short: {error}",
+            "msprobe writes this file at debugger.stop(); dump again",
+            code="damaged-file",
         ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]
     step = next((int(part[1]) for part in reversed(parts) if part), 0)
