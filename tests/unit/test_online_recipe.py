@@ -201,7 +201,7 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["reward.model=[]"], "reward.model", "empty"),
         (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
         (["critic.lr=1e-3"], "critic", "method ppo"),
-        (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "no step of 5"),
+        (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "none of the 5"),
         (
             ["method=ppo", "algorithm.dynamic_sampling.max_gen_batches=2"],
             "algorithm.dynamic_sampling.max_gen_batches",

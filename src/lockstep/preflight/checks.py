@@ -296,7 +296,9 @@ def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
             continue
         new = check.problems(context)
         if context.plans and check.in_plan == "remark":
-            context.remarks += [f"{problem.where} {problem.why}: training would be refused" for problem in new]
+            context.remarks += [
+                f"{problem.where} {problem.why}: `lockstep train` would refuse this run" for problem in new
+            ]
         else:
             problems += new
     return problems

@@ -1,4 +1,4 @@
-"""Checks of the models of a run before their weights load."""
+"""Checks the models of a run before their weights load."""
 
 from __future__ import annotations
 

@@ -64,11 +64,11 @@ class Counted:
     divided: int
     """The number of parameters that tensor parallelism divides."""
     largest: int
-    """Parameters of the largest trained tensor."""
+    """The number of parameters of the largest trained tensor."""
     layer: int
     """The number of parameters of the largest layer, before tensor parallelism divides it."""
     outside: int
-    """Parameters outside the layers: embedding, output head, final norm."""
+    """The number of parameters outside the layers: embedding, output head, final norm."""
     whole: str | None
     """The reason why every process loads the full model into host memory, or None if it does not."""
     fused: bool
@@ -79,7 +79,7 @@ class Counted:
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
-    """Counts parameters from shapes: the models are built on the meta device."""
+    """Counts the parameters of the run's models, which are built on the meta device without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -46,7 +46,7 @@ class Context:
     """Configuration of `model.path`."""
     questions: list[Question] = field(default_factory=list)
     limit: int = 0
-    """Maximum number of tokens of a row or prompt."""
+    """The maximum length of a row or prompt in tokens."""
     train: Any = None
     """A `Dataset`, or a `PromptSet` for an online method."""
     val: Dataset[Any] | None = None
@@ -69,7 +69,7 @@ class Context:
 
     @property
     def row_sets(self) -> dict[str, Dataset[Any]]:
-        """Rows of an offline run by key."""
+        """The training and validation rows of an offline run, by recipe key."""
         rows = {"data.train": self.train, "data.val": self.val}
         return {key: dataset for key, dataset in rows.items() if dataset is not None}
 

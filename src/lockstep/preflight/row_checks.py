@@ -1,4 +1,4 @@
-"""Reads the rows, prompts and questions of a run and reports problems and remarks."""
+"""Reads the rows, prompts and validation questions of a run, and reports problems and remarks."""
 
 from __future__ import annotations
 

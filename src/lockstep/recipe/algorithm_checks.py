@@ -125,11 +125,11 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
 def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
     advantage, steps = recipe.algorithm.advantage, recipe.run.steps
     if recipe.critic.model_fields_set and not estimator_row(advantage).critic:
-        yield unused("critic", f"advantage {advantage} has no critic", "use method ppo, or remove the critic keys")
+        yield unused("critic", f"advantage {advantage} uses no critic", "use method ppo, or remove the critic keys")
     elif steps is not None and recipe.critic.warmup >= steps:
         yield Problem(
             "critic.warmup",
-            f"{recipe.critic.warmup} critic-only steps leave no step of {steps} for the policy",
+            f"with {recipe.critic.warmup} critic-only steps, the policy is trained in none of the {steps} steps",
             "lower critic.warmup, or raise run.steps",
             code="no-steps-left",
         )

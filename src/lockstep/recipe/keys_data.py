@@ -81,14 +81,14 @@ class Data(Section):
         gt=0,
         description="Timeout in seconds for `reader` to yield all rows of a path. After the timeout, the run stops "
         "with an error.",
-        effect=Effect("harmless", "changes only when the run stops with an error"),
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     reader_memory_gb: float = Field(
         16.0,
         gt=0,
         description="Memory limit in GB of the process that runs `reader`.",
-        effect=Effect("harmless", "changes only when the run stops with an error"),
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(

@@ -88,8 +88,8 @@ class Preference(Section):
     reference_free: bool = Field(
         False, description="For method `kto`: use no reference model. Mean log-probabilities replace the log-ratios."
     )
-    desirable: float = Field(1.0, gt=0, description="`kto`: weight of desirable rows.")
-    undesirable: float = Field(1.0, gt=0, description="`kto`: weight of undesirable rows.")
+    desirable: float = Field(1.0, gt=0, description="For method `kto`: weight of desirable rows.")
+    undesirable: float = Field(1.0, gt=0, description="For method `kto`: weight of undesirable rows.")
 
 
 class RewardModelSettings(Section):

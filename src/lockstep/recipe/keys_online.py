@@ -65,13 +65,13 @@ class RolloutCorrection(Section):
     low: float = Field(
         0.5,
         gt=0,
-        description="Lower bound of the ratio for `mask`.",
+        description="Lower bound of the ratio of trainer to engine probability for `mask`.",
         read_where=("algorithm.rollout_correction.mask", ("token", "sequence")),
     )
     high: float = Field(
         2.0,
         gt=0,
-        description="Upper bound of the ratio for `mask`.",
+        description="Upper bound of the ratio of trainer to engine probability for `mask`.",
         read_where=("algorithm.rollout_correction.mask", ("token", "sequence")),
     )
     reject: list[Reject] = Field(
@@ -248,7 +248,7 @@ class Algorithm(Section):
         gt=0,
         description="Timeout in seconds for one call of your `advantage` or `loss` function. After the timeout, the "
         "run stops.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
@@ -470,7 +470,7 @@ class Reward(Section):
         le=1,
         description="Stop the run if more than this fraction of a step's responses could not be generated "
         "(`rollout.function`) or scored.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     remote_batch: int = Field(

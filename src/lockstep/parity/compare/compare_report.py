@@ -1,4 +1,4 @@
-"""A comparison as console text, strict JSON and an offline HTML page."""
+"""Outputs the result of `lockstep compare` as console text, strict JSON and an offline HTML page."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _metric_lines(metric: Metric) -> list[str]:
 
 def _power(power: Power) -> str:
     if power.noise_sd == 0:
-        return "no noise: any difference would be found"
+        return "the repeats have no noise, so the test would find any difference"
     steps = f"{power.collapse_steps:,} steps" if power.collapse_steps > 1 else "step"
     late = f"a collapse of {power.collapse:.2g} in the last {steps}"
     latest = f", one of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
@@ -116,7 +116,7 @@ def _power(power: Power) -> str:
 
 
 def _cell(value: float | int | None, width: int) -> str:
-    """Formats with three significant digits, or fewer if the column is too narrow."""
+    """Formats a table cell with three significant digits, or with fewer if the column is too narrow."""
     if value is None:
         return "-".rjust(width)
     texts = [str(value)] if isinstance(value, int) else [f"{value:{form}}" for form in (".3g", ".2g", ".1e", ".0e")]
@@ -139,11 +139,11 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     harmless = len(comparison.differences) - len(listed)
     if listed or harmless:
         console.say("")
-        rest = [("harmless", f"{harmless} more, which do not change the curves")] if harmless else []
+        rest = [("harmless", f"{harmless} more differences, which do not change the curves")] if harmless else []
         console.banner("set-up differences", [*(_difference(each) for each in listed), *rest])
     if not comparison.setup_known:
         console.say("")
-        console.banner("set-up differences", [("unknown", "only run folders contain their set-up")])
+        console.banner("set-up differences", [("unknown", "only lockstep's run folders contain the set-up of a run")])
     for remark in comparison.remarks:
         console.say(f"remark: {remark}")
     for sentence in comparison.unknown:
@@ -202,7 +202,7 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 def page(comparison: Comparison) -> str:
     parts = {"style": style_of("compare"), "script": script_of("compare"), "data": _inline_json(page_data(comparison))}
-    # All placeholders are replaced at once, because inserted text may look like a placeholder.
+    # All placeholders of the HTML template are replaced at once, because inserted text may look like a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource("compare.html"))
 
 

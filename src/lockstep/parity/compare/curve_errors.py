@@ -1,4 +1,5 @@
-"""Computes the distance of two curves: errors, drift, correlation, divergence step; and the errors between repeats."""
+"""Computes the distance of two metric curves (errors, drift, correlation, divergence step) and the errors between
+repeats."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
 """The reported power assumes that a late collapse of a curve affects the last steps of the run, of this fraction."""
 DEEP = 10
-"""The depth, in noise standard deviations, of the collapse whose latest detectable step is reported."""
+"""The latest detectable step is reported for a collapse of this depth, in noise standard deviations."""
 ROOM_ALONE = 1.35
 """A safety factor for runs without repeats. There the noise is estimated from A and B, and a fault in one run increases
 this estimate."""
@@ -203,7 +203,8 @@ def _onset(difference: np.ndarray) -> int:
 
 
 def _trend(difference: np.ndarray) -> float:
-    """Returns the change of the difference's regression line from the first step to the last."""
+    """Fits a regression line to the difference of two curves. Returns the change of the line from the first step to the
+    last."""
     position = np.arange(len(difference)) - (len(difference) - 1) / 2
     return float((difference * position).sum() / (position**2).sum() * (len(difference) - 1))
 

@@ -1,4 +1,5 @@
-"""The set-up of two runs: differences in recipe, data, model, versions and device, and their effect on the curves."""
+"""Compares the set-ups of two runs: differences in recipe, data, model, versions and device, and their effect on the
+curves."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def _own_code(a: Evidence, b: Evidence) -> Differences:
 def _path_effect(has_fingerprints: bool, how: str) -> Effect:
     if has_fingerprints:
         return Effect("harmless", f"only a name: {how}")
-    return Effect("matters", "another path, and no fingerprints to compare")
+    return Effect("matters", "the path differs, and there are no recorded fingerprints to compare")
 
 
 def _length(sides: _Recipes) -> Difference:
@@ -268,7 +269,9 @@ def _device(a: Evidence, b: Evidence) -> Differences:
     for name in [name for name in {**facts[0], **facts[1]} if name not in _NOT_COMPARED]:
         found += _differences("device", f"device.{name}", a, b, _DEVICE)
     found += _differences("device", "machine", a, b, _DEVICE)
-    shared = Effect("harmless", "how an update is distributed; the loss is divided once over all processes")
+    shared = Effect(
+        "harmless", "changes only how an update is distributed; the loss is normalised once over all processes"
+    )
     return found + _differences("device", "world_size", a, b, shared), []
 
 
@@ -288,7 +291,7 @@ def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
         if any(later <= steps[number] for later in steps[number + 1 :]):
             continue  # a later resume trained these steps again
         for key, files in (_at(part, "resumed.accepted_models") or {}).items():
-            changed = f"although the model of {key} had changed: {', '.join(files)}"
+            changed = f"although these files of the model in {key} had changed: {', '.join(files)}"
             yield f"{log.source} was resumed after step {steps[number]} {changed}"
 
 

@@ -51,7 +51,7 @@ def throughput(a: Log, b: Log) -> Throughput:
     rates = _first_rates(a, b, warnings)
     devices = (devices_of(a), devices_of(b))
     if devices[0] != devices[1]:
-        warnings.append(f"{devices[0]} devices against {devices[1]}: all rates are per device")
+        warnings.append(f"A uses {devices[0]} devices and B uses {devices[1]}: all rates are per device")
     length = RESPONSE if _both(a, b, RESPONSE) else ROW_TOKENS
     tokens = ALL_TOKENS if length == RESPONSE else ROW_TOKENS
     measured = _common_steps(a, b, [length, tokens, STEP])
@@ -124,7 +124,7 @@ def _warn_about_lengths(a: Log, b: Log, length: str, warnings: list[str]) -> Non
     if not _alike(np.array(mean_a), np.array(mean_b)):
         warnings.append(
             f"{length} is {mean_a:.4g} against {mean_b:.4g} ({mean_b / mean_a - 1:+.1%}): {RATE} compares different "
-            "work, the length-matched ratio does not"
+            "amounts of work, and the length-matched ratio compares equal amounts"
         )
 
 

@@ -49,7 +49,7 @@ class Bar:
     scaled_because: str
 
     def tolerance(self, a: np.ndarray) -> np.ndarray | float:
-        """Returns the allowed distance of the curves at each step."""
+        """Returns the allowed distance of curve B from curve A at each step."""
         return self.percent / 100 * (np.abs(a) if self.scaled_because else 1.0)
 
 
@@ -217,7 +217,7 @@ def _who(examined: Examined) -> str:
 
 
 def _is_material(found: Finding, allowed: float) -> bool:
-    """Returns whether a finding is large relative to the bar."""
+    """Returns whether a significant difference is large relative to the bar."""
     if found.statistic in ("scatter", "opposed"):
         return False  # no difference in the metric's units
     share = MATERIAL_DRIFT if found.statistic == "drift" else 1.0
@@ -225,7 +225,7 @@ def _is_material(found: Finding, allowed: float) -> bool:
 
 
 def _is_divergence(found: Finding, examined: Examined, allowed: float) -> bool:
-    """Returns whether the finding lasts until the end and exceeds the bar."""
+    """Returns whether a significant difference lasts until the end of the run and exceeds the bar."""
     lasts = found.statistic in ("end", "window") and found.last == int(examined.steps[-1])
     return lasts and abs(found.difference) > allowed
 
@@ -234,7 +234,9 @@ def describe(found: Finding, who: str) -> str:
     """Describes a significant difference in words. `who` is the subject of the comparison, for example "repeats
     stay"."""
     if found.statistic == "scatter":
-        return f"the difference scatters {found.difference:.2g} times as much from step to step as repeats"
+        return (
+            f"from step to step the difference of A and B scatters {found.difference:.2g} times as much as repeats do"
+        )
     if found.statistic == "opposed":
         moves = f"from step to step the curves move in opposite directions (correlation {found.difference:.2g})"
         return f"{moves}, which noise cannot cause: the steps or the data differ"

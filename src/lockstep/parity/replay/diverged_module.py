@@ -53,7 +53,7 @@ class DivergedModule:
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
-    """Returns the module traces of a step by learner and rank."""
+    """Returns the recorded inputs and outputs of all modules in a step, by learner (policy or critic) and rank."""
     found = {}
     for each in record.info.get("probe", {}).get("traces", []):
         learner, rank = each["learner"], each["rank"]
@@ -245,7 +245,8 @@ def _gradient_differs(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance, er
 
 
 def _parameter(a: Trace, b: Trace, each: _ModuleCall, tolerance: Tolerance) -> tuple[float, str] | None:
-    """Returns a parameter of the module itself whose gradient differs although the incoming gradients agree."""
+    """Returns a parameter of the module (not of its children) whose gradient differs although the gradients at the
+    module's outputs agree."""
     for name, ours in below(a.tensors, f"parameter/{each.one.module}.").items():
         theirs = b.tensors.get(f"parameter/{each.one.module}.{name}")
         if "." not in name and theirs is not None and _gradient_differs(ours, theirs, tolerance, each.error_in):

@@ -108,7 +108,7 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
     allowed = UNTOUCHED if alike else ROUNDED
     worst, error, differing = worst_named(errors, allowed)
     where = f"{differing} of {len(errors)} parameters differ before the first update" if differing else ""
-    return [Check("weights", one.step, f"before the first update: {worst}", error, allowed, where, -1)]
+    return [Check("weights", one.step, f"weights before the first update: {worst}", error, allowed, where, -1)]
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:

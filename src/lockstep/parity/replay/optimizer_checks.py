@@ -213,12 +213,12 @@ def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> I
             indices = sampled(math.prod(shape))[differing].tolist()
             first = int(differing[0])
             where = (
-                f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded masters, "
+                f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded master weights, "
                 f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
                 f"{rank_of_rows(indices, shape, manifest['world_size'])}"
             )
     if samples:
-        yield Check("weights", record.step, f"{learner}: weights and their masters", error, 0.0, where)
+        yield Check("weights", record.step, f"{learner}: weights and their master weights", error, 0.0, where)
 
 
 def _weights(
@@ -280,7 +280,7 @@ def _movement_slopes(
             difference, rounding, count = found
             excess = Excess("slope", abs(difference), bound.allowed(rounding, count))
             if worst is None or excess.times > worst[0].times:
-                worst = excess, f"{name}: moved {1 + difference:.3g} times as far"
+                worst = excess, f"{name}: moved {1 + difference:.3g} times as far as in the recorded run"
     if worst is not None:
         excess, where = worst
         yield Check("weights", one.step, f"{learner}: movement", excess.value, excess.allowed, where)

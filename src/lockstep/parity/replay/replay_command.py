@@ -1,4 +1,4 @@
-"""`lockstep replay`: repeats a recorded run on another device, dtype, engine or number of processes.
+"""The command `lockstep replay`: repeats a recorded run on another device, dtype, engine or number of processes.
 
 The exit code is 0 if the replay stays in step and 1 if it diverges.
 """
@@ -48,7 +48,7 @@ class ReplayRequest:
     checklist: bool
     json: bool
     model: str | None = None
-    """The folder of the trained model, for a recording of another framework."""
+    """The folder of the model that was trained. It is needed only for recordings of other frameworks."""
 
 
 def replay_run(request: ReplayRequest) -> int:

@@ -138,7 +138,8 @@ def swanlab_points(file: str, content: bytes) -> Points:
     """Reads every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are
     skipped.
 
-    Format 1 contains JSON records, format 2 protobuf records. Steps are the user's; SwanLab counts from 0.
+    Files of format version 1 contain JSON records, and files of version 2 contain protobuf records. Steps are the
+    user's; SwanLab counts from 0.
     """
     version = content[_SWANLAB_VERSION] if len(content) > _SWANLAB_VERSION else 0
     readers = {1: _json_scalar, 2: _protobuf_scalar}
@@ -169,7 +170,7 @@ def _json_scalar(record: bytes) -> Scalar | None:
 def _protobuf_scalar(record: bytes) -> Scalar | None:
     for number, scalar in _fields(record):
         if number == _RECORD_SCALAR and isinstance(scalar, bytes):
-            # Protobuf omits a field with the value 0.
+            # Protobuf omits fields with the value 0, so a missing field means 0.
             fields: dict[int, Any] = dict(_fields(scalar))
             value = dict(_fields(fields.get(_VALUE, b""))).get(_NUMBER, 0.0)
             return fields[_KEY].decode(), int(fields.get(_STEP, 0)), float(value)

@@ -1,4 +1,5 @@
-"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. The first update is step 1."""
+"""Readers of the console output of verl, OpenRLHF, Megatron, MindSpeed(-RL) and DeepSpeed. They number the first update
+as step 1."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def pair_line_points(file: str, text: str, form: PairLine) -> Points:
             if name and value is not None:
                 values[name.strip()] = value
             elif form.strict:
-                raise damaged(file, row, line.strip(), f"line of numbers, at {pair.strip()!r}")
+                raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {pair.strip()!r}")
         found.add(int(parts.group(1)), values)
     return found
 
@@ -283,7 +284,7 @@ class _Ranks:
         values = {name: value for name, value in fields.items() if "time" not in name and "throughput" not in name}
         first, before = self.by_step.setdefault((step, frozenset(fields)), (rank, values))
         if rank == first:
-            self.by_step[step, frozenset(fields)] = rank, values  # a resumed run logs a step again
+            self.by_step[step, frozenset(fields)] = rank, values  # a resumed run logs some steps again
             return True
         for name, value in values.items():
             if before[name] != value and not (before[name] != before[name] and value != value):
@@ -321,7 +322,7 @@ def _megatron_fields(file: str, row: int, line: str, text: str) -> dict[str, flo
         if value is not None:
             found[name] = value
         elif not colon or name.endswith(_REQUIRED):
-            raise damaged(file, row, line.strip(), f"line of numbers, at {each.strip()!r}")
+            raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {each.strip()!r}")
     return found
 
 

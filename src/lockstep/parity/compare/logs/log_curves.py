@@ -81,8 +81,8 @@ class Log:
 
 
 class Points:
-    """The points of each metric in file order. A resumed run logs some steps twice. `source` names the rank that logged
-    a point, or is empty if the log does not name ranks."""
+    """The points (step and value) of each metric in the order of the file. A resumed run logs some steps twice.
+    `source` names the rank that logged a point, or is empty if the log does not name ranks."""
 
     def __init__(self) -> None:
         self._points: dict[str, tuple[list[int], list[float]]] = {}
@@ -169,8 +169,8 @@ def _same(one: float, other: float) -> bool:
 
 def _unexplained_repeat(steps: list[int], values: list[float]) -> str:
     """Returns a description of a repeated step that a resumed run does not explain, or "" if there is none. A resumed
-    run returns to an earlier step and continues, or restarts and gets further than before. If several ranks or runs
-    write to one file, each step appears several times in a row, or all steps are repeated."""
+    run goes back to an earlier step and continues, or it restarts and then exceeds the last step of before. If several
+    ranks or runs write to one file, each step appears several times in a row, or all steps are repeated."""
     step = np.asarray(steps, dtype=np.int64)
     back = np.flatnonzero(step[1:] <= step[:-1]) + 1
     if not len(back):

@@ -40,7 +40,8 @@ NAMES: dict[str, str] = {
     "learning rate": "train/lr",
 }
 
-# MindSpeed-RL: the scores of GRPO and DAPO, and of early PPO, start with the method; newer PPO uses verl's names.
+# MindSpeed-RL: the metric names of scores start with the method (GRPO, DAPO, and PPO of older versions). Newer versions
+# of PPO use verl's names.
 _METHODS = ("grpo", "dapo", "ppo")
 _MINDSPEED_RL = {
     **{
@@ -98,7 +99,7 @@ KINDS: dict[str, dict[str, str]] = {
         "act_lr": "actor/lr",
         "gen_len": "response_length/mean",
     },
-    # Progress bars of older OpenRLHF
+    # Names in the progress bars of older OpenRLHF versions
     "rm": {
         "rm": "critic/rewards/mean",
         "pg": "actor/pg_loss",

@@ -1,4 +1,4 @@
-"""Readers of tables with a step column: JSON lines, JSON, csv, msprobe's dumps.
+"""Readers of logs that are tables with a step column: JSON lines, JSON, csv and msprobe's dumps.
 
 The step number is a column such as `global_step`, or a text such as `10/93` (step 10 of 93). The first update is step
 1, except in wandb's `_step` and msprobe, which count from 0.
@@ -109,7 +109,7 @@ def table_points(file: str, rows: Iterator[LogRow]) -> Points:
             raise Refusal.at(
                 f"{file} line {line}",
                 f"its step is {written!r}",
-                "a step is a whole number; remove the row",
+                "a step must be a whole number; remove the row",
                 code="not-a-number",
             )
         found.add(step + first, numbers(row, _NO_METRICS), _rank_of(row))
