@@ -181,12 +181,10 @@ def plan_memory(
     counted: Counted | None = None,
     cache_room: int | None = None,
 ) -> MemoryPlan:
-    """Estimates the memory of a run from the shapes of its models. An update has `rows` rows of at most `longest`
-    tokens.
+    """Estimates memory from the shapes of the models. An update has `rows` rows of at most `longest` tokens.
 
-    `prefill_tokens` is the number of tokens of one prefill pass. `keeps_cache` is the maximum size in bytes of a KV
-    cache that stays on the device during training. `counted` contains the parameter counts, if they are already
-    computed. `cache_room` is the maximum size of the KV cache in bytes (see `on_device`).
+    `prefill_tokens` is the number of tokens of a prefill pass. A KV cache of at most `keeps_cache` bytes stays on the
+    device during training. `counted`: parameter counts. `cache_room`: maximum KV cache bytes (see `on_device`).
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
@@ -194,8 +192,7 @@ def plan_memory(
     parameters, trained = counted.parameters, counted.trained
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     single = _one_micro_batch(recipe, rows, longest)
-    # If an update has a single micro-batch, the device's fused AdamW reads gradients in the dtype of the model, so no
-    # fp32 gradients are needed.
+    # If an update is one micro-batch, the device's AdamW reads gradients in the model's dtype and needs no fp32 copy.
     fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
     tokens = _micro_batch_tokens(recipe, rows, longest)

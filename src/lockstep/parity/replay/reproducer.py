@@ -188,11 +188,7 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
         judge = ["    # The result of a clean copy of the module."]
         judge.append("    return KEPT['wanted']" if heavy else f"    return {_literal(case.wanted)}")
     else:
-        same = (
-            "The same operator"
-            if case.judge is case.call
-            else "The operator with the arguments of a clean copy of the module"
-        )
+        same = "The same operator" if case.judge is case.call else "With the arguments of a clean module copy"
         judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
     return [
         f'"""{_quotable(title)}: needs only torch; exits with 1 if the two differ and with 0 if they agree."""',

@@ -187,20 +187,16 @@ def check_generation(
 ) -> Check:
     """Compares responses token by token up to the first different token.
 
-    The native sampler adds Gumbel noise to the log-probabilities and takes the token with the largest sum. The noise
-    depends only on the seed, the prompt, the sample and the position, so it is the same on every device. So two correct
-    engines sample the same tokens. Where they sample different tokens, the sums of the two tokens must be equal within
-    rounding. `first_key` is the data position of the step's first prompt, which seeds the noise. If `known_noise` is
-    false (a serving engine), the first different token is not checked.
+    The native sampler adds Gumbel noise, which is equal on every device, to the log-probabilities and takes the token
+    with the largest sum. So correct engines sample the same tokens. Where the tokens differ, the sums of the two tokens
+    must be equal within rounding. `first_key`, the data position of the step's first prompt, seeds the noise. If
+    `known_noise` is false (a serving engine), the first different token is not checked.
     """
     ours, theirs = by_prompt_and_sample(a), by_prompt_and_sample(b)
     missing = sorted(ours.keys() ^ theirs.keys())
     if missing:
         prompt_index, sample = missing[0]
-        where = (
-            f"{len(missing)} responses exist in only one of the two runs, the first is to prompt {prompt_index}, "
-            f"sample {sample}"
-        )
+        where = f"{len(missing)} responses are in only one run, the first to prompt {prompt_index}, sample {sample}"
         return Check("generation", step, "responses", math.inf, allowed, where)
     differences: list[float] = []
     worst, where, diverged = 0.0, "", 0
@@ -210,8 +206,7 @@ def check_generation(
         errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
         if shared < max(len(one.ids), len(other.ids)):
             diverged += 1
-            # An end token is compared like any other token. If one response stops without an end token, the error is
-            # infinite.
+            # End tokens are compared like any token. If one response stops without an end token, the error is infinite.
             ended = shared == min(len(one.ids), len(other.ids))
             if known_noise:
                 keys = sequence_keys(seed, first_key + key[0], key[1])
@@ -225,11 +220,7 @@ def check_generation(
             )
     size = torch.tensor(differences, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
-    unjudged = (
-        ""
-        if known_noise
-        else "; their first differing tokens are not checked: this engine's sampling cannot be reproduced"
-    )
+    unjudged = "" if known_noise else "; first differences are not checked: this engine's sampling is not reproducible"
     what = f"tokens and the engine's log-probabilities ({diverged} of {len(ours)} responses diverge{unjudged})"
     return Check("generation", step, what, error, allowed, where)
 
