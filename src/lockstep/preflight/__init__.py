@@ -1,2 +1,1 @@
-"""The checks that run before the model's weights load: recipe, data and model checks, trial calls, batch plan, memory
-plan."""
+"""Checks that run before weights load: recipe, data and model checks, trial calls, the batch plan, the memory plan."""

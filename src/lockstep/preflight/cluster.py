@@ -1,5 +1,4 @@
-"""The cluster of `lockstep plan --cluster`: the time of collectives over its links, the tokens of a step, roofline
-times."""
+"""The cluster of `lockstep plan --cluster`: times of its collectives, tokens of a step, and roofline times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The recipe: its schema, and the code that loads it from a YAML file and dotted overrides (`model.path=FOLDER`). Use
-`load_recipe`. All other packages of lockstep may import this package."""
+"""The schema of the recipe, and `load_recipe`, which reads a YAML file and overrides. All packages may import it."""
 
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import load_recipe, recipe_text

@@ -1,5 +1,4 @@
-"""The result of `lockstep compare` as dataclasses. The console, JSON and HTML outputs display these values and compute
-nothing."""
+"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display these values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Computes the distance of two metric curves (errors, drift, correlation, divergence step) and the errors between
-repeats."""
+"""Computes errors, drift, correlation and divergence step of two metric curves, and the errors between repeats."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compares the set-ups of two runs: differences in recipe, data, model, versions and device, and their effect on the
-curves."""
+"""Finds the differences of two runs in recipe, data, model, versions and device, and their effect on the curves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decides the verdict on each metric, from its error bar and its statistical test, and the verdict of the
-comparison."""
+"""Decides the verdict on each metric from its bar (allowed error) and its statistical test, and the overall verdict."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compares two recordings of other frameworks' training loops (`lockstep_record.py`), or replays one recording on this
-machine.
+"""Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays such a recording.
 
 A recording contains the inputs of the model's calls and the gradient of the loss with respect to every log-probability.
 It does not contain the trainer's loss function and data. So a replay makes the same calls with the same weights, runs

@@ -1,9 +1,8 @@
-"""Standard modules in numpy float64, written from their definitions. They decide whether the recorded run or its replay
-is wrong.
+"""Standard modules in numpy float64, which decide whether the recorded run or its replay is wrong.
 
-These references share no code with the modules that they test: they use no torch operators, no transformers modelling
-files and no lockstep kernels. So a fault in one of these libraries cannot also be in a reference. Modules without a
-reference in this file are not tested.
+These references are written from the definitions of the modules. They share no code with the modules that they test:
+they use no torch operators, no transformers modelling files and no lockstep kernels. So a fault in one of these
+libraries cannot also be in a reference. Modules without a reference in this file are not tested.
 
 References accept complex numbers. `directional` computes gradients by complex-step differentiation: it adds a tiny
 imaginary step to the input, and the imaginary part of the result divided by the step is the directional derivative.

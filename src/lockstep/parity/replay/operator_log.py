@@ -1,5 +1,4 @@
-"""Records the operators that one module runs in its forward or backward pass, without the operators of its child
-modules.
+"""Records the operators of one module in its forward or backward pass, without those of its child modules.
 
 Every tensor that enters the module (crosses its "border") is recorded too: its inputs and its children's outputs, and
 in the backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run

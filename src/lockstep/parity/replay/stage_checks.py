@@ -1,5 +1,4 @@
-"""Compares a replayed step with the recorded step: batch, generation, rewards, log-probs, advantages, loss and
-gradients.
+"""Compares a replayed step with the recorded step: batch, generation, rewards, log-probs, advantages, loss, gradients.
 
 `optimizer_checks.py` compares the optimizer step and the weights.
 """

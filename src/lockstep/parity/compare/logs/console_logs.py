@@ -1,5 +1,4 @@
-"""Readers of the console output of verl, OpenRLHF, Megatron, MindSpeed(-RL) and DeepSpeed. They number the first update
-as step 1."""
+"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. The first update becomes step 1."""
 
 from __future__ import annotations
 
