@@ -1,5 +1,4 @@
-"""The contents of a training log: metric curves, the recorded set-up of a run, and the points that a reader
-collects."""
+"""The contents of a training log: metric curves, the set-up of the run, and the points that a reader collects."""
 
 from __future__ import annotations
 

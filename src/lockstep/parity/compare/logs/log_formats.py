@@ -1,5 +1,4 @@
-"""The table of log formats: how each is recognised, its reader, and which of its values are means over several
-steps."""
+"""The table of log formats: how each is recognised, its reader, and which values are means over several steps."""
 
 from __future__ import annotations
 
