@@ -125,7 +125,7 @@ def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
     the data rows."""
     meaning = {
         "target": "the target token",
-        "position": "the position from which the target token is predicted",
+        "position": "the position that the target token is predicted from",
         "context": "hash of the tokens and positions before the target token",
     }
     counts: Counter[str] = Counter()
