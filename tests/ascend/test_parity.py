@@ -80,7 +80,7 @@ def test_a_wrong_fused_norm_is_held_against_the_whole_norm(
     where = found.operator
     assert where is not None
     assert (where.side, where.operator) == ("replay", "npu.npu_rms_norm")
-    assert "the clean module runs aten.pow.Tensor_Scalar, ... and aten.mul.Tensor" in where.why
+    assert "the clean CPU copy of the module runs aten.pow.Tensor_Scalar, ... and aten.mul.Tensor" in where.why
     assert where.script is not None
     assert "torch.ops.npu.npu_rms_norm.default(given[0], given[1], 0.01" in Path(where.script).read_text()
 

@@ -224,14 +224,16 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
         beside(Alone(), "rollout.worker_device=0")
     with refuses("rollout.weight_sync", "unsupported-combination", "gloo"):
         beside(Beside(), "rollout.weight_sync=collective")
-    with refuses("rollout.worker_device", "too-few-devices", "cpu device 2", "2 can be seen"):
+    with refuses("rollout.worker_device", "too-few-devices", "cpu device 2", "only 2 are visible"):
         beside(Beside(), "rollout.worker_device=2")
     # Of several ranks on a machine the r-th has the r-th device from there on.
     assert beside(Four(), "rollout.worker_device=2", ranks=2) == "gloo"
     assert [device_of_worker(load_recipe(str(online_file), [*AHEAD, *words]), 1) for words in ([], APART)] == [1, 3]
-    with refuses("rollout.worker_device", "device-in-use", "cpu devices 1 to 2", "on 0 to 1", remedy="use 2 or"):
+    with refuses(
+        "rollout.worker_device", "device-in-use", "cpu devices 1 to 2", "on devices 0 to 1", remedy="use 2 or"
+    ):
         beside(Four(), "rollout.worker_device=1", ranks=2)
-    with refuses("rollout.worker_device", "too-few-devices", "cpu devices 3 to 5", "4 can be seen"):
+    with refuses("rollout.worker_device", "too-few-devices", "cpu devices 3 to 5", "only 4 are visible"):
         beside(Four(), "rollout.worker_device=3", ranks=3)
     for key in ("worker_device=1", "weight_sync=memory"):
         with pytest.raises(Refusal, match=rf"rollout\.{key.split('=')[0]} \[needs-key\]"):

@@ -194,7 +194,7 @@ def test_resume_never_and_required(recipe_file: Path) -> None:
     with pytest.raises(Refusal, match="no checkpoint to continue"):
         train(recipe_file, "run.resume=required")
     train(recipe_file, "run.resume=never")
-    with pytest.raises(Refusal, match="exists and resume is never"):
+    with pytest.raises(Refusal, match="exists, and run"):
         train(recipe_file, "run.resume=never")
 
 

@@ -444,7 +444,7 @@ def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
     assert {"load on 1x1:round", "generate on 1x1:round", "update on 1x1:round"} <= set(phases)
     largest = outlook.over(cluster)[0]
     assert f"({largest.total:,} bytes)" in caught.value.problems[0].why
-    assert "no keys make it fit" in caught.value.problems[0].remedy
+    assert "no recipe keys make it fit" in caught.value.problems[0].remedy
 
 
 def test_a_model_that_no_device_holds_is_loaded_in_slices() -> None:

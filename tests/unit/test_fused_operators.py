@@ -138,7 +138,7 @@ def culprit_of(name: str, dtype: torch.dtype) -> WrongOperator | None:
 @DTYPES
 @pytest.mark.parametrize("name", MODULES)
 def test_a_right_fused_operator_is_no_culprit(name: str, dtype: torch.dtype, vendor: Callable[[float], None]) -> None:
-    """Though it runs nothing of what the clean module runs."""
+    """Though it runs nothing of what the clean CPU copy of the module runs."""
     vendor(1.0)
     heard, same = hearings(name, dtype)
     assert not {call.name for call in heard.calls} & {call.name for call in same.calls}
@@ -298,7 +298,7 @@ def test_a_factor_between_children_is_found(tmp_path: Path) -> None:
     culprit = back_culprit(change, "1")
     assert culprit is not None
     assert culprit.call.name == "aten.mul.Tensor"
-    assert "clean module does not run it" in culprit.why
+    assert "clean CPU copy of the module does not run it" in culprit.why
     torch.testing.assert_close(culprit.actual, 1.01 * culprit.expected)
     script = write_reproducer(culprit, tmp_path / "reproduce.py", "a factor")
     assert script is not None
@@ -325,4 +325,4 @@ def test_a_detached_backward_pass_is_found() -> None:
 
     culprit = back_culprit(change, "1")
     assert culprit is not None
-    assert "clean module runs aten.mul.Tensor here" in culprit.why
+    assert "clean CPU copy of the module runs aten.mul.Tensor here" in culprit.why

@@ -258,7 +258,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(recipe) -> None:
         ("prm", "prm.tokens=[+, +]"): ("prm.tokens", "twice", "different word for each label"),
         ("rm", "val.questions=q.jsonl"): ("val.questions", "does not generate", "data.val"),
         ("prm", "val.questions=q.jsonl"): ("val.questions", "does not generate", "data.val"),
-        ("on_policy_distill",): ("algorithm.kl.reference", "it is the teacher", "the teacher's folder"),
+        ("on_policy_distill",): ("algorithm.kl.reference", "as the teacher", "the teacher's folder"),
         ("dpo", "batch.prompts=4"): ("batch.prompts", "trains rows", "batch.rows_per_update"),
         ("rm", "checkpoint.keep_best=1"): ("checkpoint.keep_best", "val/loss needs data.val", "set data.val"),
         ("dpo", "data.max_prompt_tokens=9"): ("data.max_prompt_tokens", "trains rows", "data.max_tokens"),
@@ -307,7 +307,7 @@ def test_a_pair_over_the_budget_is_refused_with_its_row(tiny_folder: Path, tmp_p
     assert prepared(path, "batch.tokens=95").batches.steps == 4
     problem = only(problems_of(path, "batch.tokens=94", "data.val=[]"))
     assert problem.where == f"{tmp_path / 'train.jsonl'} line 3"
-    assert problem.why == "its 2 sequences have 95 tokens together, over batch.tokens=94"
+    assert problem.why == "its 2 sequences have 95 tokens together, more than batch.tokens=94"
     assert "raise batch.tokens" in problem.remedy
     assert "data.overlong" in problem.remedy
     # Validation rows are run in the same micro-batches.

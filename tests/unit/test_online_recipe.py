@@ -185,7 +185,7 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (
             ["algorithm.rollout_correction.bypass=true", "algorithm.rollout_correction.weight=token"],
             "algorithm.rollout_correction.weight",
-            "count it twice",
+            "correct twice",
         ),
         (
             ["algorithm.rollout_correction.bypass=true", "algorithm.loss=policy_gradient"],
@@ -194,14 +194,14 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         ),
         (["algorithm.kl.weighted=true"], "algorithm.kl.weighted", "k3+"),
         (["algorithm.gdpo_rewards={rule: 1.0}"], "algorithm.gdpo_rewards", "does not read it"),
-        (["algorithm.advantage=gdpo", "algorithm.kl.where=reward"], "algorithm.kl.where", "ignore it"),
-        (["algorithm.advantage=gdpo", "reward.clip=[-1, 1]"], "reward.clip", "ignore it"),
+        (["algorithm.advantage=gdpo", "algorithm.kl.where=reward"], "algorithm.kl.where", "only the total score"),
+        (["algorithm.advantage=gdpo", "reward.clip=[-1, 1]"], "reward.clip", "only the total score"),
         (["algorithm.dynamic_sampling.metric=rule"], "algorithm.dynamic_sampling.metric", "max_gen_batches above 1"),
-        (["reward.model_weights=[1.0]"], "reward.model_weights", "one per model"),
+        (["reward.model_weights=[1.0]"], "reward.model_weights", "one weight per model"),
         (["reward.model=[]"], "reward.model", "empty"),
         (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
         (["critic.lr=1e-3"], "critic", "method ppo"),
-        (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "no step of 5"),
+        (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "none of the 5"),
         (
             ["method=ppo", "algorithm.dynamic_sampling.max_gen_batches=2"],
             "algorithm.dynamic_sampling.max_gen_batches",
@@ -369,7 +369,8 @@ def test_on_policy_distillation_updates_once_a_step(tmp_path: Path, word: str, w
     assert problem.where == where
     assert "one update per step" in problem.remedy
     (problem,) = refused(write(tmp_path, {**BASE, "method": "on_policy_distill"}))
-    assert (problem.where, problem.why) == ("algorithm.kl.reference", "must be set: it is the teacher")
+    why = "must be set, because on_policy_distill uses this model as the teacher"
+    assert (problem.where, problem.why) == ("algorithm.kl.reference", why)
 
 
 def test_every_name_has_a_row_and_a_function() -> None:

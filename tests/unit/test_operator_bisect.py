@@ -211,20 +211,20 @@ def test_an_extra_cast(clean: Model, x: torch.Tensor) -> None:
 
     culprit = fault(clean, x, change)
     assert culprit.call.name == "aten._to_copy"
-    assert "clean module does not run it (to torch.bfloat16)" in culprit.why
+    assert "clean CPU copy of the module does not run it (to torch.bfloat16)" in culprit.why
     assert culprit.actual.dtype == torch.bfloat16
     assert torch.equal(culprit.actual, culprit.expected.bfloat16())
 
 
 def test_a_missing_cast(clean: Model, x: torch.Tensor) -> None:
-    """The clean module runs an operator that this one does not."""
+    """The clean CPU copy of the module runs an operator that this one does not."""
     with_cast = copy.deepcopy(clean)
     with_cast.block.cast = torch.bfloat16
     culprit = other_code(calls(clean, x), calls(with_cast, x), FP32)
     assert culprit is not None
     assert culprit.call.name == "aten.mul.Tensor"
     torch.testing.assert_close(culprit.expected, culprit.actual.bfloat16().float(), rtol=0, atol=0)
-    assert "clean module runs aten._to_copy here" in culprit.why
+    assert "clean CPU copy of the module runs aten._to_copy here" in culprit.why
 
 
 def test_another_operator(clean: Model, x: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ def test_another_operator(clean: Model, x: torch.Tensor) -> None:
 
     culprit = fault(clean, x, change)
     assert culprit.call.name == "aten.gelu"
-    assert culprit.why == "the clean module runs aten.tanh instead"
+    assert culprit.why == "the clean CPU copy of the module runs aten.tanh instead"
     assert culprit.clean is not None
     torch.testing.assert_close(culprit.expected, clean.block(x) - clean.block.shift)
 

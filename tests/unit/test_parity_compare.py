@@ -161,7 +161,8 @@ def test_a_curve_near_zero_is_judged_by_its_scaled_error() -> None:
     below = compare(log(train__loss=[0.08, 0.08]), log(train__loss=[0.09, 0.09]))
     assert below.verdict == "out of step"
     assert (
-        compare(log(train__loss=[0.0] * 3), log(train__loss=[0.0] * 3)).reason == "train/loss: the same at all 3 steps"
+        compare(log(train__loss=[0.0] * 3), log(train__loss=[0.0] * 3)).reason
+        == "train/loss: A and B are equal at all 3 steps"
     )
     born = compare(log(train__loss=[0.0, 0.0]), log(train__loss=[0.01, 0.01]))
     assert (born.verdict, "A is 0 at every step" in born.reason) == ("out of step", True)
@@ -193,7 +194,9 @@ def test_a_number_on_one_side_only_is_out_of_step() -> None:
 def test_no_number_on_both_sides_is_left_out_and_counted() -> None:
     got = compare(log(train__loss=[1.0, NAN, 1.0] + [1.0] * 6), log(train__loss=[1.01, NAN, 0.99] + [1.01, 0.99] * 3))
     assert got.verdict == "cannot tell"
-    assert re.search("1 steps without a number .*; incomplete: A .*step 1, B .*step 1$", got.reason)
+    assert re.search(
+        "1 steps at which neither A nor B has a number .*; incomplete: A .*step 1, B .*step 1$", got.reason
+    )
     never = compare(log(train__loss=[NAN]), log(train__loss=[NAN]))
     assert (never.verdict, never.metrics) == ("not comparable", [])
 
@@ -416,7 +419,7 @@ def test_offline_throughput_and_devices() -> None:
     assert got.matched_ratio == pytest.approx(0.5)  # a device's, as perf/throughput is
     assert [(phase.name, phase.ratio) for phase in got.phases] == [("update", pytest.approx(0.5))]
     (warning,) = got.warnings
-    assert warning.startswith("1 devices against 2")
+    assert warning.startswith("A uses 1 devices and B uses 2")
 
 
 def test_metrics_missing_for_a_ratio_are_reported() -> None:

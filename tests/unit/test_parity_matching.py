@@ -344,4 +344,4 @@ def test_an_option_names_the_metric_of_a_tensorboard_csv(tmp_path: Path) -> None
     assert isinstance(refused.exception, Refusal)
     shown = CliRunner().invoke(app, ["compare", str(export), str(export), "--value", "train/loss"])
     assert shown.exit_code == 0
-    assert "the same at all 100 steps" in shown.output
+    assert "A and B are equal at all 100 steps" in shown.output

@@ -50,6 +50,6 @@ def test_other_micro_batches_give_the_same_rewards(real: dict[str, np.ndarray]) 
     """Sampling noise depends on prompt and position alone: in fp32 the rewards are bit-identical."""
     runs = real["micro_batches"]
     judgement, examined = judged(runs[:3], runs[3:])
-    assert (judgement.verdict, judgement.explanation) == ("in step", "the same at all 40 steps")
+    assert (judgement.verdict, judgement.explanation) == ("in step", "A and B are equal at all 40 steps")
     assert examined.power is not None
     assert examined.power.noise_sd == 0

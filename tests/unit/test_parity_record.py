@@ -146,7 +146,7 @@ def test_evidence_is_strict_json(tmp_path: Path) -> None:
 
 
 def test_logs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="method of both sides is unknown"):
+    with pytest.raises(Refusal, match="method of A and of B is unknown"):
         kept(replace(example(), facts={}), tmp_path)
     assert list(tmp_path.iterdir()) == []
     kept(with_facts(example(), method=(None, "grpo"), model=(None, "tiny")), tmp_path)
@@ -160,7 +160,11 @@ DAMAGE = [
     ("no link", lambda text: text.replace("[json]", "json"), "line 13 [damaged-file]: its evidence is `json"),
     ("words", lambda text: text + "and so on\n", "line 14 [damaged-file]"),
     ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), "line 14 [damaged-file]"),
-    ("twice", lambda text: text + text.splitlines()[-1] + "\n", "line 14 [damaged-file]: has the evidence of line 13"),
+    (
+        "twice",
+        lambda text: text + text.splitlines()[-1] + "\n",
+        "line 14 [damaged-file]: links to the same evidence file as line 13",
+    ),
 ]
 
 

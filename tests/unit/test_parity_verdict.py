@@ -154,7 +154,7 @@ def test_runs_that_cross_each_other_do_not_diverge() -> None:
 def test_the_same_runs_leave_no_noise() -> None:
     a = np.stack([reward(50)] * 3)
     judgement, examined = judged(a, a[:1])
-    assert judgement.explanation == "the same at all 50 steps"
+    assert judgement.explanation == "A and B are equal at all 50 steps"
     assert examined.power == Power(2, 0.0, 0.0, 0.0, 3, 50)
     other = judged(a, a[:1] + 1e-6)[0]
     assert (other.verdict, "drift: +1e-06 in the mean of steps 1 to 50" in other.explanation) == ("in step", True)

@@ -237,7 +237,7 @@ def test_replay_refuses_a_recording_with_dropout(model: str, tape: Path, tmp_pat
     manifest = json.loads(file.read_text(encoding="utf-8"))
     manifest["recorder"]["notes"]["dropout"] = "dropout is on"
     file.write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(Refusal, match="was recorded with dropout on"):
+    with pytest.raises(Refusal, match="was recorded with active dropout"):
         replay_recording(tmp_path / "tape", model, ["device=cpu"])
 
 

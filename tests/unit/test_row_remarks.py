@@ -34,7 +34,7 @@ def test_rows_that_are_trained_and_validated_are_counted(recipe_file: Path, tmp_
     assert remarks(recipe_file) == []
     write_jsonl(tmp_path / "val.jsonl", [*chat_rows(10, seed=1), *chat_rows(48)[5:8], chat_rows(48)[5]])
     (said,) = remarks(recipe_file)
-    assert said.startswith("data.val: 4 of 14 are in data.train too")
+    assert said.startswith("data.val: 4 of 14 rows are also in data.train")
 
 
 def test_an_update_larger_than_the_data_is_told(recipe_file: Path) -> None:
@@ -65,7 +65,7 @@ def test_prompts_are_counted_too(online_file: Path, tmp_path: Path) -> None:
     assert "of its 24 only 20" in said
     questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(23)[17:])
     (said,) = remarks(online_file, f"val.questions={questions}")
-    assert said.startswith("val.questions: 3 of 6 are in data.train too")
+    assert said.startswith("val.questions: 3 of 6 rows are also in data.train")
 
 
 def test_at_most_so_many_rows_of_each_source(recipe_file: Path) -> None:

@@ -1,1 +1,1 @@
-"""Everything that is refused before weights load: checks, trials, the batch plan and the memory plan."""
+"""Checks that run before weights load: recipe, data and model checks, trial calls, the batch plan, the memory plan."""

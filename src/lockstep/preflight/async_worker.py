@@ -1,4 +1,4 @@
-"""Asynchronous generation: the device of the worker, its weight sync, and its memory."""
+"""Checks and plans the rollout worker of asynchronous generation: its device, its weight sync and its memory."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 
 KEY = "rollout.max_staleness"
 WORKER = "rollout worker"
-"""Name of the phase of a worker with a separate device."""
+"""The name of the memory phase of a rollout worker."""
 DEVICE_KEY = "rollout.worker_device"
-_TURNS = "remove the key: generation and training then take turns"
+_TURNS = "remove rollout.max_staleness, so that generation and training take turns"
 
 
 def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
-    """Refuses a worker that the devices do not allow. `ranks`: on this machine; `seen`: visible devices, or None."""
+    """Refuses an asynchronous rollout worker that the devices do not support. `ranks` is the number of ranks on this
+    machine. `seen` is the number of visible devices, or None if it is unknown."""
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return
     if recipe.parallel.tensor_parallel > 1:
         raise Refusal.at(
             KEY,
-            f"a process that generates beside training holds the whole model on one device, and "
+            f"the asynchronous rollout worker needs the whole model on one device, and "
             f"parallel.tensor_parallel={recipe.parallel.tensor_parallel} divides it",
-            "remove parallel.tensor_parallel: the weights are divided over the ranks without it too; or " + _TURNS,
+            "remove parallel.tensor_parallel (the weights are sharded over the ranks in any case), or " + _TURNS,
             code="unsupported-combination",
         )
     there = rollout.worker_device or 0
@@ -39,45 +40,48 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
     if not there and not device.generates_beside:
         raise Refusal.at(
             KEY,
-            f"two processes on one {device.name} device, one of which trains and one generates, are not supported",
+            f"a training process and a generating process cannot share one {device.name} device",
             f"set {DEVICE_KEY} to another device, or {_TURNS}",
             code="unsupported-combination",
         )
     if not there and rollout.weight_sync == "collective" and not device.meets_itself:
         raise Refusal.at(
             "rollout.weight_sync",
-            f"{device.collective} does not join two processes on one {device.name} device",
-            f"set it to memory, or {DEVICE_KEY} to another device",
+            f"{device.collective} cannot connect two processes on one {device.name} device",
+            f"set rollout.weight_sync to memory, or {DEVICE_KEY} to another device",
             code="unsupported-combination",
         )
 
 
 def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
-    """Worker r of a machine uses device `first` + r."""
+    """Refuses devices of rollout workers that also train or do not exist. The worker of local rank r uses device
+    `first` + r."""
     asked = f"device {first} is" if ranks == 1 else f"devices {first} to {first + ranks - 1} are"
     if first < ranks:
         raise Refusal.at(
             DEVICE_KEY,
-            f"{name} {asked} asked for, and the {ranks} ranks of this machine train on 0 to {ranks - 1}",
-            f"use {ranks} or more, or remove the key: each worker then shares its rank's device",
+            f"{name} {asked} requested for rollout workers, but the {ranks} ranks of this machine train on devices "
+            f"0 to {ranks - 1}",
+            f"use {ranks} or more, or remove the key, so that each worker shares the device of its rank",
             code="device-in-use",
         )
     if first + ranks > seen:
         raise Refusal.at(
             DEVICE_KEY,
-            f"{name} {asked} asked for, and {seen} can be seen, counted from 0",
-            "choose among these, or remove the key: a worker then shares the device that trains",
+            f"{name} {asked} requested for rollout workers, but only {seen} are visible (counted from 0)",
+            "choose visible devices, or remove the key, so that each worker shares the device of its rank",
             code="too-few-devices",
         )
 
 
 def device_of_worker(recipe: Recipe, local_rank: int) -> int:
-    """The index of the device of a rank's worker."""
+    """Returns the device index of the rollout worker of a local rank."""
     return (recipe.rollout.worker_device or 0) + local_rank
 
 
 def collective_of(recipe: Recipe, device: Device) -> str | None:
-    """The collective of the weight sync; None if weights go through host memory."""
+    """Returns the collective library (such as NCCL) of the weight sync to the rollout worker, or None if weights go
+    through host memory."""
     way = recipe.rollout.weight_sync
     own_device = bool(recipe.rollout.worker_device)
     return device.collective if way == "collective" or (way == "auto" and own_device) else None
@@ -94,9 +98,10 @@ def with_worker(
     on_host: bool,
     memory: int,
 ) -> MemoryPlan:
-    """Adds the worker's model, KV cache and prefill pass: to every phase of its rank if both share a device, otherwise
-    as a separate phase. `on_host`: the device uses host memory, which also holds the synced weights. The cache takes a
-    share of the free part of `memory`."""
+    """Adds the rollout worker's model, KV cache and prefill activations to the memory plan. If the worker shares the
+    device of its rank, they are added to every phase except load. In any case they are a separate phase. `on_host` is
+    true if the device uses host memory, which then also contains the synced weights. The KV cache takes a fraction of
+    the free part of `memory`."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan
@@ -118,7 +123,7 @@ def with_worker(
         return replace(plan, phases=(*plan.phases, worker))
     handed = plan.handed_bytes if on_host else 0
     beside = tuple(
-        # The worker starts after the models of the run are loaded.
+        # The rollout worker starts after the models of the training process are loaded.
         phase
         if phase.name == "load"
         else replace(
@@ -130,7 +135,7 @@ def with_worker(
 
 
 def handed_lines(plan: MemoryPlan, ranks: int) -> list[str]:
-    """Lines about the host memory of the weight sync on a host with `ranks` ranks."""
+    """Returns console lines on the host memory that the weight sync needs on a host with `ranks` ranks."""
     if not plan.handed_bytes:
         return []
     each = f"{plan.handed_bytes / 2**20:,.1f} MiB of the host's memory"

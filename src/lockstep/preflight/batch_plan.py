@@ -1,4 +1,4 @@
-"""Batch plan before weights load: rows or prompts into updates into micro-batches, and limits of their lengths."""
+"""The batch plan: how rows or prompts are divided into updates and micro-batches, and the limits of their lengths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 
-# Updates whose packing is computed for the plan; the others are similar.
+# The plan computes the packing of this many updates. Other updates are similar.
 SAMPLED_UPDATES = 100
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Rows into updates into micro-batches."""
+    """How an offline run divides its rows into updates and micro-batches."""
 
     rows: int
     rows_per_update: int
@@ -54,7 +54,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class OnlinePlan:
-    """Prompts into sequences into updates."""
+    """How an online run divides its prompts and sampled sequences into updates."""
 
     rows: int
     prompts: int
@@ -75,7 +75,8 @@ class OnlinePlan:
     def lines(self) -> list[tuple[str, str]]:
         sequences = self.prompts * self.samples
         each = self.prompts_per_update * self.samples
-        # A sequence is never split, so a micro-batch holds as many of the longest as fit.
+        # A sequence is never split. The maximum number of micro-batches assumes that all sequences have the maximum
+        # length.
         shares = self.devices // self.group
         most = -(-each // (self.tokens // self.longest * shares)) if self.tokens else None
         places = _places(self.devices, self.group)
@@ -125,7 +126,8 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
 
 
 def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
-    """The loader of a run. Prompts are endless: dynamic sampling takes as many as it needs."""
+    """Returns the data loader of a run. For prompts it has no end, because dynamic sampling takes as many prompts as it
+    needs."""
     batch = recipe.batch
     if isinstance(read, PromptSet):
         each, total = batch.prompts, None
@@ -154,17 +156,19 @@ def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) ->
     return max((lengths[i] for i in members), default=1) * max(1, len(members))
 
 
-# Allowed mean |log p_trainer - log p_engine| of a serving engine, by dtype. Rounding with other attention kernels and
-# other experts stays well below; swapped responses differ by about a nat. The limit of k3 is half of it, because k3
-# weighs the few tokens with large differences.
+# The allowed mean of |log p_trainer - log p_engine| for a serving engine, by dtype. Rounding differences of other
+# attention kernels and other expert choices stay well below this limit. Responses that are swapped between prompts
+# differ by about 1 nat. The limit of the k3 KL estimate is half of this limit, because k3 gives more weight to the few
+# tokens with large differences.
 LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
 
 
 def old_needed(recipe: Recipe, updates: int) -> bool:
-    """Whether the trainer scores responses before the first update of a step.
+    """Returns whether the trainer must compute old log-probs before the first update of a step.
 
-    With one update a step the old log-probs are the current ones, unless something before it needs them; with bypass
-    they are the engine's, and only what compares the two needs the trainer's.
+    With one update per step, the old log-probs equal the current log-probs, so they are computed only if the reward or
+    the loss needs them before the update. With `rollout_correction.bypass`, the engine's log-probs replace the old
+    log-probs. Then the trainer computes them only if they are compared with the engine's.
     """
     algorithm = recipe.algorithm
     if algorithm.rollout_correction.compares or estimator_row(algorithm.advantage).energy:
@@ -175,18 +179,20 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
 
 
 def logprob_limit(recipe: Recipe) -> float | None:
-    """The largest mean difference of the engine's log-probs from the trainer's; None: they are not compared."""
+    """Returns the largest allowed mean difference between the log-probs of the engine and the trainer, or None if they
+    are not compared."""
     rollout = recipe.rollout
     if rollout.max_logprob_diff != "auto":
         return rollout.max_logprob_diff
     if not ENGINES[rollout.engine].served:
         return None
-    # Dividing logits by a temperature below 1 scales their rounding too.
+    # Logits are divided by the temperature, so a temperature below 1 also increases their rounding errors.
     return LOGPROB_LIMITS[recipe.model.dtype] / min(1.0, rollout.temperature)
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Longest prompt in tokens: the recipe's, or the context or micro-batch minus the response."""
+    """Returns the maximum length of a prompt in tokens: `data.max_prompt_tokens`, or what the longest response leaves
+    of the model's context and of a micro-batch."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}
@@ -196,7 +202,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
         if room < (wanted or 1):
             raise Refusal.at(
                 "rollout.max_tokens",
-                f"a response of {longest} tokens leaves {room} of {name} ({bounds[name]}) to the prompt"
+                f"a response of {longest} tokens leaves {room} tokens of {name} ({bounds[name]}) for the prompt"
                 + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
                 "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
                 code="over-context",
@@ -205,14 +211,15 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:
-    """Longest row in tokens: the recipe's, or the model's context within the token budget."""
+    """Returns the maximum length of a row in tokens: the smallest of `data.max_tokens`, the model's context and the
+    token budget of a micro-batch."""
     context = getattr(config, "max_position_embeddings", None)
     wanted = recipe.data.max_tokens
     if wanted and context and wanted > context:
         raise Refusal.at(
             "data.max_tokens",
             f"{wanted} is more than the model's context of {context}",
-            f"set it to {context} or less",
+            f"set data.max_tokens to {context} or less",
             code="over-context",
         )
     bounds = [bound for bound in (wanted, context, recipe.line_tokens) if bound]

@@ -1,4 +1,4 @@
-"""All checks of a recipe before weights load: one list per section. `train`, `plan` and `--smoke` run them all.
+"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all of them.
 
 A check is a function of a `Context` that returns problems or raises a refusal. Checks run stage by stage, and all
 problems of the stages before the plan are reported together.
@@ -36,20 +36,20 @@ from lockstep.run.trackers.tracker import open_sinks
 
 
 class CheckStage(IntEnum):
-    """When a check runs, determined by its inputs."""
+    """The stage at which a check runs, which depends on the inputs that it needs."""
 
     SETTINGS = 1
     """The recipe and the device."""
     OPEN = 2
-    """Reads the tokenizer, the configuration of the model and the questions into the context."""
+    """These checks read the tokenizer, the model's configuration and the validation questions into the context."""
     MODEL = 3
     """What `OPEN` read."""
     READ = 4
-    """Reads and encodes rows or prompts into the context."""
+    """These checks read rows or prompts into the context and encode them."""
     ROWS = 5
     """Rows or prompts."""
     PLAN = 6
-    """The batch plan and the memory plan."""
+    """These checks need the batch plan and the memory plan."""
 
 
 def _always(context: Context) -> bool:
@@ -58,7 +58,7 @@ def _always(context: Context) -> bool:
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """One check of a section. `applies` decides whether it runs for a recipe."""
+    """One check of a recipe section. `applies` decides whether the check runs for a recipe."""
 
     function: Callable[[Context], Iterable[Problem] | None]
     stage: CheckStage
@@ -76,7 +76,7 @@ class PreflightCheck:
         return problems
 
 
-# Checks of sections without a separate file.
+# Checks of recipe sections that have no check file of their own.
 
 
 def context_ranks(context: Context) -> None:
@@ -128,11 +128,14 @@ def trackers(context: Context) -> None:
 
 
 def resumed_run(context: Context) -> Iterator[Problem]:
-    """A run folder that contradicts `run.resume`."""
+    """Reports a run folder that contradicts `run.resume`."""
     folder, resume = run_folder(context.recipe), context.recipe.run.resume
     if resume == "never" and folder.path.exists():
         yield Problem(
-            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
+            "run.resume",
+            f"{folder.path} exists, and run.resume=never allows only a new folder",
+            "choose another run.name",
+            code="already-exists",
         )
     if resume == "required" and not _has_checkpoint(folder):
         yield Problem(
@@ -144,7 +147,7 @@ def resumed_run(context: Context) -> Iterator[Problem]:
 
 
 def finished_run(context: Context) -> Iterator[Problem]:
-    """A finished run without checkpoints, whose metrics a new run would overwrite."""
+    """Reports a run folder with a finished run without checkpoints, because a new run would overwrite its metrics."""
     assert context.batches is not None
     folder = run_folder(context.recipe)
     if not folder.metrics.exists() or _has_checkpoint(folder):
@@ -282,7 +285,8 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
 
 
 def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
-    """The problems of all checks of a stage. A plan adds some as remarks to the context."""
+    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of them as remarks to the context
+    instead."""
     problems: list[Problem] = []
     for check in (check for section in CHECKS.values() for check in section):
         if check.stage != stage or not check.applies(context):
@@ -291,7 +295,9 @@ def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
             continue
         new = check.problems(context)
         if context.plans and check.in_plan == "remark":
-            context.remarks += [f"{problem.where} {problem.why}: training would be refused" for problem in new]
+            context.remarks += [
+                f"{problem.where} {problem.why}: `lockstep train` would refuse this run" for problem in new
+            ]
         else:
             problems += new
     return problems

@@ -1,4 +1,4 @@
-"""A cluster described by `lockstep plan --cluster`: its links, the tokens of a step, and roofline times."""
+"""The cluster of `lockstep plan --cluster`: times of its collectives, tokens of a step, and roofline times."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Item
 
-# Clusters named by `lockstep plan --cluster`, and the time of collectives over their links.
+# The cluster that `lockstep plan --cluster` names, and the time of collectives over its links.
 
-GRAMMAR = "NODESxDEVICES:DEVICE, as 2x8:h200 for two nodes of eight"
+GRAMMAR = "NODESxDEVICES:DEVICE, for example 2x8:h200 for two nodes with eight devices each"
 
 
 class Members(NamedTuple):
-    """Members of a group of ranks: `each` ranks on each of `nodes` nodes."""
+    """The size of a communication group: it has `each` ranks on each of `nodes` nodes."""
 
     nodes: int
     each: int
@@ -49,26 +49,27 @@ class TargetCluster:
 
     @property
     def memory(self) -> int:
-        """Memory of one device in bytes."""
+        """The memory of one device in bytes."""
         return self.chip.memory if self.chip.memory is not None else host_memory().total // self.each
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.each}:{self.chip.name}"
 
     def neighbours(self, size: int) -> Members:
-        """Members of a group of `size` consecutive ranks."""
+        """Returns how a communication group of `size` consecutive ranks is spread over nodes."""
         return Members(1, size) if size <= self.each else Members(-(-size // self.each), self.each)
 
     def apart(self, size: int, stride: int) -> Members:
-        """Members of a group of ranks with a distance of `stride`."""
+        """Returns how a communication group of `size` ranks is spread over nodes, if neighbouring ranks of the group
+        differ by `stride`."""
         on_a_node = max(1, self.each // stride)
         return Members(1, size) if size <= on_a_node else Members(-(-size // on_a_node), on_a_node)
 
     def gather_seconds(self, whole: float, group: Members) -> float:
-        """Seconds of an all-gather whose result has `whole` bytes. A reduce-scatter takes the same time.
+        """Returns the seconds of an all-gather whose result has `whole` bytes. A reduce-scatter takes the same time.
 
-        All bytes cross the links inside a node. Bytes from other nodes arrive once per node and are divided over the
-        links of its group members. Both transfers overlap.
+        All bytes cross the links inside a node. Bytes from other nodes arrive at each node once, divided over the
+        network links of the group's ranks on that node. Both transfers overlap.
         """
         if group.size == 1:
             return 0.0
@@ -77,18 +78,20 @@ class TargetCluster:
         return max(inside, outside) / LINKS
 
     def sum_seconds(self, each: float, group: Members) -> float:
-        """Seconds of an all-reduce of `each` bytes per member: a reduce-scatter and an all-gather."""
+        """Returns the seconds of an all-reduce of `each` bytes per rank, which is a reduce-scatter and an
+        all-gather."""
         return 2 * self.gather_seconds(each, group)
 
     def exchange_seconds(self, each: float, group: Members) -> float:
-        """Seconds of an all-to-all or of ring hops: every member sends `each` bytes, possibly to another node."""
+        """Returns the seconds of an all-to-all or of ring hops in which every rank of the group sends `each` bytes,
+        possibly to another node."""
         if group.size == 1:
             return 0.0
         return each / (self.chip.inside if group.nodes == 1 else self.chip.between) / LINKS
 
 
 def cluster_named(text: str) -> TargetCluster:
-    """Parses the value of `--cluster`. Refuses invalid values, naming the grammar and the supported devices."""
+    """Parses the value of `--cluster`. The message for an invalid value names the syntax and the supported devices."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3}):(\S+)", text.strip(), re.IGNORECASE)
     if found is None:
         raise Refusal.at(
@@ -108,14 +111,15 @@ def cluster_named(text: str) -> TargetCluster:
     if chip.most_devices is not None and cluster.each > chip.most_devices:
         raise Refusal.at(
             "--cluster",
-            f"{cluster.each} devices in a node, and a node of {chip.name} has up to {chip.most_devices}",
-            f"say more nodes: {-(-cluster.devices // chip.most_devices)}x{chip.most_devices}:{chip.name}",
+            f"it has {cluster.each} devices per node, but a node of {chip.name} has at most {chip.most_devices}",
+            f"use more nodes: {-(-cluster.devices // chip.most_devices)}x{chip.most_devices}:{chip.name}",
             code="out-of-range",
         )
     if chip.most_nodes is not None and cluster.nodes > chip.most_nodes:
         raise Refusal.at(
             "--cluster",
-            f"{cluster.nodes} nodes, and the links between nodes of {chip.name} are known for up to {chip.most_nodes}",
+            f"it has {cluster.nodes} nodes, but the links between nodes of {chip.name} are known only for up to "
+            f"{chip.most_nodes}",
             f"plan for {chip.most_nodes} nodes or fewer",
             code="out-of-range",
         )
@@ -124,31 +128,33 @@ def cluster_named(text: str) -> TargetCluster:
 
 # Roofline times of a step: the minimum allowed by matrix FLOP/s and memory bandwidth.
 #
-# Symbols: F FLOP/s, BW bytes/s, N multiplied weights of two bytes, B sequences, S tokens, L layers, Hq query heads,
-# Hkv key heads, d head size.
+# Symbols in the formulas: F is the compute speed in FLOP/s, BW the memory bandwidth in bytes/s, N the number of weights
+# that a token is multiplied with (of two bytes each), B the number of sequences, S the tokens of a sequence, T the
+# tokens of all sequences, L the layers, Hq the query heads, Hkv the key heads, d the head size, and kv the KV cache
+# bytes per token.
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Sizes of a decoder that determine its compute and memory traffic."""
+    """The sizes of a decoder model that determine its FLOPs and its memory traffic."""
 
     multiplied: int
-    """N: weights that one token is multiplied with. Excludes norms, biases, an input embedding that is not also the
-    head, and experts that the token is not routed to."""
+    """N, the number of weights that one token is multiplied with. It excludes norms, biases, an input embedding that is
+    not tied to the output head, and experts to which the token is not routed."""
     head: int
-    """The part of `multiplied` in the projection to the vocabulary."""
+    """The weights of the output head (the projection to the vocabulary), which are part of `multiplied`."""
     read: int
-    """Weights read when many tokens are computed at once: includes all experts."""
+    """The number of weights that are read when many tokens are computed at once. It includes all experts."""
     attended: int
-    """L Hq d."""
+    """The product L Hq d: the width of the queries of all layers."""
     cached: int
-    """KV cache elements per token over all layers: 2 L Hkv d."""
+    """The KV cache elements per token in all layers: 2 L Hkv d."""
     layers: int
     vocabulary: int
 
 
 def model_cost(config: Any) -> ModelCost:
-    """Counts the parameters of the model, built on the meta device."""
+    """Computes the sizes of a model that is built on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -159,7 +165,7 @@ def model_cost(config: Any) -> ModelCost:
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     head = text.vocab_size * text.hidden_size
     experts, chosen = _experts(text)
-    # The head is counted once, tied or not.
+    # The output head is counted once, whether it is tied to the input embedding or not.
     apart = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     multiplied = read = head
     for name, parameter in model.named_parameters():
@@ -175,7 +181,7 @@ def model_cost(config: Any) -> ModelCost:
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Experts per layer, and experts per token."""
+    """Returns the number of experts per layer and the number of experts per token."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             return getattr(config, name), config.num_experts_per_tok
@@ -183,39 +189,44 @@ def _experts(config: Any) -> tuple[int, int]:
 
 
 def weights_seconds(cost: ModelCost, batch: int, flops: float, bandwidth: float, size: int = 2) -> float:
-    """Seconds to pass one token of each of `batch` sequences through all weights: max(2 N / BW, 2 N B / F)."""
+    """Returns the seconds to multiply one token of each of `batch` sequences with all weights: max(2 N / BW, 2 N B /
+    F)."""
     return max(size * cost.read / bandwidth, 2 * cost.multiplied * batch / flops)
 
 
 def cache_seconds(cost: ModelCost, batch: int, context: float, bandwidth: float, size: int = 2) -> float:
-    """Seconds to read the keys and values of `batch` sequences of `context` tokens: B S kv / BW."""
+    """Returns the seconds to read the keys and values of `batch` sequences of `context` tokens, which is B S kv /
+    BW."""
     return batch * context * size * cost.cached / bandwidth
 
 
 def decode_seconds(cost: ModelCost, batch: int, context: float, flops: float, bandwidth: float) -> float:
-    """Seconds of one decode step for `batch` sequences: max(2 N / BW, 2 N B / F) + B S kv / BW."""
+    """Returns the seconds of one decode step for `batch` sequences: max(2 N / BW, 2 N B / F) + B S kv / BW."""
     return weights_seconds(cost, batch, flops, bandwidth) + cache_seconds(cost, batch, context, bandwidth)
 
 
 def generation_seconds(
     cost: ModelCost, batch: int, prompt: int, response: int, flops: float, bandwidth: float
 ) -> float:
-    """Seconds of decoding at the mean context of a response. Excludes prefill."""
+    """Returns the seconds to decode a response, with the mean context length for every token. Prefill is excluded."""
     return response * decode_seconds(cost, batch, prompt + response / 2, flops, bandwidth)
 
 
 def product_flops(cost: ModelCost, tokens: float, *, frozen: bool = False) -> float:
-    """FLOPs of the weights in forward and backward: 6 N T, or 4 N T for frozen weights (no weight gradients)."""
+    """Returns the FLOPs of the products with weights in forward and backward: 6 N T, or 4 N T for frozen weights, which
+    need no weight gradients."""
     return (4 if frozen else 6) * cost.multiplied * tokens
 
 
 def attention_flops(cost: ModelCost, squares: float) -> float:
-    """FLOPs of causal attention in forward and backward: 6 L Hq d S^2 per sequence; `squares` is the sum of S^2."""
+    """Returns the FLOPs of causal attention in forward and backward: 6 L Hq d S^2 per sequence. `squares` is the sum of
+    S^2 over the sequences."""
     return 6 * cost.attended * squares
 
 
 def training_flops(cost: ModelCost, lengths: Sequence[int], *, frozen: bool = False) -> float:
-    """FLOPs of forward and backward over causal sequences: 6 N S + 6 L Hq d S^2 each."""
+    """Returns the FLOPs of forward and backward over sequences with these lengths: 6 N S + 6 L Hq d S^2 for each
+    sequence."""
     squares = sum(length**2 for length in lengths)
     return float(product_flops(cost, sum(lengths), frozen=frozen) + attention_flops(cost, squares))
 
@@ -224,21 +235,22 @@ def forward_flops(cost: ModelCost, lengths: Sequence[int]) -> float:
     return training_flops(cost, lengths) / 3
 
 
-# The work of one step in tokens, from which memory and time are predicted.
+# The number of tokens of one step, from which memory and time are predicted.
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one step on all devices. A step of an offline run is one update without generation."""
+    """The tokens of one training step on all devices together. A step of an offline run is one update without
+    generation."""
 
     rows: int
-    """Units that an update divides over the devices: sequences of an online run, rows of an offline run."""
+    """The number of units that are divided over the devices: sequences in an online run, rows in an offline run."""
     tokens: float
-    """Tokens of all micro-batches. A prompt shared by packed responses counts once."""
+    """The tokens of all micro-batches. A prompt that several packed responses share is counted once."""
     squares: float
-    """Sum of S^2 over the sequences, excluding shared prefixes that are computed once."""
+    """The sum of the squared lengths of the sequences. The squared length of a shared prefix is counted once."""
     whole: float
-    """Tokens of all sequences, each with its prompt."""
+    """The tokens of all sequences. Each sequence includes its prompt, also if several sequences share it."""
     targets: float
     updates: int = 1
     epochs: int = 1
@@ -249,25 +261,26 @@ class StepWork:
 
 
 class StepSource(Protocol):
-    """Gives the work of a step. It may be called with changed recipe keys that do not change the training data."""
+    """Computes the tokens of a step. Its methods may be called with a changed recipe if the changed keys do not affect
+    the training data."""
 
     def work(self, recipe: Recipe) -> StepWork: ...
 
     def longest(self, recipe: Recipe) -> int:
-        """Micro-batch tokens of the longest row."""
+        """Returns the number of tokens that the longest row takes in a micro-batch."""
         ...
 
     def rows(self, recipe: Recipe) -> int:
-        """Sequences per update, each of at most `longest` tokens."""
+        """Returns the number of rows or sequences per update. Each has at most `longest` tokens."""
         ...
 
 
 class OfflineSteps:
-    """StepSource of an offline run: updates of mean rows."""
+    """The StepSource of an offline run. It assumes that an update consists of rows of mean length."""
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
-        # Keyed by (packed, sequences of a row share their prefix).
+        # The keys are pairs of booleans: rows are packed, and sequences of a row share their prefix.
         self._works: dict[tuple[bool, bool], StepWork] = {}
         self._longest: dict[tuple[bool, bool], int] = {}
 
@@ -281,7 +294,7 @@ class OfflineSteps:
         batches, items = self.prepared.batches, self.prepared.train.items
         rows = min(batches.rows_per_update, batches.total_rows)
         each = rows / len(items)
-        # Padded rows have the width of the longest row of their micro-batch.
+        # Without packing, rows are padded to the length of the longest row in their micro-batch.
         width = 1 if packed else 1 / batches.fill
         examples = [example for item in items for example in item.examples]
         return StepWork(
@@ -318,7 +331,7 @@ def _squares(item: Item, shared: bool) -> int:
 
 @dataclass(frozen=True)
 class OnlineSteps:
-    """StepSource of an online run: prompts and responses of mean length."""
+    """The StepSource of an online run. It assumes prompts and responses of mean length."""
 
     prompt_tokens: float
     response_tokens: float
@@ -354,7 +367,8 @@ class OnlineSteps:
         )
 
     def _shared(self, recipe: Recipe) -> int:
-        """Responses of a group whose prompt is already in their packed row: all but one per packed row."""
+        """Returns how many responses of a group share a prompt that their packed row already contains: all but one per
+        packed row."""
         if recipe.batch.tokens is None or recipe.parallel.context_parallel > 1:
             return 0
         on_a_line = max(1, int((recipe.batch.tokens - self.prompt_tokens) // self.response_tokens))

@@ -1,4 +1,4 @@
-"""A recipe on a cluster: memory per phase, step time, and the fastest layout that fits."""
+"""Predicts the memory and step time of a recipe on a cluster, and finds the fastest parallel layout that fits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.registry import estimator_row
 from lockstep.rollout.native.native_engine import fitting_prefill, kept_cache
 
-# Prediction for a recipe on a cluster that may be absent: memory of each phase and step time.
+# Predicts memory and step time on a cluster, which need not be available.
 
-# Keys of `parallel` that the prediction models, or that do not affect it.
+# The keys of the recipe section `parallel` that the prediction takes into account, or that do not affect it.
 RECKONED = {
     *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor_parallel"),
     *(
@@ -46,7 +46,8 @@ RECKONED = {
 
 @dataclass(frozen=True)
 class Outlook:
-    """A recipe with its models and steps. The recipe may be replaced if models and rows stay the same."""
+    """A recipe with the sizes of its models and the tokens of its steps, for predictions. The recipe may be replaced by
+    one with the same models and rows."""
 
     recipe: Recipe
     models: ModelCosts
@@ -89,8 +90,8 @@ class Outlook:
         return with_worker(plan, recipe, config, cluster.devices, longest, prefill, on_host=on_host, memory=memory)
 
     def held(self, cluster: TargetCluster) -> int | None:
-        """Sequences of mean length that fit into the KV cache of a device at once. None if all fit, or if not even the
-        minimum cache fits."""
+        """Returns how many sequences of mean length fit into the KV cache of a device at once. Returns None if all
+        sequences fit, or if even the minimum cache does not fit."""
         plan, work = self.memory(cluster), self.steps.work(self.recipe)
         fits = all(phase.name != "generation" or phase.total <= cluster.memory for phase in plan.phases)
         if plan.cache >= plan.wanted_cache or not fits:
@@ -100,7 +101,8 @@ class Outlook:
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
-        """Returns the outlook with tensor groups of this size. Raises Indivisible if the model cannot be divided so."""
+        """Returns the outlook with tensor parallelism of this size. Raises Indivisible if the model cannot be divided
+        over so many ranks."""
         refuse_heads(self.models.config, tensor)
         parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
         recipe = self.recipe.model_copy(update={"parallel": parallel})
@@ -108,7 +110,8 @@ class Outlook:
         return replace(self, recipe=recipe, models=replace(self.models, counted=counted))
 
     def phases(self, cluster: TargetCluster) -> list[Phase]:
-        """Memory of the phases of a run: load, generate, reference, update, save, and the worker's phase."""
+        """Returns the memory of each phase of a run: load, generate, reference, update, save, and the phase of the
+        rollout worker."""
         named = {phase.name: phase for phase in self.memory(cluster).phases}
         update = max((named["forward and backward"], named["optimizer step"]), key=lambda phase: phase.total)
         found = [named["load"]]
@@ -122,12 +125,12 @@ class Outlook:
         return [*found, replace(update, name="update"), standing, *worker]
 
     def over(self, cluster: TargetCluster) -> list[Phase]:
-        """The phases that exceed the memory of a device, largest first."""
+        """Returns the phases that exceed the memory of a device, the largest first."""
         found = [phase for phase in self.phases(cluster) if phase.total > cluster.memory]
         return sorted(found, key=lambda phase: -phase.total)
 
     def times(self, cluster: TargetCluster) -> list[PhaseTime] | None:
-        """Times of the phases of a step; None if the chip table has no FLOP/s for this dtype."""
+        """Returns the times of the phases of a step, or None if the chip table has no FLOP/s for the model's dtype."""
         if cluster.chip.flops(DTYPES[self.recipe.model.dtype].itemsize) is None:
             return None
         recipe, held = self.recipe, self.held(cluster) if self.recipe.method in ONLINE else None
@@ -139,7 +142,7 @@ class Outlook:
 
 
 def _other_model(recipe: Recipe) -> str | None:
-    """The folder of a reference or teacher that is not the policy's model."""
+    """Returns the folder of a reference or teacher model that differs from the policy's model, or None."""
     if recipe.method not in ONLINE and recipe.distill.teacher is not None:
         return recipe.distill.teacher
     if reference_kind(recipe) == "model" and reference_folder(recipe) != recipe.model.path:
@@ -148,16 +151,17 @@ def _other_model(recipe: Recipe) -> str | None:
 
 
 def refuse_uncounted(settings: Parallel) -> None:
-    """Refuses keys of `parallel` that the prediction does not model."""
+    """Refuses keys of the recipe section `parallel` that the prediction does not take into account."""
     unknown = {name: field for name, field in type(settings).model_fields.items() if name not in RECKONED}
     changed = [name for name, field in unknown.items() if getattr(settings, name) != field.default]
-    why, remedy = "is not in the cost model of --cluster", "plan without it"
+    why, remedy = "is not supported by the prediction of --cluster", "plan without it"
     refuse_all([Problem(f"parallel.{name}", why, remedy, code="unsupported-setting") for name in changed])
 
 
 def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) -> None:
-    """Refuses a plan that exceeds the memory, with the bytes of each phase and a proposal that fits."""
-    remedy = proposal or "no keys make it fit: take larger devices, a smaller model, or an adapter (model.lora)"
+    """Refuses a recipe that exceeds the memory of the cluster's devices. The message contains the bytes of each phase
+    and a proposal that fits."""
+    remedy = proposal or "no recipe keys make it fit: use larger devices, a smaller model, or an adapter (model.lora)"
     problems: list[Problem] = []
     for phase in outlook.over(cluster):
         why = f"needs about {phase.total / 2**30:,.1f} GiB ({phase.total:,} bytes) on each device"
@@ -170,12 +174,12 @@ def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) 
     refuse_all(problems)
 
 
-# Search for the recipe keys that fit on a cluster and give the shortest step.
+# Search for recipe keys with which the recipe fits on a cluster and has the shortest step time.
 
 KeyValues = dict[str, Any]
-# If no keys fit, up to this many times as many nodes are tried.
+# If no keys make the recipe fit, clusters with up to this many times as many nodes are tried.
 MOST_TIMES = 64
-# Keys that save a smaller part of the time are not proposed.
+# Changes of keys that save a smaller fraction of the step time are not proposed.
 WORTH = 0.05
 
 
@@ -189,7 +193,8 @@ class Fit:
 
 
 def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
-    """Finds the fastest fitting keys on the cluster, or on more nodes of the same kind; None if nothing fits."""
+    """Finds the recipe keys with which the recipe fits on the cluster and is fastest. If none fit, tries more nodes of
+    the same type. Returns None if nothing fits."""
     nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
     while nodes <= most:
         larger = replace(cluster, nodes=nodes)
@@ -208,8 +213,9 @@ def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
 
 
 def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
-    """The keys with the shortest rounded step time, so that changes with negligible gain are left out. Tensor groups
-    are tried only if nothing else fits, because the latency of their all-reduces is not modelled."""
+    """Returns the smallest set of changed keys whose step time is within 5 % of the shortest, so that changes with a
+    negligible gain are not proposed. Tensor parallelism is tried only if nothing else fits, because the latency of its
+    all-reduces is not modelled."""
     found = list(_timed(outlook, cluster))
     if not found:
         found = [
@@ -224,14 +230,14 @@ def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
 
 
 def _timed(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[float, int, KeyValues]]:
-    """Yields the candidates that fit: step seconds, number of keys, keys."""
+    """Yields the combinations of keys with which the recipe fits, as (step seconds, number of keys, keys)."""
     for keys, changed in _candidates(outlook, cluster):
         times = changed.times(cluster)
         yield sum(time.open for time in times) if times is not None else 0.0, len(keys), keys
 
 
 def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
-    """Yields larger tensor groups inside a node that can divide the model."""
+    """Yields outlooks with more tensor parallelism, for group sizes that fit inside a node and divide the model."""
     recipe = outlook.recipe
     for size in (2, 4, 8, 16):
         if size <= recipe.parallel.tensor_parallel or cluster.each % size:
@@ -245,7 +251,8 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
 
 
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
-    """Yields all valid combinations of keys that fit, each with as many concurrent sequences as fit."""
+    """Yields all valid combinations of keys with which the recipe fits. Each allows as many concurrent sequences as
+    fit."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
@@ -266,7 +273,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyV
 
 
 def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool:
-    """Whether the recipe is valid with these keys, and a micro-batch still holds the longest row."""
+    """Returns whether the recipe is valid with these keys, and the longest row still fits into a micro-batch."""
     recipe = with_keys(outlook.recipe, keys)
     try:
         grid_of(recipe.parallel, cluster.devices)
@@ -276,7 +283,7 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool
     return held and cluster.devices % recipe.parallel.context_parallel == 0 and not list(combination_problems(recipe))
 
 
-# -- alternatives per setting: first no change, then key values
+# -- alternatives for each recipe setting: the first alternative is no change
 
 
 def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
@@ -309,15 +316,16 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Offloads activations only together with checkpointing: full layer activations would need host memory and host
-    bandwidth that are not modelled."""
+    """Returns alternatives for gradient checkpointing and activation offload. Offload is proposed only together with
+    checkpointing. Without checkpointing it would need host memory and bandwidth that are not modelled."""
     whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
     return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]
 
 
 def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Context groups stay inside a node because every layer exchanges keys and values."""
+    """Returns alternatives for context parallelism. Groups stay inside a node, because every layer exchanges keys and
+    values."""
     if recipe.batch.tokens is None:
         return [{}]
     counts = (2, 4, 8, 16)

@@ -1,4 +1,4 @@
-"""Planned memory of a device by phase, computed before weights load."""
+"""Predicts the memory of a device in each phase of a run, before weights load."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 
-# Bytes per parameter of an offloaded update: master, two moments and gradient in fp32.
+# Device bytes per parameter while an offloaded optimizer updates it: master weight, two moments and gradient in fp32.
 UPDATED_BYTES = 16
 STEP = "optimizer step"
-# With activation offload two layers stay on the device: the one being computed and the one being copied.
+# With activation offload, the activations of two layers stay on the device: of the layer that is computed and of the
+# layer that is copied.
 LAYERS_HERE = 2
 
 
 @dataclass(frozen=True)
 class TrainedBytes:
-    """Bytes of a trained model on one device. `layer`: weights gathered at a time; `largest`: elements of the largest
-    tensor, which an update keeps in one piece.
+    """The bytes of a trained model on one device. `layer` is the bytes of weights that are gathered at a time.
+    `largest` is the number of elements of the largest tensor, which the optimizer updates in one piece.
     """
 
     state: int
@@ -50,13 +51,13 @@ class TrainedBytes:
 
     @property
     def updated(self) -> int:
-        """Bytes of an offloaded optimizer state that are on the device at once."""
+        """The bytes of an offloaded optimizer state that are on the device at the same time during an update."""
         return min(self.state, UPDATED_BYTES * max(TOGETHER, self.largest))
 
 
 @dataclass(frozen=True)
 class Freed:
-    """Bytes that an offload key frees on each device, whether it is set or not."""
+    """The bytes that an offload key frees on each device, or would free if it were set."""
 
     setting: str
     bytes: int
@@ -69,7 +70,8 @@ class Freed:
 def freed_by(
     settings: Parallel, ranks: int, policy: TrainedBytes, critic: TrainedBytes | None, frozen: dict[str, int]
 ) -> list[Freed]:
-    """`frozen`: weights of reference, teacher and reward models by the key that offloads them."""
+    """Returns the bytes that each offload key frees. `frozen` maps an offload key to the bytes of the frozen model
+    (reference, teacher or reward model) that it offloads."""
     found = []
     for key, chosen, part in (
         ("offload", settings.offload, policy),
@@ -87,14 +89,15 @@ def freed_by(
 
 
 def waiting_activations(layers: int, each: int) -> int:
-    """Host bytes of `model.activation_offload`, for layers that each keep `each` bytes for the backward pass."""
+    """Returns the host bytes of `model.activation_offload`, if each layer keeps `each` bytes for the backward pass."""
     return max(0, layers - LAYERS_HERE) * each
 
 
 def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: bool = False) -> Phase:
-    """Returns the phase without the offloaded parts of a model. `gathered`: the phase needs the full weights."""
+    """Returns the phase without the bytes that a model offloads to the host. `gathered` is true if the phase needs the
+    full weights on the device."""
     if phase.name == "load":
-        # Shards are loaded to where they stay. The optimizer state is created later.
+        # Offloaded shards are loaded directly into host memory. The optimizer state does not exist yet.
         return replace(phase, weights=phase.weights - (part.weights if offload in ("params", "all") else 0))
     if offload in ("optimizer", "all"):
         stays = part.updated if phase.name == STEP else 0
@@ -107,8 +110,9 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
 
 
 def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[str, int]) -> tuple[Phase, ...]:
-    """Subtracts offloaded frozen models. A reference returns only for its forward pass, without stored activations. A
-    teacher is needed in forward and backward, a reward model during generation."""
+    """Subtracts the bytes of offloaded frozen models from the phases that do not need them. A reference model is on the
+    device only in its own phase, a forward pass without stored activations. A teacher is needed in forward and
+    backward, and a reward model during generation."""
     reference = frozen.get("offload_reference", 0) * int(settings.offload_reference)
     teacher = frozen.get("offload_teacher", 0) * int(settings.offload_teacher)
     reward = frozen.get("offload_reward", 0) * int(settings.offload_reward)
@@ -119,18 +123,18 @@ def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[s
         if phase.name in (STEP, "generation"):
             gone += teacher
         if phase.name != "generation":
-            gone += reward  # also during the load of the policy: the rewards are tried before it and offloaded again
+            gone += reward  # also in load: reward models are tried and offloaded before the policy loads
         found.append(replace(phase, weights=phase.weights - gone))
     own_pass = replace(validation, name="reference", weights=validation.weights - reward)
     return (*found, own_pass) if reference else tuple(found)
 
 
-# Memory of a run by phase, computed before weights load.
+# The memory of a run by phase.
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on one device during one phase."""
+    """The bytes on one device during one phase of a run."""
 
     name: str
     weights: int
@@ -150,14 +154,14 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     checkpoint_bytes: int
     freed: tuple[Freed, ...] = ()
-    """Parts that an offload key frees or would free."""
+    """The bytes that each offload key frees, or would free if it were set."""
     remarks: tuple[str, ...] = ()
     handed_bytes: int = 0
-    """Host bytes per rank of a weight sync through host memory."""
+    """The host bytes per rank that a weight sync through host memory needs."""
     cache: int = 0
     """Bytes of the KV cache."""
     wanted_cache: int = 0
-    """KV cache bytes with which no sequence would wait."""
+    """The bytes of a KV cache in which all sequences fit, so that none has to wait."""
 
     @property
     def peak(self) -> Phase:
@@ -177,10 +181,10 @@ def plan_memory(
     counted: Counted | None = None,
     cache_room: int | None = None,
 ) -> MemoryPlan:
-    """Estimates memory from shapes. An update has `rows` rows of at most `longest` tokens.
+    """Estimates memory from the shapes of the models. An update has `rows` rows of at most `longest` tokens.
 
-    `prefill_tokens`: tokens of one prefill pass. `keeps_cache`: KV cache bytes that may stay on the device during
-    training. `counted`: parameter counts, if already computed. `cache_room`: maximum of the KV cache (`on_device`).
+    `prefill_tokens` is the number of tokens of a prefill pass. A KV cache of at most `keeps_cache` bytes stays on the
+    device during training. `counted`: parameter counts. `cache_room`: maximum KV cache bytes (see `on_device`).
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
@@ -188,7 +192,7 @@ def plan_memory(
     parameters, trained = counted.parameters, counted.trained
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     single = _one_micro_batch(recipe, rows, longest)
-    # The device's AdamW reads the gradients of a single micro-batch in the dtype of the model.
+    # If an update is one micro-batch, the device's AdamW reads gradients in the model's dtype and needs no fp32 copy.
     fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
     tokens = _micro_batch_tokens(recipe, rows, longest)
@@ -217,7 +221,7 @@ def plan_memory(
 
 
 def _critic_bytes(policy: TrainedBytes, without: Phase, with_critic: Phase) -> TrainedBytes | None:
-    """The bytes of the critic: the difference between a phase with and without it."""
+    """Returns the bytes of the critic: the difference between a phase with the critic and the same phase without it."""
     state, weights = with_critic.optimizer - without.optimizer, with_critic.weights - without.weights
     return replace(policy, state=state, weights=weights, gradients=0) if weights > 0 else None
 
@@ -226,9 +230,9 @@ def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, g
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     trained = counted.trained
     return TrainedBytes(
-        # Two moments and the master weights.
+        # The optimizer state consists of two moments and the master weights.
         state=trained * 2 * (4 if masters else size) // shards + (trained * 4 // shards if masters else 0),
-        # Weights are sharded. The spare share covers the gathered layer.
+        # The weights are sharded over the ranks.
         weights=counted.parameters * size // shards,
         gradients=trained * gradient_size // shards,
         layer=counted.parameters * size // max(1, config.num_hidden_layers),
@@ -238,13 +242,13 @@ def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, g
 
 @dataclass(frozen=True)
 class _Activations:
-    """Activation bytes: of all layers, of the last layer in its backward pass, and of the head."""
+    """The activation bytes of all layers, of the last layer in its backward pass, and of the output head."""
 
     layers: int
     last: int
     head: int
     on_host: int
-    """Bytes that `model.activation_offload` moves to the host."""
+    """The bytes that `model.activation_offload` moves to the host."""
     validation: int
 
     @classmethod
@@ -259,9 +263,11 @@ class _Activations:
 
 
 def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:
-    """The larger end of a backward pass: all activations at its start, or all gradients at its end.
+    """Returns the peak of the forward and backward pass. The peak is at the start of the backward pass, with all
+    activations, or at its end, with all gradients.
 
-    `arriving`: gradients of one micro-batch, which are added to the fp32 gradients of the previous ones.
+    `arriving` is the bytes of the gradients of one micro-batch, which are added to the fp32 gradients of the previous
+    micro-batches.
     """
     on_host = recipe.parallel.offload in ("params", "all")
     arriving = arriving if recipe.model.master_weights and not on_host else 0
@@ -274,13 +280,13 @@ def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activat
 
 
 def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
-    """Tokens per device of the largest micro-batch."""
+    """Returns the tokens per device of the largest micro-batch."""
     most = min(recipe.batch.micro_batch_size or rows, rows) * longest
     return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context_parallel)
 
 
 def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
-    """Whether an update is one micro-batch for any row lengths."""
+    """Returns whether an update fits into one micro-batch even if all rows have the maximum length."""
     fits_rows = recipe.batch.micro_batch_size is None or recipe.batch.micro_batch_size >= rows
     return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
 
@@ -293,7 +299,8 @@ def _with_offload(
     critic: TrainedBytes | None,
     frozen: dict[str, int],
 ) -> MemoryPlan:
-    """Removes offloaded parts from the phases that do not need them on the device."""
+    """Subtracts offloaded weights, gradients and optimizer states from the phases that do not need them on the
+    device."""
     phases = tuple(without(one, settings.offload, policy, gathered=one.name == "generation") for one in plan.phases)
     if critic is not None:
         phases = tuple(without(one, settings.offload_critic, critic) for one in phases)
@@ -307,28 +314,30 @@ def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Settings of the engine's memory: devices that share the prompts, longest sequence, tokens per prefill pass, and
-    the cache bytes that may stay allocated outside generation."""
+    """The settings that determine the engine's memory: the number of devices among which the prompts are divided, the
+    longest sequence, the tokens per prefill pass, and the maximum bytes of a KV cache that stays allocated during
+    training."""
 
     devices: int
     longest: int
     prefill_tokens: int
     keeps_cache: int
     cache_room: int | None = None
-    """Maximum bytes of the cache; None if it is not limited."""
+    """The maximum bytes of the KV cache, or None if it is not limited."""
 
     def prompts(self, recipe: Recipe) -> int:
         """Prompts per device."""
         return -(-recipe.batch.prompts // self.devices)
 
     def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
-        """Bytes of the cache: enough for all sequences, limited by the room, but at least one longest sequence."""
+        """Returns the bytes of the KV cache. They suffice for all sequences if `cache_room` allows it, and at least for
+        one sequence of maximum length."""
         if recipe.rollout.cache_gb:
             return min(wanted, int(recipe.rollout.cache_gb * 1e9))
         return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))
 
     def kept(self, recipe: Recipe, cache: int) -> int:
-        """Cache bytes that stay allocated between two generations."""
+        """Returns the KV cache bytes that stay allocated during training, between two generation phases."""
         free = recipe.rollout.free_cache
         return 0 if (cache > self.keeps_cache if free is None else free) else cache
 
@@ -336,15 +345,15 @@ class EnginePlan:
 def _with_online_parts(
     plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan
 ) -> MemoryPlan:
-    """Adds the parts of an online run: a critic with its optimizer, the KV cache and a prefill pass.
+    """Adds the memory that only online runs need: a critic with its optimizer, the KV cache and a prefill pass.
 
-    `gathered`: parameters that a device has during generation.
+    `gathered` is the number of policy parameters on a device during generation.
     """
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
     lora = recipe.model.lora
     has_critic = estimator_row(recipe.algorithm.advantage).critic
-    # With an adapter the critic trains an adapter and its head.
+    # If the model has a LoRA adapter, the critic trains an adapter and its value head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
     weights = plan.parameters * int(has_critic) * size // shards
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
@@ -374,8 +383,9 @@ def _with_online_parts(
 
 
 def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], MemoryPlan]) -> MemoryPlan:
-    """The plan on a device with this memory. The KV cache of the built-in engine takes a share of the free memory;
-    sequences that do not fit wait. `plan_of` gets the maximum of the cache."""
+    """Returns the memory plan for a device with `memory` bytes. The KV cache of the built-in engine takes a fraction of
+    the free memory, and sequences that do not fit have to wait. `plan_of` computes a plan for a maximum size of the
+    cache."""
     plan = plan_of(None)
     standing = next((phase for phase in plan.phases if phase.name == "generation"), None)
     if standing is None or recipe.rollout.cache_gb is not None or not ENGINES[recipe.rollout.engine].paged:
@@ -385,7 +395,7 @@ def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], Memor
 
 
 def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
-    """Refuses a plan that exceeds the memory before the model is loaded."""
+    """Refuses a run whose predicted peak memory exceeds the memory of the device."""
     peak = memory.peak
     if peak.total > available:
         raise Refusal.at(
@@ -404,6 +414,6 @@ def _read_by_all(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, .
         return ()
     size = counted.parameters * DTYPES[recipe.model.dtype].itemsize
     return (
-        f"every process reads all of {recipe.model.path} into the host's memory ({size / 2**30:.1f} GiB each) before "
-        f"it keeps its slices: {counted.whole}",
+        f"every process reads all of {recipe.model.path} into host memory ({size / 2**30:.1f} GiB each) before it "
+        f"keeps only its shards: {counted.whole}",
     )

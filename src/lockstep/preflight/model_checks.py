@@ -1,4 +1,4 @@
-"""Checks of the models of a run before their weights load."""
+"""Checks the models of a run before their weights load."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Origin
 
-# Configuration keys of placeholder token ids for images, video or audio.
+# The keys of config.json that contain the token ids of placeholders for images, video or audio.
 _PLACEHOLDERS = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
 
 
 def placeholder_ids(config: Any) -> dict[int, str]:
-    """Placeholder token ids for images, video or audio, with their configuration keys."""
+    """Returns the token ids of placeholders for images, video or audio, each with its key in config.json."""
     ids = {}
     parts = [config.to_dict()]
     while parts:
@@ -43,7 +43,8 @@ def placeholder_ids(config: Any) -> dict[int, str]:
 
 
 def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]]) -> list[Problem]:
-    """Finds text rows with a placeholder token: transformers would replace its embedding with an image's."""
+    """Reports text rows that contain a placeholder token. transformers would replace the embedding of this token with
+    that of an image."""
     ids = placeholder_ids(config)
     if not ids:
         return []
@@ -51,13 +52,16 @@ def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]
     for origin, tokens in rows:
         token = next((token for token in tokens if token in ids), None)
         if token is not None:
-            why = f"holds token {token}, which stands for a picture or sound ({ids[token]} of config.json)"
-            problems.append(Problem(str(origin), why, "take it out: only text is trained on here", code="not-text"))
+            why = f"contains token {token}, which is a placeholder for an image or audio ({ids[token]} of config.json)"
+            problems.append(
+                Problem(str(origin), why, "remove the token: lockstep trains only on text", code="not-text")
+            )
     return shortened(problems, "rows")
 
 
 def trained_folders(recipe: Recipe) -> dict[str, str]:
-    """The folders of trained models by key, without duplicates. Excludes references and teachers."""
+    """Returns the folders of the trained models by recipe key, without duplicates. References and teachers are
+    excluded."""
     folders = {"model.path": recipe.model.path}
     if has_critic(recipe) and recipe.critic.path not in (None, recipe.model.path):
         folders["critic.path"] = str(recipe.critic.path)
@@ -65,7 +69,8 @@ def trained_folders(recipe: Recipe) -> dict[str, str]:
 
 
 def model_folders(recipe: Recipe) -> dict[str, str]:
-    """The folders by key of all models that process the policy's tokens, trained or frozen, without duplicates."""
+    """Returns the folders of all trained and frozen models that process the policy's tokens, by recipe key and without
+    duplicates."""
     folders = trained_folders(recipe)
     if reference_kind(recipe) in ("model", "disk"):
         folders.setdefault("the reference", reference_folder(recipe))
@@ -107,7 +112,7 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
 
 
 def tokenizer_of_model(context: Context) -> None:
-    """Refuses a tokenizer with ids beyond the embedding of the model."""
+    """Refuses a tokenizer that has token ids outside the model's embedding."""
     refuse_foreign_tokenizer(context.tokenizer, context.config.vocab_size, context.recipe.model.path)
 
 
@@ -128,7 +133,7 @@ def classifier(context: Context) -> None:
 
 
 def architectures(context: Context) -> Iterator[Problem]:
-    """Reports models that loading would refuse, without reading weights."""
+    """Reports models that loading would refuse. It does not read their weights."""
     recipe, device = context.recipe, context.device
     kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
     for key, path in model_folders(recipe).items():
@@ -164,14 +169,15 @@ def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
     if expected != actual:
         raise Refusal.at(
             f"{key} {path}",
-            f"has {actual:,} tokens, and the policy {expected:,}",
+            f"has a vocabulary of {actual:,} tokens, and the policy has {expected:,}",
             "use a model of the same family",
             code="other-vocabulary",
         )
 
 
 def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
-    """Refuses a tokenizer with different ids: vocabularies of equal size may number their tokens differently."""
+    """Refuses a teacher whose tokenizer assigns other ids to tokens than the policy's tokenizer. Vocabularies of equal
+    size may still have different ids."""
     expected, actual = load_tokenizer(recipe.model.path).get_vocab(), load_tokenizer(path).get_vocab()
     differing = sorted(expected.items() ^ actual.items())
     if differing:
@@ -179,7 +185,7 @@ def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
         side = "the policy's" if (token, number) in expected.items() else "its"
         raise Refusal.at(
             f"{key} {path}",
-            f"its tokenizer is another one: {len(differing):,} tokens differ, the first is {token!r} "
+            f"its tokenizer differs from the policy's: {len(differing):,} tokens differ, the first is {token!r} "
             f"({number} in {side})",
             "use a teacher of the same family",
             code="other-vocabulary",

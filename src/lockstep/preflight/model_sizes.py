@@ -22,12 +22,12 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
 
-# Memory of reward models, from their configurations.
+# The memory of reward models, computed from their configurations.
 
 
 def reward_bytes(recipe: Recipe) -> int:
-    """Bytes of `reward.model` and `reward.process` in their stored precision. They are not sharded: every device has a
-    full copy."""
+    """Returns the bytes of `reward.model` and `reward.process` in their stored precision. Reward models are not
+    sharded: every device has a full copy."""
     if recipe.method not in ONLINE:
         return 0
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -45,7 +45,8 @@ def reward_bytes(recipe: Recipe) -> int:
 def _weights(kind: Any, config: Any) -> int:
     with torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=False)
-    # Without a dtype in the configuration transformers reads it from the files; fp32 is the upper bound.
+    # If the configuration has no dtype, transformers takes the dtype of the weight files. The upper bound fp32 is
+    # assumed here.
     size = (getattr(config, "dtype", None) or torch.float32).itemsize
     return sum(parameter.numel() for parameter in model.parameters()) * int(size)
 
@@ -55,40 +56,41 @@ def _weights(kind: Any, config: Any) -> int:
 
 @dataclass(frozen=True)
 class Counted:
-    """Parameter counts of the policy, of its trained part, and of each frozen model by its offload key."""
+    """The parameter counts of the policy (`parameters`), of its trained part, and of each frozen model by its offload
+    key."""
 
     parameters: int
     trained: int
     divided: int
-    """Parameters that a tensor group divides."""
+    """The number of parameters that tensor parallelism divides."""
     largest: int
-    """Parameters of the largest trained tensor."""
+    """The number of parameters of the largest trained tensor."""
     layer: int
-    """Parameters of the largest layer, undivided."""
+    """The number of parameters of the largest layer, before tensor parallelism divides it."""
     outside: int
-    """Parameters outside the layers: embedding, output head, final norm."""
+    """The number of parameters outside the layers: embedding, output head, final norm."""
     whole: str | None
-    """Why every process loads the full model into host memory; None if it does not."""
+    """The reason why every process loads the full model into host memory, or None if it does not."""
     fused: bool
-    """Whether the device's fused kernels support every feed-forward, without adapters in it."""
+    """Whether the fused kernels support the feed-forward of every layer. Adapters are not considered."""
     frozen: dict[str, int]
     reward: int = 0
     """Bytes of the reward models, which keep their stored precision and are not sharded."""
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
-    """Counts parameters from shapes: the models are built on the meta device."""
+    """Counts the parameters of the run's models, which are built on the meta device without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        # Norms, biases and adapters of a tensor group are too small to count separately.
+        # Norms, biases and adapters are too small to count separately for tensor parallelism.
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
         model = with_lora(base, recipe.model.lora, seed=0)
-        with_adapters(inner_decoder(base), styles)  # refuses layers that cannot be divided with an adapter
+        with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
@@ -99,19 +101,20 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
-    """Extra parameters that a device holds for a moment while a sharded model loads: the parameters outside the layers
-    and one gathered layer with its buffer, while the previous layer is still allocated. The trials of fused operators
-    hold less."""
+    """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. These are
+    the parameters outside the layers and one gathered layer with its buffer, while the previous layer is still
+    allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
     layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
     entered = counted.outside + 2 * layer + max(counted.outside, layer)
-    # A full model on the host is divided over the tensor group before it is sharded.
+    # If the full model is in host memory, it is divided over the tensor-parallel ranks before it is sharded.
     split = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
     return max(entered, split)
 
 
 def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
-    """Parameters of a frozen reference or teacher. `own`: of the policy, if it is also the reference."""
+    """Returns the parameter count of a frozen reference or teacher by its offload key. `own` is the count of the
+    policy's model, which may also be the reference."""
     if reference_kind(recipe) == "model":
         folder = reference_folder(recipe)
         return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}
@@ -132,7 +135,7 @@ def _parameters_of(folder: str) -> int:
 
 
 class LayerKernels(NamedTuple):
-    """The kernels of the layers, as far as they affect stored activations."""
+    """Which fused kernels the layers use, because they change the stored activations."""
 
     lean: bool = False
     """Norms, rotary and attention use the device's fused kernels."""
@@ -142,7 +145,7 @@ class LayerKernels(NamedTuple):
 
 def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
     model = recipe.model
-    # In fp32 attention uses torch, which copies its inputs.
+    # In fp32, torch computes the attention and keeps copies of its inputs, so the layers do not save memory.
     half = DTYPES[model.dtype].itemsize < 4
     lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
     return LayerKernels(lean, lean and model.lora is None)
@@ -151,11 +154,13 @@ def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], 
 def activation_bytes(
     config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels | None = None, *, tensor: int = 1
 ) -> int:
-    """Bytes that the decoder layers keep for the backward pass, from the tensors of a Llama-like layer.
+    """Returns the bytes that the decoder layers keep for the backward pass, computed from the tensors of a Llama-like
+    layer.
 
-    Per token: inputs of two norms and of the projections, queries, keys, values, attention output, and four tensors
-    as wide as the feed-forward. Norms also keep fp32 copies of their input. Lean layers have no such copies and keep
-    queries, keys and values once. A fused feed-forward keeps two tensors of its width.
+    Each layer keeps for each token: the inputs of two norms and of the projections, queries, keys, values, attention
+    output, and four tensors as wide as the feed-forward. Norms also keep fp32 copies of their input. Layers with fused
+    norms, rotary and attention (`lean`) keep no fp32 copies, and keep queries, keys and values once. A fused
+    feed-forward keeps two tensors of its width instead of four.
     """
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     heads = config.num_attention_heads
@@ -164,7 +169,7 @@ def activation_bytes(
     lean, fused = kernels or LayerKernels()
     attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
     copies = 0 if lean else 2 * 2 * 4 * hidden
-    # A tensor group divides heads and feed-forward, but not the residual stream.
+    # Tensor parallelism divides attention heads and feed-forward, but not the residual stream.
     layer = tokens * (size * (4 * hidden + (attention + (2 if fused else 4) * inner) // tensor) + copies)
     if checkpointing:
         return config.num_hidden_layers * tokens * hidden * size + layer
@@ -174,20 +179,22 @@ def activation_bytes(
 def kept_by_layer(
     config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels, *, tensor: int = 1
 ) -> int:
-    """Bytes that one layer keeps until its backward pass; with checkpointing only its input."""
+    """Returns the bytes that one layer keeps until its backward pass. With checkpointing, the layer keeps only its
+    input."""
     if checkpointing:
         return tokens * int(config.hidden_size) * size
     return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
 
 
 def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
-    """Bytes of a chunk of logits with its working copies, and of the head's fp32 gradient."""
+    """Returns the bytes of one chunk of logits with its working copies, plus those of the output head's fp32
+    gradient."""
     chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * config.vocab_size * tokens)
     return chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
 
 
 def kv_bytes(config: Any, size: int) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Returns the KV cache bytes of one token in all layers."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_size * size

@@ -1,4 +1,4 @@
-"""Inputs of the checks before weights load, filled in stage by stage, and the results: a run ready to load."""
+"""`Context` collects the inputs of the checks before weights load. `Prepared` and `PreparedOnline` are checked runs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ P = ParamSpec("P")
 
 @dataclass
 class Context:
-    """A recipe and its inputs read so far. A check reads it and returns problems."""
+    """A recipe and what the checks have read for it so far: tokenizer, configuration, rows. A check gets the context
+    and returns problems."""
 
     recipe: Recipe
     device: Device
     devices: int
-    """Number of devices of the run."""
+    """The number of devices of the run."""
     console: Console
     plans: bool = False
-    """Whether `lockstep plan` runs the checks."""
+    """True if `lockstep plan` runs the checks, False for training."""
     local: bool = True
     """Whether the run would use the devices of this machine."""
     tokenizer: Any = None
@@ -45,7 +46,7 @@ class Context:
     """Configuration of `model.path`."""
     questions: list[Question] = field(default_factory=list)
     limit: int = 0
-    """Maximum number of tokens of a row or prompt."""
+    """The maximum length of a row or prompt in tokens."""
     train: Any = None
     """A `Dataset`, or a `PromptSet` for an online method."""
     val: Dataset[Any] | None = None
@@ -68,7 +69,7 @@ class Context:
 
     @property
     def row_sets(self) -> dict[str, Dataset[Any]]:
-        """Rows of an offline run by key."""
+        """The training and validation rows of an offline run, by recipe key."""
         rows = {"data.train": self.train, "data.val": self.val}
         return {key: dataset for key, dataset in rows.items() if dataset is not None}
 
@@ -79,7 +80,7 @@ class Context:
 
 
 def problems_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> list[Problem]:
-    """The problems of a function that raises a refusal."""
+    """Calls a check function and returns the problems of the refusal that it raises, or an empty list."""
     try:
         check(*args, **kwargs)
     except Refusal as refusal:
@@ -88,7 +89,7 @@ def problems_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
 
 
 def refuse_each_once(problems: Iterable[Problem]) -> None:
-    """Refuses with all problems. Several checks may report the same one."""
+    """Raises a refusal with all problems, if there are any. A problem that several checks report appears once."""
     unique = list(dict.fromkeys(problems))
     if unique:
         raise Refusal(unique)
@@ -105,7 +106,8 @@ class Checked:
     memory: MemoryPlan
 
     def data(self, train: Dataset[Any] | PromptSet, val: Dataset[Any] | None = None) -> dict[str, Any]:
-        """Fingerprints and counts of the rows, which a resumed run must have too."""
+        """Returns the fingerprints and counts of the data rows. A resumed run must have the same fingerprints and
+        counts."""
         return {
             "train": train.fingerprints,
             "val": val.fingerprints if val else [],
@@ -114,13 +116,14 @@ class Checked:
 
     @property
     def pad_id(self) -> int:
-        """Any id if the tokenizer has none: padding is neither attended to nor trained."""
+        """The padding token id, or 0 if the tokenizer has none. Any id works, because padding is neither attended to
+        nor trained."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
 
 
 @dataclass(frozen=True)
 class Prepared(Checked):
-    """A checked offline run: rows."""
+    """A checked offline run with its rows, ready to load weights."""
 
     tokens_metric: ClassVar[str] = "train/tokens"
     train: Dataset[Any]
@@ -131,7 +134,7 @@ class Prepared(Checked):
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens that end a response, or a text if a reward model is trained."""
+        """The tokens that end a response. If a reward model is trained, these are the last tokens of its texts."""
         if METHODS[self.recipe.method].model == "value":
             return sorted({example.ids[-1] for example in sequences(self.train.items)})
         return sorted(self.train.end_tokens)
@@ -146,7 +149,7 @@ class Prepared(Checked):
 
 @dataclass(frozen=True)
 class PreparedOnline(Checked):
-    """A checked online run: prompts."""
+    """A checked online run with its prompts, ready to load weights."""
 
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"
     train: PromptSet

@@ -1,4 +1,4 @@
-"""Reads the rows, prompts and questions of a run and reports problems and remarks."""
+"""Reads the rows, prompts and validation questions of a run, and reports problems and remarks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from lockstep.types import Question
 
 
 def unreadable_files(context: Context) -> Iterator[Problem]:
-    """Reports problems of the row files only, when rows cannot be encoded."""
+    """Reports problems of the data files. It runs if the rows cannot be encoded, so that file problems are reported
+    too."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
         yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
 
 
 def read_limit(context: Context) -> None:
-    """Sets the longest row or prompt; refuses limits that contradict each other."""
+    """Sets the maximum length of a row or prompt. Refuses length limits that contradict each other."""
     context.limit = (prompt_limit if context.online else row_limit)(context.recipe, context.config)
 
 
@@ -84,7 +85,7 @@ def _encoded_rows(context: Context, sources: list[Source], name: str) -> Dataset
 
 
 def validation_questions(recipe: Recipe) -> list[Question]:
-    """Reads `val.questions`. Raises Refusal for questions without a rule that scores them."""
+    """Reads the validation questions of `val.questions`. Raises Refusal for questions that no rule scores."""
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
@@ -94,12 +95,12 @@ def validation_questions(recipe: Recipe) -> list[Question]:
         rows = read_rows(path, reader=reader)
         columns = None
         if online:
-            # The questions use the columns and settings of the prompts.
+            # The questions of an online run use the columns and settings of its prompts.
             finder = ColumnFinder(Source(path=path), recipe.data, rows.columns)
             columns = find_question_columns(finder, read_by_rewards(recipe.reward))
         questions += read_questions(rows, recipe.val.question_rows, columns)
     if not online:
-        # An online run scores them with its rewards, which are checked separately.
+        # An online run scores the questions with its rewards, which are checked separately.
         for source, rule in recipe.val.rules.items():
             rule_named(rule, f"val.rules.{source}")
         sources = sorted({question.data_source for question in questions})
@@ -127,7 +128,7 @@ def long_questions(context: Context) -> list[Problem]:
         return [
             Problem(
                 "val.max_new_tokens",
-                f"{why} ({longest_prompt.question.origin}) are over the model's context of {max_positions}",
+                f"{why} ({longest_prompt.question.origin}) exceed the model's context of {max_positions}",
                 "lower it" if prompt_tokens < max_positions else "leave the question out",
                 code="over-context",
             )
@@ -138,7 +139,7 @@ def long_questions(context: Context) -> list[Problem]:
 
 
 def method_rows(context: Context) -> Iterator[Problem]:
-    """Reports problems that a method finds in all its rows together."""
+    """Reports problems that the training method finds when it looks at all rows together."""
     for key, rows in context.row_sets.items():
         problems, remarks = METHODS[context.recipe.method].check(context.recipe, rows, key)
         context.remarks += remarks
@@ -146,7 +147,8 @@ def method_rows(context: Context) -> Iterator[Problem]:
 
 
 def oversized_rows(context: Context) -> Iterator[Problem]:
-    """Reports rows whose sequences must share a micro-batch for the loss but do not fit into one."""
+    """Reports rows with several sequences (such as preference pairs) that the loss needs in one micro-batch and that do
+    not fit into one."""
     recipe = context.recipe
     tokens, context_parallel = recipe.line_tokens, recipe.parallel.context_parallel
     if tokens is None:
@@ -157,7 +159,7 @@ def oversized_rows(context: Context) -> Iterator[Problem]:
         problems = [
             Problem(
                 str(items[number].origin),
-                f"its {counts[number]} sequences have {sizes[number]} tokens together, over "
+                f"its {counts[number]} sequences have {sizes[number]} tokens together, more than "
                 f"batch.tokens={recipe.batch.tokens}"
                 + (f" on each of {context_parallel} devices" if context_parallel > 1 else ""),
                 "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
@@ -180,7 +182,7 @@ def placeholder_tokens(context: Context) -> Iterator[Problem]:
 
 
 def moving_row_positions(context: Context) -> Iterator[Problem]:
-    """Reports rows that packing would give wrong positions in one of the models."""
+    """Reports rows for which packing would produce wrong rotary positions in the policy or the reference."""
     recipe = context.recipe
     configs = [context.config]
     if reference_kind(recipe) in ("model", "disk") and reference_folder(recipe) != recipe.model.path:
@@ -190,7 +192,8 @@ def moving_row_positions(context: Context) -> Iterator[Problem]:
 
 
 def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
-    """Finds rows whose packed sequences share a prefix, for models whose positions depend on the sequence length."""
+    """Reports long rows whose packed sequences share a prefix, if the rotary positions of a model depend on the
+    sequence length."""
     lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
     moving = [(fixed, config) for fixed, config in lengths if fixed is not None]
     if not moving:
@@ -212,7 +215,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
 
 
 def reward_rules(context: Context) -> Iterator[Problem]:
-    """Reports unset reward weights, data sources without a rule, and rules without a data source."""
+    """Reports missing reward weights, data sources without a reward rule, and reward rules without a data source."""
     recipe = context.recipe
     weights, problems = active_weights(recipe.reward)
     yield from problems
@@ -230,32 +233,32 @@ def reward_rules(context: Context) -> Iterator[Problem]:
 
 
 def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
-    """Reports that an update contains rows twice because there are too few rows."""
+    """Returns a remark if an update contains some rows several times because there are too few rows."""
     key, name = ("batch.prompts", "prompts") if isinstance(read, PromptSet) else ("batch.rows_per_update", "rows")
     taken, different = make_loader(recipe, read).different()
     if different == taken:
         return []
     rows = sum(len(source) for source in read.sources)
-    cause = f"there are {rows:,}" if rows < taken else "a source has fewer than its weight takes of an update"
+    cause = f"there are {rows:,}" if rows < taken else "a source has too few for its weight in an update"
     return [
-        f"some {name} come several times into one update: of its {taken:,} only {different:,} are different, because "
+        f"some {name} appear several times in one update: of its {taken:,} only {different:,} are different, because "
         f"{cause}; lower {key}, or add {name}"
     ]
 
 
 def seen_in_training(train: Sequence[Any], held_out: Sequence[Any], key: str) -> list[str]:
-    """Reports validation rows that are also training rows."""
+    """Returns a remark if validation rows are also training rows."""
     both = int(np.isin(item_digests(held_out), item_digests(train)).sum())
     if not both:
         return []
     return [
-        f"{key}: {both:,} of {len(held_out):,} are in data.train too, with the same tokens: "
-        "metrics on them do not measure generalization"
+        f"{key}: {both:,} of {len(held_out):,} rows are also in data.train, with the same tokens: metrics on them "
+        "do not measure generalization"
     ]
 
 
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
-    """Micro-batch tokens of the longest row."""
+    """Returns the number of tokens that the longest row takes in a micro-batch."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
     sizes = row_sizes(rows.items, packed=packed, shared=shared)
     return int((sizes if packed else sizes * sequence_counts(rows.items)).max())

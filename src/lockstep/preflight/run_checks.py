@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def prepare_offline(
     recipe: Recipe, device: Device, devices: int, console: Console, *, plans: bool = False, local: bool = True
 ) -> Prepared:
-    """Runs all checks of an offline run and plans it. `plans`: for `lockstep plan`; `local`: on this machine."""
+    """Runs all checks of an offline run, and plans its batches and memory. `plans` is true for `lockstep plan`. `local`
+    is true if the run would use the devices of this machine."""
     context = Context(recipe, device, devices, console, plans, local)
     _check(context)
     train, val = context.train, context.val
@@ -48,7 +49,8 @@ def prepare_offline(
 def prepare_online(
     recipe: Recipe, device: Device, devices: int, console: Console, *, plans: bool = False, local: bool = True
 ) -> PreparedOnline:
-    """Runs all checks of an online run and plans it, as `prepare_offline`."""
+    """Runs all checks of an online run, and plans its batches and memory. The arguments are those of
+    `prepare_offline`."""
     context = Context(recipe, device, devices, console, plans, local)
     _check(context)
     train, questions = context.prompts, context.questions
@@ -63,7 +65,7 @@ def prepare_online(
 
 
 def _check(context: Context) -> None:
-    """Runs all checks before the plan and refuses with all their problems."""
+    """Runs all checks that do not need the batch and memory plans, and reports all their problems in one refusal."""
     problems = _opened(context, [CheckStage.SETTINGS, CheckStage.OPEN])
     problems += run_checks(CheckStage.MODEL, context)
     problems += run_checks(CheckStage.READ, context)
@@ -76,7 +78,8 @@ def _check(context: Context) -> None:
 
 
 def _opened(context: Context, stages: list[CheckStage]) -> list[Problem]:
-    """The problems of the stages. Without a tokenizer or configuration, the rows can only be read."""
+    """Returns the problems of these check stages. Without a tokenizer or model configuration, rows cannot be encoded,
+    so it refuses at once and includes the problems of the data files."""
     problems = [problem for stage in stages for problem in run_checks(stage, context)]
     if context.tokenizer is None or context.config is None:
         refuse_each_once([*problems, *unreadable_files(context)])
@@ -111,12 +114,13 @@ def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
 
 
 def _warn_slow(context: Context) -> None:
-    """Warns if matrix products of the model's shapes are slow in its dtype."""
+    """Warns if matrix products with the model's shapes and dtype are slow on the device."""
     text, dtype = context.config.get_text_config(), DTYPES[context.recipe.model.dtype]
     hidden, intermediate = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
     if not isinstance(hidden, int):
         return
-    # A host without bf16 uses other products.
+    # On a host without fast bf16, lockstep uses other bf16 matrix products, which must be prepared before the speed is
+    # judged.
     prepare_products(dtype)
     shape = (hidden, intermediate if isinstance(intermediate, int) else hidden)
     for warning in context.device.slowed_by(dtype, *shape):
@@ -125,7 +129,7 @@ def _warn_slow(context: Context) -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """The first rows of each source, to be printed."""
+    """The first rows of each data source, which `lockstep plan` prints."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Any
@@ -133,7 +137,7 @@ class Shown:
 
 
 def prepare_shown(recipe: Recipe, device: Device, rows: int, console: Console) -> Shown:
-    """Checks and encodes the first `rows` rows of each source, and no others."""
+    """Checks and encodes only the first `rows` rows of each data source."""
     sources = [source.model_copy(update={"rows": min(rows, source.rows or rows)}) for source in recipe.data.taken]
     limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": sources, "val": []})})
     context = Context(limited, device, 1, console, plans=True, local=False)

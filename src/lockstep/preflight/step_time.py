@@ -1,7 +1,7 @@
-"""Step time on a cluster: roofline minimum, measured kernel efficiency, and link bandwidth.
+"""Predicts the step time on a cluster from the roofline minimum, measured kernel efficiency and link bandwidth.
 
-A phase has three times: compute, collectives between devices, and copies to and from the host. How much of the last
-two overlaps with compute is unknown before a run, so the step time is a range.
+Each phase has times for compute, for collectives between devices, and for copies to and from the host. How much of the
+collectives and copies overlaps with compute is unknown before a run, so the predicted step time is a range.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 
-# Bytes moved per parameter by the optimizer. With an fp32 master: gradient, new weight, master and moments read and
-# written. Without a master: all in fp32.
+# The memory traffic of the optimizer in bytes per parameter. With fp32 master weights, it reads the gradient, writes
+# the half-precision weight, and reads and writes master weight and two moments. Without master weights, all tensors are
+# assumed in fp32.
 MASTER_BYTES, PLAIN_BYTES = 4 + 2 + 6 * 4, 4 + 6 * 4
 
 
 class Traffic(NamedTuple):
-    """Bytes that a device receives over its links in a step, by collective."""
+    """The bytes that a device receives over its links in a step, by type of collective."""
 
     gathered: float = 0.0
     scattered: float = 0.0
@@ -47,26 +48,27 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of one phase of a step."""
+    """The seconds of one phase of a step, by what they are spent on."""
 
     name: str
     computing: float = 0.0
     waiting: float = 0.0
-    """Collectives in the middle of a layer, which cannot overlap with compute."""
+    """The seconds of collectives in the middle of a layer, which cannot overlap with compute."""
     links: float = 0.0
     host: float = 0.0
     tail: float = 0.0
-    """Time until a response of maximum length is done after all others."""
+    """The seconds from the end of all other responses to the end of one response of maximum length."""
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def open(self) -> float:
-        """Upper bound: no overlap, and one response reaches the length limit."""
+        """The upper bound of the seconds: nothing overlaps, and one response reaches the length limit."""
         return self.computing + self.waiting + self.links + self.host + self.tail
 
     @property
     def hidden(self) -> float:
-        """Lower bound: full overlap (weights are gathered before generation starts), and all responses end together."""
+        """The lower bound of the seconds: communication fully overlaps with compute, and all responses end together. In
+        the phase generate nothing overlaps, because weights are gathered before generation starts."""
         if self.name == "generate":
             return self.open - self.tail
         return max(self.computing + self.waiting, self.links + self.host)
@@ -74,7 +76,8 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The policy, its parameter counts, and the reference or teacher, which may be another model."""
+    """The cost of the policy, its parameter counts, and the cost of the reference or teacher, which may be another
+    model."""
 
     config: Any
     cost: ModelCost
@@ -83,7 +86,7 @@ class ModelCosts:
 
 
 class StepTimes:
-    """Computes the times of the phases of a step for a recipe on a cluster."""
+    """Predicts the time of each phase of a step for a recipe on a cluster."""
 
     def __init__(
         self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: TargetCluster, kernels: LayerKernels
@@ -94,7 +97,8 @@ class StepTimes:
         assert flops is not None, "the chip table has no FLOP/s for this dtype"
         self.flops, self.memory = flops, self.chip.memory_speed
         self.grid = grid_of(recipe.parallel, cluster.devices)
-        # A tensor group has consecutive ranks. Its parameters are sharded over the same rank of other groups.
+        # The ranks of a tensor-parallel group are consecutive. Parameters are sharded over the ranks that have the same
+        # position in their tensor-parallel groups.
         self.tensor, self.pieces = cluster.neighbours(self.grid.tensor), self.grid.shard * self.grid.tensor
         self.slices = cluster.apart(self.grid.shard, self.grid.tensor)
         self.every = cluster.neighbours(self.pieces)
@@ -102,9 +106,10 @@ class StepTimes:
         self.context = recipe.parallel.context_parallel
         self.groups = cluster.devices // recipe.parallel.group
         cost = models.cost
-        # Fraction of the weights without the head that a tensor group divides.
+        # The fraction of the weights (without the output head) that tensor parallelism divides.
         self.divided = min(1.0, models.counted.divided / (cost.read - cost.head))
-        # The device with the most rows determines the time of an update. A context group divides its rows again.
+        # The device with the most rows determines the time of an update. Context parallelism divides each row over
+        # several devices.
         rows = max(1, work.rows // work.updates)
         self.share = -(-rows // self.groups) / rows / self.context
 
@@ -149,7 +154,7 @@ class StepTimes:
         )
 
     def _decoding(self, batch: int, context: float) -> float:
-        """Seconds of one decode step for `batch` sequences."""
+        """Returns the seconds of one decode step for `batch` sequences."""
         cost, reached = self._part_of(self.models.cost), self.chip.reached
         return (
             weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
@@ -165,7 +170,7 @@ class StepTimes:
         return replace(found, name="reference", host=once if moved else 0.0)
 
     def scored(self, cost: ModelCost, *, head: bool = True) -> PhaseTime:
-        """Time of a forward pass over the step."""
+        """Returns the time of a forward pass over all sequences of a step."""
         work, updates = self.work, self.work.updates
         tokens, squares, targets = self._shares()
         micro = self.micro_batches
@@ -188,11 +193,12 @@ class StepTimes:
         own = counted.trained / self.pieces
         state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
         adamw = state / self.memory * self.chip.reached.optimizer_passes
-        # Gradients of several micro-batches are accumulated in fp32.
+        # If an update has several micro-batches, their gradients are accumulated in fp32.
         adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
-        # A layer is gathered before its forward and its backward pass; gradients are reduced in fp32.
+        # The weights of a layer are gathered before its forward pass and again before its backward pass. Gradients are
+        # reduced in fp32.
         whole = self._gathering(counted.parameters, counted.divided, 2 * self.size * micro)
-        # An adapter is too small for its division to matter.
+        # Tensor parallelism of an adapter is ignored, because adapters are small.
         back = self._gathering(counted.trained, 0 if frozen else counted.divided, 4 * micro)
         slice_bytes = own * 4 * micro
         cut = self._cut_sequences(tokens, backward=True)
@@ -209,25 +215,27 @@ class StepTimes:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of an update on each device."""
+        """The number of micro-batches of an update on each device."""
         work, batch = self.work, self.recipe.batch
         budget = self.recipe.line_tokens
         if budget is None:
             rows = -(-max(1, work.rows // work.updates) // self.groups)
             return -(-rows // (batch.micro_batch_size or rows))
         lines, whole = (part / work.updates / self.groups / budget for part in (work.tokens, work.whole))
-        # The sequences of a micro-batch, each with its prompt, fill at most twice the budget; see `data/batching.py`.
+        # If responses share a prompt, their sequences (each with its prompt) have at most twice the token budget of a
+        # micro-batch. See `data/batching.py`.
         return max(1, _up(lines), _up(whole / 2))
 
     def _shares(self) -> tuple[float, float, float]:
-        """Tokens, squares and targets of an update on one device."""
+        """Returns the tokens, the sum of squared lengths and the target tokens of an update on one device."""
         part = self.share / self.work.updates
         return self.work.tokens * part, self.work.squares * part, self.work.targets * part
 
     def _pass(
         self, cost: ModelCost, tokens: float, squares: float, targets: float, micro: int, *, frozen: bool = False
     ) -> float:
-        """Seconds of forward and backward; the forward pass is a third of it. The head computes only the targets."""
+        """Returns the seconds of forward and backward. The forward pass takes a third of this time. The output head
+        computes logits only for target tokens."""
         reached, cost = self.chip.reached, self._part_of(cost)
         multiplied = (cost.multiplied - cost.head) * tokens + cost.head * targets
         kept = activation_bytes(self.models.config, 1, self.size, False, self.kernels, tensor=self.grid.tensor) * tokens
@@ -240,7 +248,8 @@ class StepTimes:
         )
 
     def _part_of(self, cost: ModelCost) -> ModelCost:
-        """The part of a model on one rank of a tensor group: the full head, and its heads and columns of the layers."""
+        """Returns the sizes of the model part on one tensor-parallel rank: the full output head, and this rank's
+        attention heads and feed-forward columns."""
         count = self.grid.tensor
         left = 1 - self.divided + self.divided / count
         return replace(
@@ -252,15 +261,16 @@ class StepTimes:
         )
 
     def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
-        """All-gather of parameters of `each` bytes: the divided part over the shard group, the rest over the shard and
-        tensor groups."""
+        """Returns the time of an all-gather of parameters of `each` bytes. Parameters that tensor parallelism divides
+        are gathered over the shard group. Other parameters are gathered over the shard and tensor groups."""
         part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
         seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
         return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))
 
     def _sums(self, tokens: float, *, times: int = 1) -> PhaseTime:
-        """All-reduces of a tensor group: the outputs of attention and feed-forward of each layer. `times`: 2 with the
-        backward pass, 3 with checkpointing. Excludes latency."""
+        """Returns the time of the tensor-parallel all-reduces of the outputs of attention and feed-forward in each
+        layer. `times` is 1 for a forward pass, 2 with the backward pass, and 3 with checkpointing. Latency is
+        excluded."""
         if self.grid.tensor == 1:
             return PhaseTime("")
         hidden = self.models.config.get_text_config().hidden_size
@@ -269,10 +279,10 @@ class StepTimes:
         return PhaseTime("", waiting=seconds, traffic=Traffic(summed=2 * _others(whole, self.tensor)))
 
     def _cut_sequences(self, tokens: float, *, backward: bool) -> PhaseTime:
-        """Communication of context-parallel attention for `tokens` tokens per device.
+        """Returns the communication time of context-parallel attention for `tokens` tokens per device.
 
         The forward pass sends keys and values, and with ulysses also queries and outputs. The backward pass sends the
-        same again; the other layouts also send the gradients of keys and values in fp32.
+        same tensors again. With layouts other than ulysses, it also sends the gradients of keys and values in fp32.
         """
         count = self.context
         if count == 1:
@@ -293,7 +303,7 @@ class StepTimes:
         return PhaseTime("", links=seconds, traffic=Traffic(gathered=sent - back, scattered=back))
 
     def _host_bytes(self, own: float, micro: int, masters: bool) -> float:
-        """Bytes copied to and from the host by offload in an update."""
+        """Returns the bytes that parameter and optimizer offload copies to and from the host in an update."""
         offload, found = self.recipe.parallel.offload, 0.0
         if offload in ("optimizer", "all"):
             found += 2 * own * ((3 if masters else 2) * (4 if masters else self.size))
@@ -302,7 +312,8 @@ class StepTimes:
         return found
 
     def _activations(self, tokens: float) -> float:
-        """Bytes of offloaded activations of an update, both directions: all layers but the last."""
+        """Returns the bytes that activation offload copies to the host and back in an update, for all layers except the
+        last."""
         model, config = self.recipe.model, self.models.config
         if not model.activation_offload:
             return 0.0
@@ -311,7 +322,7 @@ class StepTimes:
 
 
 def _others(whole: float, group: Members) -> float:
-    """Bytes held by the other members of a group."""
+    """Returns the bytes that the other ranks of a group hold of a tensor with `whole` bytes."""
     return whole * (group.size - 1) / group.size
 
 

@@ -1,4 +1,4 @@
-"""Trials of the user's functions and rewards: each is called before weights load."""
+"""Trial calls of the user's functions and rewards, before weights load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lockstep.run.runtime import Runtime
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Response lengths of the generated step: two prompts, each with a correct and a wrong response.
+# The response lengths of the artificial step on which user functions are tried: two prompts, each with two responses.
 LENGTHS = (3, 1, 4, 2)
 
 
@@ -109,7 +109,8 @@ def try_rollout(context: Context) -> str:
 
 
 def _stub_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A turn that any policy may generate: a digit, and the end token if the tokenizer has one."""
+    """Returns the token ids of a minimal turn that any policy may generate: a digit, and the end token if the tokenizer
+    has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [*tokenizer("0", add_special_tokens=False)["input_ids"], *end]
 
@@ -119,7 +120,7 @@ def _stub_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @contextmanager
 def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
-    """Opens the scorer of an online run after a trial on real rows."""
+    """Opens the reward scorer of an online run and tries it on real rows before it is used."""
     recipe, world = prepared.recipe, runtime.world
     output = run_folder(recipe).reward_output(world.rank)
     device = runtime.device.torch_device(world.local_rank)
@@ -130,7 +131,8 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
 
 
 def try_rewards(prepared: PreparedOnline, device: Device, console: Console) -> None:
-    """Tries the rewards that need no weights and no server."""
+    """Tries the rewards on real rows. If a reward needs weights or a server, no reward is tried, and a message says
+    so."""
     reward = prepared.recipe.reward
     not_tried = [name for name in ("model", "process", "remote") if getattr(reward, name) is not None]
     if not_tried:

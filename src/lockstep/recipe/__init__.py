@@ -1,4 +1,4 @@
-"""The recipe: one schema, a YAML file and dotted overrides. Use `load_recipe`. Every folder may import this one."""
+"""The schema of the recipe, and `load_recipe`, which reads a YAML file and overrides. All packages may import it."""
 
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import load_recipe, recipe_text

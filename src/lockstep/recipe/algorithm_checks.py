@@ -39,23 +39,30 @@ def _kl_problems(recipe: Recipe) -> Iterator[Problem]:
     kl = recipe.algorithm.kl
     if recipe.method == "on_policy_distill" and kl.reference is None:
         yield Problem(
-            "algorithm.kl.reference", "must be set: it is the teacher", "set it to the teacher's folder", code="not-set"
+            "algorithm.kl.reference",
+            "must be set, because on_policy_distill uses this model as the teacher",
+            "set algorithm.kl.reference to the teacher's folder",
+            code="not-set",
         )
     if kl.target is not None and kl.where == "none":
         yield needs("algorithm.kl.target", "the run uses no KL divergence", "set algorithm.kl.where to loss or reward")
     if kl.reward_coefficient and kl.where != "loss":
         yield needs(
             "algorithm.kl.reward_coefficient",
-            "adds a penalty to a KL term in the loss, and there is none",
+            "has an effect only if the loss has a KL term, and this recipe has none",
             "set algorithm.kl.where=loss",
         )
     if kl.where == "reward" and kl.estimator.endswith("+"):
-        yield unfit("algorithm.kl.estimator", "a reward has no gradient", "remove the +")
+        yield unfit(
+            "algorithm.kl.estimator",
+            "the + changes only the gradient, and a KL penalty in the reward has no gradient",
+            "remove the +",
+        )
     if kl.weighted and not (kl.where == "loss" and kl.estimator.endswith("+")):
         yield unused(
             "algorithm.kl.weighted",
-            "applies only to an estimator with + in the loss",
-            "set algorithm.kl.where=loss and algorithm.kl.estimator=k3+, or remove it",
+            "has an effect only for a KL estimator with + in the loss",
+            "set algorithm.kl.where=loss and algorithm.kl.estimator=k3+, or remove this key",
         )
 
 
@@ -65,15 +72,21 @@ def _dynamic_sampling_problems(recipe: Recipe) -> Iterator[Problem]:
     if between and (between[0] >= between[1] or batches < 2):
         yield Problem(
             "algorithm.dynamic_sampling.between",
-            f"{between} replaces no group or all groups",
+            f"with {between} and max_gen_batches, either no group or every group would be replaced",
             "write the lower bound first, and set max_gen_batches above 1",
             code="empty-range",
         )
     if settings.metric and batches < 2:
-        yield needs("algorithm.dynamic_sampling.metric", "one batch replaces no groups", "set max_gen_batches above 1")
+        yield needs(
+            "algorithm.dynamic_sampling.metric",
+            "with max_gen_batches=1 no groups are replaced",
+            "set max_gen_batches above 1",
+        )
     if batches > 1 and not (estimator_row(advantage).groups or is_function_path(advantage)):
         yield unfit(
-            "algorithm.dynamic_sampling.max_gen_batches", "needs groups of responses to a prompt", "use a group method"
+            "algorithm.dynamic_sampling.max_gen_batches",
+            "dynamic sampling needs an advantage estimator that compares several responses to a prompt",
+            "use a group method",
         )
 
 
@@ -81,16 +94,18 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
     reward = recipe.reward
     models, weights = reward.model, reward.model_weights
     if isinstance(models, list) and not models:
-        yield Problem("reward.model", "must not be an empty list", "give a folder, or remove it", code="empty-value")
+        yield Problem(
+            "reward.model", "must not be an empty list", "give a folder, or remove the key", code="empty-value"
+        )
     if weights and (not isinstance(models, list) or len(models) != len(weights)):
         yield Problem(
             "reward.model_weights",
             f"{len(weights)} weights do not match the models in reward.model",
-            "give one per model",
+            "give one weight per model",
             code="wrong-count",
         )
     if reward.arguments and reward.function is None:
-        yield needs("reward.arguments", "reward.function is not set", "set it, or remove them")
+        yield needs("reward.arguments", "reward.function is not set", "set reward.function, or remove reward.arguments")
     for name in reward.arguments.keys() & REWARD_CALL:
         yield Problem(
             f"reward.arguments.{name}",
@@ -100,25 +115,28 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if reward.clip and reward.clip[0] >= reward.clip[1]:
         yield Problem(
-            "reward.clip", f"{reward.clip} leaves a single score", "write the lower bound first", code="empty-range"
+            "reward.clip",
+            f"the lower bound in {reward.clip} is not below the upper bound",
+            "write the lower bound first",
+            code="empty-range",
         )
 
 
 def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
     advantage, steps = recipe.algorithm.advantage, recipe.run.steps
     if recipe.critic.model_fields_set and not estimator_row(advantage).critic:
-        yield unused("critic", f"advantage {advantage} has no critic", "use method ppo, or remove the keys")
+        yield unused("critic", f"advantage {advantage} uses no critic", "use method ppo, or remove the critic keys")
     elif steps is not None and recipe.critic.warmup >= steps:
         yield Problem(
             "critic.warmup",
-            f"{recipe.critic.warmup} critic-only steps leave no step of {steps} for the policy",
-            "lower it, or raise run.steps",
+            f"with {recipe.critic.warmup} critic-only steps, the policy is trained in none of the {steps} steps",
+            "lower critic.warmup, or raise run.steps",
             code="no-steps-left",
         )
 
 
 def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of a rollout correction that would apply twice or not at all."""
+    """Yields problems of rollout correction keys that would be applied twice or not at all."""
     algorithm, settings = recipe.algorithm, recipe.algorithm.rollout_correction
     if settings.low > settings.high:
         yield Problem(
@@ -132,23 +150,27 @@ def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
         if band.low is not None and band.low > band.high:
             yield Problem(f"algorithm.rollout_correction.reject.{number}.low", "exceeds its high", code="empty-range")
     if settings.rejected != "left_out" and settings.mask == "none" and not settings.reject:
-        yield needs("algorithm.rollout_correction.rejected", "nothing is rejected", "set mask or reject, or remove it")
+        yield needs(
+            "algorithm.rollout_correction.rejected", "nothing is rejected", "set mask or reject, or remove this key"
+        )
     if settings.bypass and settings.weight != "none":
         yield conflict(
             "algorithm.rollout_correction.weight",
-            "with bypass, the ratio of the loss already includes the engine, and a weight would count it twice",
+            "with bypass, the ratio in the loss already corrects for the engine's probabilities, and a weight would"
+            " correct twice",
             "remove one of them",
         )
     if settings.bypass and not loss_row(algorithm.loss).ratio:
         yield unfit(
             "algorithm.rollout_correction.bypass",
-            f"loss {algorithm.loss} has no ratio of new to old",
+            f"loss {algorithm.loss} has no ratio of new to old probability",
             "use loss importance",
         )
 
 
 def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that change the total score but not the separate rewards that gdpo compares."""
+    """Yields problems of keys that have no effect with gdpo, because they change only the total score. gdpo compares
+    the separate rewards."""
     algorithm = recipe.algorithm
     if not estimator_row(algorithm.advantage).parts:
         if algorithm.gdpo_rewards:
@@ -161,5 +183,9 @@ def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
     }
     for key, on in ignored.items():
         if on:
-            remedy = "set it to loss or none" if key.endswith("where") else "remove it"
-            yield unused(key, f"{algorithm.advantage} compares separate rewards and would ignore it", remedy)
+            remedy = "set algorithm.kl.where to loss or none" if key.endswith("where") else "remove it"
+            yield unused(
+                key,
+                f"{algorithm.advantage} compares the separate rewards, and this key changes only the total score",
+                remedy,
+            )

@@ -10,7 +10,7 @@ from lockstep.recipe.section import COLUMN, GROUPS, LIMIT, Effect, Field, Sectio
 
 
 def _as_sources(value: Any) -> Any:
-    """Expands `train: rows.parquet` and `train: [a.jsonl, b.jsonl]` to a list of sources."""
+    """Expands the short forms `train: rows.parquet` and `train: [a.jsonl, b.jsonl]` to a list of data sources."""
     items = value if isinstance(value, list) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -24,33 +24,33 @@ class Source(Section):
     weight: float | None = Field(
         None,
         gt=0,
-        description="Weight of this source in the mixture. Set it for all sources or for none.",
+        description="Weight of this source in the mixture of sources. Set weights for all sources or for none.",
         effect=Effect("blocks", "the mixture of sources differs"),
     )
     rows: int | None = Field(
         None,
         ge=1,
-        description="Number of rows to read from the start. Default: all.",
+        description="Number of rows to read from the start of this source. Default: all.",
         effect=Effect("blocks", "different rows are read"),
     )
     shape: Literal["messages", "prompt_response", "text"] | None = Field(
-        None, description="As `data.shape`, for this source."
+        None, description="Replaces `data.shape` for this source."
     )
-    messages_key: str | None = Field(None, description="As `data.messages_key`, for this source.")
-    prompt_key: str | None = Field(None, description="As `data.prompt_key`, for this source.")
-    response_key: str | None = Field(None, description="As `data.response_key`, for this source.")
-    text_key: str | None = Field(None, description="As `data.text_key`, for this source.")
-    chosen_key: str | None = Field(None, description="As `data.chosen_key`, for this source.")
-    rejected_key: str | None = Field(None, description="As `data.rejected_key`, for this source.")
-    margin_key: str | None = Field(None, description="As `data.margin_key`, for this source.")
-    responses_key: str | None = Field(None, description="As `data.responses_key`, for this source.")
-    scores_key: str | None = Field(None, description="As `data.scores_key`, for this source.")
-    label_key: str | None = Field(None, description="As `data.label_key`, for this source.")
-    steps_key: str | None = Field(None, description="As `data.steps_key`, for this source.")
+    messages_key: str | None = Field(None, description="Replaces `data.messages_key` for this source.")
+    prompt_key: str | None = Field(None, description="Replaces `data.prompt_key` for this source.")
+    response_key: str | None = Field(None, description="Replaces `data.response_key` for this source.")
+    text_key: str | None = Field(None, description="Replaces `data.text_key` for this source.")
+    chosen_key: str | None = Field(None, description="Replaces `data.chosen_key` for this source.")
+    rejected_key: str | None = Field(None, description="Replaces `data.rejected_key` for this source.")
+    margin_key: str | None = Field(None, description="Replaces `data.margin_key` for this source.")
+    responses_key: str | None = Field(None, description="Replaces `data.responses_key` for this source.")
+    scores_key: str | None = Field(None, description="Replaces `data.scores_key` for this source.")
+    label_key: str | None = Field(None, description="Replaces `data.label_key` for this source.")
+    steps_key: str | None = Field(None, description="Replaces `data.steps_key` for this source.")
 
 
 def _as_switch(value: object) -> object:
-    """Converts true and false back to on and off, which YAML reads as booleans."""
+    """Converts booleans back to the words on and off, because YAML reads these words as booleans."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -59,7 +59,9 @@ Sources = Annotated[list[Source], BeforeValidator(_as_sources)]
 
 class Data(Section):
     train: Sources = Field(
-        min_length=1, description="Training rows: a path, a list of paths, or a list of sources.", effect=COLUMN
+        min_length=1,
+        description="Training rows: a path, a list of paths, or a list of sources with their own keys.",
+        effect=COLUMN,
     )
     val: Sources = Field(
         default_factory=list,
@@ -70,88 +72,104 @@ class Data(Section):
         None,
         description="Your function that yields the rows of each path in `train`, `val` and `val.questions`: "
         "`path/to/file.py:name`.",
-        effect=Effect("matters", "a different function, or the same one at another path; compare the row checksums"),
+        effect=Effect(
+            "matters", "a different function, or the same function at another path; compare the checksums of the rows"
+        ),
     )
     reader_timeout: float = Field(
         600.0,
         gt=0,
-        description="Timeout in seconds for `reader` to yield all rows of a path. After it, the run stops with an "
-        "error.",
-        effect=Effect("harmless", "changes only when the run stops with an error"),
+        description="Timeout in seconds for `reader` to yield all rows of a path. After the timeout, the run stops "
+        "with an error.",
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     reader_memory_gb: float = Field(
         16.0,
         gt=0,
-        description="Memory limit of the process that runs `reader`.",
-        effect=Effect("harmless", "changes only when the run stops with an error"),
+        description="Memory limit in GB of the process that runs `reader`.",
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",
-        description="`messages`: a chat, trained on every assistant turn; `prompt_response`: trained on the "
-        "response; `text`: trained on every token; `auto`: detected from the columns and reported.",
+        description="Form of the training rows. `messages`: each row is a chat, and every assistant turn is trained. "
+        "`prompt_response`: only the response is trained. `text`: every token is trained. `auto`: the shape is "
+        "detected from the columns and reported.",
     )
     messages_key: str | None = Field(
         None, description="Column of the chat. Default: `messages`, `conversations` or `conversation`."
     )
     prompt_key: str | None = Field(
         None,
-        description="Column of the prompt, a text or a chat. Dots reach into nested columns "
-        "(`extra_info.question`). Default: column names that other projects use; `data show` prints the one found.",
+        description="Column of the prompt, which is a text or a chat. Dots address nested columns "
+        "(`extra_info.question`). By default the column is found by names that other projects use, and `lockstep "
+        "data show` prints the column that it found.",
     )
-    response_key: str | None = Field(None, description="Column of the response. Dots work as in `prompt_key`.")
+    response_key: str | None = Field(
+        None, description="Column of the response. Dots address nested columns, as in `prompt_key`."
+    )
     text_key: str | None = Field(None, description="Column of plain text. Default: `text`.")
-    chosen_key: str | None = Field(None, description="Column of the better response. Default: `chosen`.")
-    rejected_key: str | None = Field(None, description="Column of the worse response. Default: `rejected`.")
+    chosen_key: str | None = Field(
+        None, description="Column of the better response of a preference pair. Default: `chosen`."
+    )
+    rejected_key: str | None = Field(
+        None, description="Column of the worse response of a preference pair. Default: `rejected`."
+    )
     margin_key: str | None = Field(
         None,
-        description="Column of the required margin of a pair (`rm`). Default: `margin`, or `score_chosen` minus "
-        "`score_rejected`.",
+        description="Column of the margin by which the chosen response should score higher than the rejected one "
+        "(method `rm`). Default: `margin`, or `score_chosen` minus `score_rejected`.",
     )
     responses_key: str | None = Field(
         None, description="Column of a list of responses to rank. Default: `responses` or `completions`."
     )
     scores_key: str | None = Field(
         None,
-        description="Column of the scores of these responses; higher is better. Default: `scores`, or the score "
-        "inside each response object (`overall_score`, `score`, `rating`, `reward`). Without scores, the best "
-        "response comes first.",
+        description="Column of the scores of the responses in `responses_key`. Higher scores are better. Default: "
+        "`scores`, or the score "
+        "inside each response object (`overall_score`, `score`, `rating`, `reward`). Without scores, the responses "
+        "must be ordered from best to worst.",
     )
     label_key: str | None = Field(
         None,
-        description="Column of the label (`kto`) or of the step labels (`prm`). Default: `label`, `labels`. "
-        "Online: column of the ground truth. Default: `reward_model.ground_truth`, `ground_truth`, `answer` (the "
-        "part after `####` or inside `\\boxed{}`) or `solution`; none if `prompt_key` is set.",
+        description="Column of the label (method `kto`) or of the step labels (method `prm`). Default: `label`, "
+        "`labels`. "
+        "In online methods, column of the ground truth. Default: `reward_model.ground_truth`, `ground_truth`, "
+        "`answer` (the part after `####` or inside `\\boxed{}`) or `solution`. If `prompt_key` is set, there is no "
+        "default.",
     )
-    steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default: `completions`.")
+    steps_key: str | None = Field(
+        None, description="Column of a list of reasoning steps (method `prm`). Default: `completions`."
+    )
     system: str | None = Field(
         None,
-        description="System message added to rows that have none.",
-        effect=Effect("blocks", "prompts start with a different text"),
+        description="System message that is added to rows without a system message.",
+        effect=Effect("blocks", "prompts start with a different system message"),
     )
     template: str = Field(
         "auto",
-        description="`auto` renders prompts with the tokenizer's chat template if it has one; `none` concatenates "
-        "prompt and response; `chatml`, `llama3`, `qwen` (ChatML with tools) or the path of a `.jinja` file "
-        "replaces the tokenizer's template, also in the export.",
+        description="Chat template. `auto` uses the tokenizer's chat template if it has one. `none` concatenates "
+        "prompt and response. `chatml`, `llama3`, `qwen` (ChatML with tools) or the path of a `.jinja` file replaces "
+        "the tokenizer's template, also in the exported model.",
         effect=Effect("blocks", "prompts are formatted differently"),
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="Arguments of the chat template for every prompt of the run, such as `enable_thinking: false`.",
+        description="Arguments that are passed to the chat template for every prompt of the run, such as "
+        "`enable_thinking: false`.",
         effect=Effect("blocks", "prompts are formatted differently"),
     )
     prompt_format: str | None = Field(
         None,
-        description="Text around each prompt; `{}` marks the place of the prompt. With a chat template, it goes "
-        "into the user message.",
+        description="Text around each prompt, in which `{}` is replaced by the prompt. With a chat template, the "
+        "result becomes the user message.",
         effect=Effect("blocks", "prompts are formatted differently"),
     )
     require_end: bool = Field(
         True,
         description="Reject rows whose last trained token is not an end token: the model would not learn to stop.",
-        effect=Effect("harmless", "rows are accepted or rejected; the trained tokens are the same"),
+        effect=Effect("harmless", "changes only which rows are refused; the trained tokens are the same"),
     )
     max_tokens: int | None = Field(
         None,
@@ -163,26 +181,27 @@ class Data(Section):
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Online: maximum prompt length in tokens. Default: the context length minus `rollout.max_tokens`.",
+        description="Maximum prompt length in tokens, for online methods. Default: the model's context length minus "
+        "`rollout.max_tokens`.",
         effect=LIMIT,
     )
     overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
-        description="What to do with a row longer than `max_tokens` (online: a prompt longer than "
-        "`max_prompt_tokens`). Dropped and truncated rows are counted.",
+        description="What to do with a row longer than `max_tokens` (in online methods: a prompt longer than "
+        "`max_prompt_tokens`). The numbers of dropped and truncated rows are reported.",
         effect=LIMIT,
     )
     bad_rows: Literal["error", "drop"] = Field(
         "error",
-        description="What to do with a row that cannot be trained as it is: an empty answer, a chat that starts "
-        "with the assistant, a part that the template drops. Dropped rows are counted, and the first ones are "
-        "listed.",
+        description="What to do with a row that cannot be trained: it has an empty answer, its chat starts with the "
+        "assistant, or the template would drop a part of it. The number of dropped rows and the first dropped rows "
+        "are reported.",
         effect=LIMIT,
     )
     drop_last: bool = Field(
         False,
-        description="End each epoch with its last full update and skip the remaining rows. `false`: updates "
-        "continue across the end of an epoch.",
+        description="`true` ends each epoch with its last full update and skips the remaining rows. `false` lets an "
+        "update continue with rows of the next epoch.",
         effect=GROUPS,
     )
     max_rows: int | None = Field(
@@ -193,8 +212,9 @@ class Data(Section):
     )
     cache: Annotated[str, BeforeValidator(_as_switch)] = Field(
         "on",
-        description="Where encoded rows are cached by content for later runs: `on`: the user's cache "
-        "directory (`LOCKSTEP_CACHE`); `off`: nowhere; otherwise a folder.",
+        description="Where encoded rows are cached for later runs. `on` uses the user's cache directory "
+        "(`LOCKSTEP_CACHE`), `off` disables the cache, and any other value is a folder. The cache key is the content "
+        "of the rows.",
         effect=Effect("harmless", "changes only the start-up time"),
         resumable=True,
     )
@@ -207,7 +227,7 @@ class Data(Section):
     )
     shuffle: bool = Field(
         True,
-        description="Shuffle the rows with the seed, anew in each epoch.",
+        description="Shuffle the rows in each epoch, with a permutation that depends on `run.seed`.",
         effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
     )
 

@@ -1,4 +1,4 @@
-"""Recipe keys of single offline methods: preferences, reward models, process rewards, distillation."""
+"""Recipe keys of the offline methods for preferences, reward models, process rewards and distillation."""
 
 from __future__ import annotations
 
@@ -27,35 +27,45 @@ class Preference(Section):
         "cpo",
     ] = Field(
         "sigmoid",
-        description="Loss of a pair. `simpo`, `orpo` and `cpo` use no reference. `aot` and `aot_unpaired` sort the "
-        "responses of an update, which takes one more forward pass.",
+        description="Loss of a preference pair. `simpo`, `orpo` and `cpo` use no reference model. `aot` and "
+        "`aot_unpaired` sort the margins or scores of all pairs of an update, which takes one more forward pass.",
     )
-    beta: float = Field(0.1, gt=0, description="Scale of the log-ratio (`orpo`: weight of the odds ratio).")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Assumed fraction of pairs whose labels are swapped.")
-    gamma: float = Field(0.0, ge=0, description="`simpo`: target margin of the scaled difference.")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="Scale of the log-ratio of policy to reference. With `orpo`, it is the weight of the odds-ratio "
+        "term.",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Assumed fraction of pairs in which chosen and rejected are swapped."
+    )
+    gamma: float = Field(
+        0.0, ge=0, description="For `simpo`: target margin between the scaled log-probabilities of chosen and rejected."
+    )
     discopop_tau: float = Field(
         0.05,
         gt=0,
-        description="`discopop`: size of the difference at which the loss changes from logistic to exponential.",
+        description="For `discopop`: temperature of the gate that mixes the logistic and the exponential loss.",
     )
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
         "reverse_kl",
-        description="Divergence from the reference that replaces the log-ratio (f-DPO). For `sigmoid`, `ipo`, "
-        "`hinge`, `robust`, `exo_pair` and `discopop`.",
+        description="Divergence from the reference model, whose derivative replaces the log-ratio (f-DPO). It "
+        "applies to the losses `sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
     )
     alpha: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="`divergence: alpha`: 1 is forward KL, near 0 is reverse KL.",
+        description="The parameter of `divergence: alpha`. The value 1 is forward KL, and values near 0 approach "
+        "reverse KL.",
         read_where=("preference.divergence", ("alpha",)),
     )
     ld_alpha: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="LD-DPO: weight of the tokens by which the longer response of a pair exceeds the shorter one; "
-        "1 is DPO.",
+        description="For LD-DPO: weight of the tokens by which the longer response of a pair exceeds the shorter "
+        "one. The value 1 is plain DPO.",
     )
     average: bool = Field(
         False,
@@ -72,14 +82,14 @@ class Preference(Section):
     precompute: bool = Field(
         False,
         description="Compute the log-probabilities of the reference once, before training, and store them on disk. "
-        "The reference then takes no memory.",
-        effect=Effect("harmless", "the same reference log-probabilities, computed earlier"),
+        "Then the reference model needs no memory during training.",
+        effect=Effect("harmless", "the reference log-probabilities are the same, only computed earlier"),
     )
     reference_free: bool = Field(
-        False, description="`kto`: use no reference; mean log-probabilities replace the log-ratios."
+        False, description="For method `kto`: use no reference model. Mean log-probabilities replace the log-ratios."
     )
-    desirable: float = Field(1.0, gt=0, description="`kto`: weight of desirable rows.")
-    undesirable: float = Field(1.0, gt=0, description="`kto`: weight of undesirable rows.")
+    desirable: float = Field(1.0, gt=0, description="For method `kto`: weight of desirable rows.")
+    undesirable: float = Field(1.0, gt=0, description="For method `kto`: weight of undesirable rows.")
 
 
 class RewardModelSettings(Section):
@@ -89,19 +99,27 @@ class RewardModelSettings(Section):
     )
     ranking: Literal["pairs", "plackett_luce"] = Field(
         "pairs",
-        description="Loss of more than two responses: the mean over all pairs, or the Plackett-Luce likelihood.",
+        description="Loss of a row with more than two responses: the mean of the pair losses over all pairs, or the "
+        "Plackett-Luce likelihood.",
     )
     center_rewards_coef: float = Field(
-        0.0, ge=0, description="Weight of the squared sum of a pair's scores. It keeps the scores centred at zero."
+        0.0,
+        ge=0,
+        description="Weight of a loss term that keeps scores centred at zero: the squared sum of the two scores of a "
+        "pair.",
     )
 
 
 class ProcessReward(Section):
     placeholder: str = Field(
-        "ки", min_length=1, description="Text after each step that marks where the step is scored; one token."
+        "ки",
+        min_length=1,
+        description="Text after each reasoning step that marks where the step is scored. It must be one token.",
     )
     tokens: list[str] = Field(
-        ["+", "-"], min_length=2, description="Label words of a step, one token each. The first one labels a good step."
+        ["+", "-"],
+        min_length=2,
+        description="The words that label a reasoning step, of one token each. The first word labels a good step.",
     )
 
 
@@ -116,19 +134,20 @@ class Distill(Section):
         0.5,
         gt=0,
         lt=1,
-        description="`jsd`: weight of the teacher in the mixture.",
+        description="For `jsd`: weight of the teacher's distribution in the mixture.",
         read_where=("distill.divergence", ("jsd",)),
     )
-    temperature: float = Field(1.0, gt=0, description="Divides the logits of teacher and student.")
+    temperature: float = Field(1.0, gt=0, description="Temperature that divides the logits of teacher and student.")
     coefficient: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="Weight of the divergence. The rest is the weight of the log-likelihood of the rows (SFT).",
+        description="Weight of the divergence from the teacher. One minus this value is the weight of the SFT loss "
+        "on the rows.",
     )
     top_k: int | None = Field(
         None,
         ge=1,
-        description="Store this many most likely tokens of the teacher per position on disk and train from them. "
-        "The rest of the vocabulary counts as one token.",
+        description="Store the teacher's probabilities of this many most likely tokens per position on disk, and "
+        "train from them. All other tokens of the vocabulary are treated as one token.",
     )

@@ -11,35 +11,39 @@ from lockstep.recipe.section import FOLDER, RATE, REWARD, Effect, Field, Named, 
 class Reject(Section):
     over: Literal["token", "sum", "mean", "max"] = Field(
         "token",
-        description="Unit that is tested: a token, or a response by the sum, mean or maximum over its tokens.",
+        description="What is tested against the accepted range: each token, or each response by the sum, mean or "
+        "maximum of `by` over its tokens.",
     )
     by: Literal["ratio", "k2", "k3", "binary_kl", "tv"] = Field(
-        description="Measure of the mismatch. `ratio`: trainer probability / engine probability; `k2`, `k3`: "
-        "estimates of their KL divergence; `binary_kl`, `tv`: KL divergence or total variation of the two "
-        "probabilities of the token alone.",
+        description="Measure of the mismatch between trainer and engine. `ratio` is the trainer's probability of a "
+        "token divided by the engine's. `k2` and `k3` are estimates of the KL divergence between trainer and engine. "
+        "`binary_kl` and `tv` are the KL divergence and the total variation of the two-way choice between the "
+        "sampled token and all other tokens.",
     )
-    low: float | None = Field(None, ge=0, description="Lower bound of the accepted range. Default: none.")
-    high: float = Field(gt=0, description="Upper bound of the accepted range.")
+    low: float | None = Field(
+        None, ge=0, description="Lower bound of the accepted range of `by`. Default: no lower bound."
+    )
+    high: float = Field(gt=0, description="Upper bound of the accepted range of `by`.")
 
 
 class RolloutCorrection(Section):
     bypass: bool = Field(
         False,
         description="Use the engine's log-probabilities as the old log-probabilities of the ratio. This saves the "
-        "trainer's forward pass before the first update, and clipping then includes the mismatch between engine "
-        "and trainer. Default: `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
-        "`geo_mean`, `clip_cov`, `dppo_*`) and no weight is set, otherwise `false`.",
+        "trainer's forward pass before the first update. Clipping then also limits the mismatch between engine and "
+        "trainer. Default: `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
+        "`geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
-        description="Truncated importance sampling: weight by trainer probability / engine probability. Default: "
-        "`token` if a serving engine generates, or if `rollout.max_staleness` is above 0 without `bypass`; "
-        "otherwise `none`.",
+        description="Truncated importance sampling: multiply the loss of each token or sequence by trainer "
+        "probability / engine probability. Default: `token` if a serving engine generates, or if "
+        "`rollout.max_staleness` is above 0 without `bypass`. Otherwise the default is `none`.",
     )
     cap: float | None = Field(
         2.0,
         gt=0,
-        description="Maximum weight; `null` means no maximum.",
+        description="Maximum importance weight. `null` means no maximum.",
         read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
     )
     floor: float = Field(
@@ -50,31 +54,35 @@ class RolloutCorrection(Section):
     )
     normalize: bool = Field(
         False,
-        description="Divide the weights by their mean over the step.",
+        description="Divide the importance weights by their mean over the step.",
         read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
     )
     mask: Literal["none", "token", "sequence"] = Field(
         "none",
-        description="Mask tokens, or sequences (by their geometric mean), whose ratio is outside `low` and `high`.",
+        description="Mask tokens whose ratio of trainer to engine probability is below `low` or above `high`. With "
+        "`sequence`, mask whole sequences by the geometric mean of their ratios.",
     )
     low: float = Field(
         0.5,
         gt=0,
-        description="Lower bound of the ratio for `mask`.",
+        description="Lower bound of the ratio of trainer to engine probability for `mask`.",
         read_where=("algorithm.rollout_correction.mask", ("token", "sequence")),
     )
     high: float = Field(
         2.0,
         gt=0,
-        description="Upper bound of the ratio for `mask`.",
+        description="Upper bound of the ratio of trainer to engine probability for `mask`.",
         read_where=("algorithm.rollout_correction.mask", ("token", "sequence")),
     )
     reject: list[Reject] = Field(
         default_factory=list,
-        description="Additional accepted ranges. Tokens outside any of them are masked, as with `mask`.",
+        description="Additional accepted ranges. A token that is outside at least one of these ranges is masked, as "
+        "with `mask`.",
     )
     rejected: Literal["left_out", "zero"] = Field(
-        "left_out", description="`left_out`: masked tokens do not count in the means; `zero`: they count with 0."
+        "left_out",
+        description="How the loss means treat masked tokens. `left_out` excludes them from the mean. "
+        "`zero` includes them with the loss 0.",
     )
 
     @property
@@ -93,8 +101,8 @@ class Kl(Section):
     )
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = Field(
         "k3",
-        description="KL estimator. k3 is also called low_var_kl. `+`: this value with the gradient of k2 "
-        "(straight-through); `k2+` equals k2.",
+        description="KL estimator. k3 is also called low_var_kl. A `+` after the name means that the gradient of k2 "
+        "replaces the gradient of the estimator (straight-through). `k2+` equals k2.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     coefficient: float = Field(
@@ -103,35 +111,40 @@ class Kl(Section):
     target: float | None = Field(
         None,
         gt=0,
-        description="Adapt the coefficient so that the KL divergence per token approaches this value.",
+        description="Adapt `coefficient` during training so that the KL divergence per token approaches this value.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     horizon: int = Field(
         10000,
         ge=1,
-        description="Number of sequences over which the coefficient adapts.",
+        description="Number of sequences that sets the speed at which `coefficient` adapts. A larger number adapts "
+        "more slowly.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reward_coefficient: float = Field(
         0.0,
         ge=0,
-        description="With `where: loss`: weight of an additional KL penalty in the reward; 0 disables it.",
+        description="With `where: loss`, weight of an additional KL penalty in the reward. The value 0 disables this "
+        "penalty.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
-        "k1", description="KL estimator of the penalty in the reward.", read_where=("algorithm.kl.where", ("loss",))
+        "k1",
+        description="KL estimator of the additional penalty in the reward (`reward_coefficient`).",
+        read_where=("algorithm.kl.where", ("loss",)),
     )
     weighted: bool = Field(
         False,
-        description="With a `+` estimator in the loss: weight its gradient by the ratio of new to old probability, "
-        "at most 10, so that it stays the gradient of the divergence in later updates of a step.",
+        description="With a `+` estimator in the loss, multiply its gradient by the ratio of new to old probability, "
+        "at most 10. Then it remains the gradient of the KL divergence in later updates of a step, when responses "
+        "are off-policy.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     before_baseline: bool = Field(
         True,
-        description="For a KL penalty in the reward, with estimators that compare groups: `true` subtracts it from "
-        "the scores before the baseline of the group is computed; `false` subtracts it afterwards, at each token "
-        "the penalty of the rest of the response.",
+        description="When a KL penalty in the reward is applied, with advantage estimators that compare groups. "
+        "`true` subtracts the penalty from the rewards before the baseline of the group is computed. `false` "
+        "subtracts the penalty afterwards: each token gets the penalty of the rest of the response.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reference: str | None = Field(
@@ -143,67 +156,83 @@ class Kl(Section):
     )
 
     def in_reward(self) -> bool:
-        """Whether the reward contains a KL penalty, alone or in addition to one in the loss."""
+        """Returns whether the reward contains a KL penalty. The loss may contain a KL term in addition."""
         return self.where == "reward" or self.reward_coefficient > 0
 
 
 class Whiten(Section):
     over: Literal["own", "none", "step"] = Field(
         "own",
-        description="When advantages are normalised to mean 0 and standard deviation 1 over the tokens of the "
-        "step. `own`: if the estimator's paper does so (`gae`, `reinforce_pp`, `reinforce_pp_baseline`); `none`: "
-        "never; `step`: always. An estimator function of yours must normalise by itself.",
+        description="Whether advantages are normalised to mean 0 and standard deviation 1 over the tokens of the "
+        "step. `own` normalises only for estimators whose paper does so (`gae`, `reinforce_pp`, "
+        "`reinforce_pp_baseline`). `none` never normalises, and `step` always does. Your own estimator function must "
+        "normalise its advantages itself.",
     )
-    biased: bool = Field(False, description="Divide by n instead of n - 1 in the variance.")
-    divide: bool = Field(True, description="`false` subtracts the mean without dividing by the standard deviation.")
+    biased: bool = Field(
+        False, description="Use the biased variance for the normalisation: divide by n instead of n - 1."
+    )
+    divide: bool = Field(
+        True, description="`true` divides advantages by their standard deviation. `false` only subtracts their mean."
+    )
 
 
 class DynamicSampling(Section):
     max_gen_batches: int = Field(
         1,
         ge=1,
-        description="Maximum number of batches of prompts generated per step. Above 1, groups with equal rewards "
-        "are replaced by new prompts until the step is full or this number is reached.",
+        description="Maximum number of batches of prompts that are generated per step. If it is above 1, groups "
+        "whose responses all have equal rewards are replaced by new prompts, until the step is full or this maximum "
+        "is reached.",
     )
     between: list[float] | None = Field(
         None,
         min_length=2,
         max_length=2,
-        description="Replace instead the groups whose mean reward is not between these two values.",
+        description="Replace groups whose mean reward is not between these two values, instead of groups with equal "
+        "rewards.",
     )
     metric: str | None = Field(
         None,
-        description="Reward component to use: `rule`, `function`, or `function/NAME` for a number that your "
-        "function returns by name. Default: the total score.",
+        description="Reward component that decides which groups are replaced: `rule`, `function`, or `function/NAME` "
+        "for a number that your function returns under this name. Default: the total score.",
     )
 
 
 class PolicyFiltration(Section):
     method: Literal["none", "pow", "max_min", "max_random"] = Field(
         "none",
-        description="PF-PPO: resample the responses of a step by their scores. `pow`: by a power of the score; "
-        "`max_min`: only the best and the worst; `max_random`: the best four times as often as the others.",
+        description="PF-PPO: resample the responses of a step by their scores. `pow` draws responses in proportion "
+        "to a power of the score. `max_min` draws only the best and the worst responses. `max_random` draws the best "
+        "responses four times as often as the others.",
     )
     power: float = Field(
-        2.0, gt=0, description="`pow`: the exponent.", read_where=("algorithm.pf_ppo.method", ("pow",))
+        2.0, gt=0, description="The exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
     )
 
 
 class Overlong(Section):
     buffer: int = Field(
-        0, ge=0, description="Penalise responses that end within this many tokens before the limit; 0 disables it."
+        0,
+        ge=0,
+        description="Penalise responses that are longer than `rollout.max_tokens` minus this many tokens. The value "
+        "0 disables the penalty.",
     )
-    factor: float = Field(1.0, ge=0, description="Penalty at the limit.")
+    factor: float = Field(
+        1.0,
+        ge=0,
+        description="Penalty of a response with `rollout.max_tokens` tokens. It grows linearly from 0 within the "
+        "buffer.",
+    )
     truncated_reward: float | None = Field(
         None,
         le=1,
-        description="Score of responses that reached the limit. From 0 to 1: their score is multiplied by this "
-        "value; below 0: this value replaces their score.",
+        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 "
+        "multiplies their score. A value below 0 replaces their score.",
     )
     mask_truncated: bool = Field(
         False,
-        description="Mask responses that reached the limit in the loss (overlong filtering). They still count in "
-        "the baselines of other responses.",
+        description="Mask responses that were cut off at `rollout.max_tokens` in the loss (overlong filtering). The "
+        "baselines of other responses still include them.",
     )
 
 
@@ -217,92 +246,95 @@ class Algorithm(Section):
     function_timeout: float = Field(
         600.0,
         gt=0,
-        description="Timeout in seconds for one call of your `advantage` or `loss`. After it, the run stops.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        description="Timeout in seconds for one call of your `advantage` or `loss` function. After the timeout, the "
+        "run stops.",
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
     penalty_aggregation: Aggregation | None = Field(
         None, description="How the KL and entropy terms of the loss are averaged. Default: same as `aggregation`."
     )
-    epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
+    epochs: int = Field(1, ge=1, description="Number of training passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount factor of later rewards.")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.", read_where=("algorithm.advantage", ("gae",)))
     clip_low: float = Field(
         0.2,
         ge=0,
-        description="Lower clip bound of the ratio: 1 - this value. `dppo_tv`, `dppo_kl`: how far a probability "
-        "may fall.",
+        description="The ratio of new to old probability is clipped at 1 minus this value. With `dppo_tv` and "
+        "`dppo_kl`, it limits how far a probability may fall.",
     )
     clip_high: float = Field(
         0.2,
         ge=0,
-        description="Upper clip bound of the ratio: 1 + this value. `dppo_tv`, `dppo_kl`: how far a probability "
-        "may rise.",
+        description="The ratio of new to old probability is clipped at 1 plus this value. With `dppo_tv` and "
+        "`dppo_kl`, it limits how far a probability may rise.",
     )
     dual_clip: float | None = Field(
         3.0,
         gt=1,
-        description="`clip`: bound of the ratio for negative advantages; `null` disables it.",
+        description="For the loss `clip`: upper bound of the ratio for negative advantages (dual clip). `null` "
+        "disables it.",
         read_where=("algorithm.loss", ("clip",)),
     )
     ratio_cap: float = Field(
         20.0,
         gt=0,
-        description="`dppo_tv`, `dppo_kl`, `importance`: maximum weight of a token.",
+        description="For the losses `dppo_tv`, `dppo_kl` and `importance`: maximum weight (ratio) of a token.",
         read_where=("algorithm.loss", ("dppo_tv", "dppo_kl", "importance")),
     )
     ratio_of: Literal["token", "sequence"] = Field(
         "token",
-        description="`importance`: the weight of a token is the ratio of the token, or the product of the ratios "
-        "of its response.",
+        description="For the loss `importance`: the weight of a token is the ratio of this token, or the product of "
+        "the ratios of all tokens of its response.",
         read_where=("algorithm.loss", ("importance",)),
     )
     dro_beta: float = Field(
         1.0,
         gt=0,
-        description="`dro`: weight of the squared log-ratio.",
+        description="For the loss `dro`: weight of the squared log-ratio.",
         read_where=("algorithm.loss", ("dro",)),
     )
     sapo_positive: float = Field(
         1.0,
         gt=0,
-        description="`sapo`: temperature for positive advantages.",
+        description="For the loss `sapo`: temperature for positive advantages.",
         read_where=("algorithm.loss", ("sapo",)),
     )
     sapo_negative: float = Field(
         1.05,
         gt=0,
-        description="`sapo`: temperature for negative advantages.",
+        description="For the loss `sapo`: temperature for negative advantages.",
         read_where=("algorithm.loss", ("sapo",)),
     )
     cov_ratio: float = Field(
         0.0002,
         ge=0,
         le=1,
-        description="`clip_cov`, `kl_cov`: fraction of tokens to select.",
+        description="For the losses `clip_cov` and `kl_cov`: fraction of tokens that are selected by their "
+        "covariance of log-probability and advantage.",
         read_where=("algorithm.loss", ("clip_cov", "kl_cov")),
     )
     cov_low: float = Field(
         1.0,
-        description="`clip_cov`: lowest covariance of a selected token.",
+        description="For the loss `clip_cov`: lowest covariance of a selected token.",
         read_where=("algorithm.loss", ("clip_cov",)),
     )
     cov_high: float = Field(
         5.0,
-        description="`clip_cov`: highest covariance of a selected token.",
+        description="For the loss `clip_cov`: highest covariance of a selected token.",
         read_where=("algorithm.loss", ("clip_cov",)),
     )
     cov_kl: float = Field(
         1.0,
         ge=0,
-        description="`kl_cov`: weight of the KL penalty of the selected tokens.",
+        description="For the loss `kl_cov`: weight of the KL penalty of the selected tokens.",
         read_where=("algorithm.loss", ("kl_cov",)),
     )
     gdpo_rewards: dict[str, float] = Field(
         default_factory=dict,
-        description="`gdpo`: the rewards to compare separately, with their weights; names as in "
-        "`dynamic_sampling.metric`. Default: the rewards of the recipe, with `reward.weights`.",
+        description="For the estimator `gdpo`: the weights of the rewards that are compared separately. The names of "
+        "rewards are those of `dynamic_sampling.metric`. Default: all rewards of the recipe, with `reward.weights`.",
         read_where=("algorithm.advantage", ("gdpo",)),
     )
     whiten: Whiten = Field(default_factory=Whiten)
@@ -332,26 +364,28 @@ class Critic(Section):
         resumable=True,
     )
     clip: float | None = Field(
-        0.5, gt=0, description="Maximum change of a value from its old value; `null` disables clipping."
+        0.5,
+        gt=0,
+        description="Maximum change of a value estimate from its old value (value clipping). `null` disables clipping.",
     )
     aggregation: Aggregation = Field(
         "token_mean", description="How the token losses of the critic are averaged in an update."
     )
-    warmup: int = Field(0, ge=0, description="Steps in which only the critic is trained.")
+    warmup: int = Field(0, ge=0, description="Number of steps at the start in which only the critic is trained.")
 
 
 class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="Rule of each data source: `gsm8k`, `gsm8k_flexible`, `math`, `exact`. Built in: `arithmetic` "
-        "and `openai/gsm8k` (gsm8k), `lighteval/MATH`, `DigitalLearningGmbH/MATH-lighteval` and "
-        "`HuggingFaceH4/MATH-500` (math).",
+        description="The reward rule of each data source: `gsm8k`, `gsm8k_flexible`, `math` or `exact`. Some data "
+        "sources have a built-in rule: `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
+        "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,
     )
     function: str | None = Field(
         None,
         description="Your reward function: `path/to/file.py:name`.",
-        effect=Effect("matters", "a different function, or the same one at another path; compare the rewards"),
+        effect=Effect("matters", "a different function, or the same function at another path; compare the rewards"),
     )
     arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
@@ -365,20 +399,25 @@ class Reward(Section):
         effect=FOLDER,
     )
     model_weights: list[float] = Field(
-        default_factory=list, description="With a list in `model`: the weight of each model. Default: 1.", effect=REWARD
+        default_factory=list, description="The weight of each model, if `model` is a list. Default: 1.", effect=REWARD
     )
     process: str | None = Field(
         None,
-        description="Folder of a process reward model (method `prm`). Each step of a response earns its "
-        "probability of being good, divided by the number of steps, at the token where it ends.",
+        description="Folder of a process reward model (method `prm`). The reward of each reasoning step of a "
+        "response is its probability of being good, divided by the number of steps. It is given at the last token of "
+        "the step.",
         effect=FOLDER,
     )
     separator: str = Field(
-        "\n", min_length=1, description="Text between the steps that `process` scores.", effect=REWARD
+        "\n",
+        min_length=1,
+        description="Text that separates the reasoning steps of a response, which the model in `process` scores.",
+        effect=REWARD,
     )
     remote: str | list[str] | None = Field(
         None,
-        description="Address of an HTTP endpoint that scores batches, or a list of addresses that share the batches.",
+        description="Address of an HTTP endpoint that scores batches of responses, or a list of addresses over which "
+        "the batches are distributed.",
         effect=Effect("matters", "a different endpoint may use a different model"),
     )
     remote_form: Literal["items", "openrlhf"] = Field(
@@ -388,64 +427,67 @@ class Reward(Section):
         effect=Effect("matters", "requests to the endpoint have another format"),
     )
     format: str | None = Field(
-        None, description="Regular expression that must match the full response: reward 1, otherwise 0.", effect=REWARD
+        None,
+        description="Regular expression for the full response. The reward is 1 if it matches, otherwise 0.",
+        effect=REWARD,
     )
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
         default_factory=dict,
-        description="Weight of each reward. Default: 1 for each reward that is set. The rule counts if it is "
-        "listed here or if nothing else is set.",
+        description="Weight of each reward. Default: 1 for each reward that is set. The reward rule is used only if "
+        "it is listed here or if no other reward is set.",
         effect=REWARD,
     )
     clip: list[float] | None = Field(
         None,
         min_length=2,
         max_length=2,
-        description="Bounds of the total score of a response. Scores outside are set to the nearest bound.",
+        description="Lower and upper bound of the total score of a response. Scores outside the bounds are set to "
+        "the nearest bound.",
         effect=REWARD,
     )
     workers: int = Field(
         2,
         ge=1,
-        description="Number of processes that run the function.",
+        description="Number of processes that run the reward function.",
         effect=Effect("harmless", "changes only the number of processes that compute rewards"),
         resumable=True,
     )
     time_limit: float = Field(
         10.0,
         gt=0,
-        description="Timeout in seconds for one call of the function.",
-        effect=Effect("harmless", "matters only if a call is aborted; see reward/failed"),
+        description="Timeout in seconds for one call of the reward function.",
+        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
     )
     memory_limit_gb: float = Field(
         4.0,
         gt=0,
-        description="Memory limit of a process that runs the function.",
-        effect=Effect("harmless", "matters only if a call is aborted; see reward/failed"),
+        description="Memory limit in GB of a process that runs the reward function.",
+        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
     )
     max_failures: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Stop if more than this fraction of a step's responses could not be generated "
+        description="Stop the run if more than this fraction of a step's responses could not be generated "
         "(`rollout.function`) or scored.",
-        effect=Effect("harmless", "changes only when the run stops"),
+        effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )
     remote_batch: int = Field(
         32,
         ge=1,
-        description="Responses per request to the endpoint.",
+        description="Number of responses per request to the reward endpoint.",
         effect=Effect("harmless", "changes only the number of responses per request"),
     )
     remote_timeout: float = Field(
         30.0,
         gt=0,
-        description="Timeout in seconds for a request to an endpoint, including its full response.",
-        effect=Effect("harmless", "matters only if a call is aborted; see reward/failed"),
+        description="Timeout in seconds for a request to a reward endpoint, until its full response is received.",
+        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
     )
     remote_retries: int = Field(
         4,
         ge=0,
-        description="Number of retries after a failed request, with increasing pauses.",
-        effect=Effect("harmless", "matters only if a call is aborted; see reward/failed"),
+        description="Number of retries after a failed request to a reward endpoint, with increasing pauses.",
+        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
     )

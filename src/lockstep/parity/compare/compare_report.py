@@ -1,4 +1,4 @@
-"""A comparison as console text, strict JSON and an offline HTML page."""
+"""Outputs the result of `lockstep compare` as console text, strict JSON and an offline HTML page."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ HEADS = (
     ("since", 7),
 )
 MAX_VALUE = 24
-"""The console shows at most this many characters of a differing value; the report shows all of them."""
+"""The console shows at most this many characters of a differing set-up value. The HTML report shows all characters."""
 
-# Up to this many points (a few MB) the page contains the exact curves; beyond that they are rounded.
+# A page with at most this many curve points (a few MB) contains exact values. A page with more points contains rounded
+# values.
 EXACT_POINTS = 200_000
 ROUNDED_DIGITS = 7
 
@@ -60,18 +61,19 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def table_lines(metrics: Sequence[Metric]) -> list[str]:
-    """Returns lines for the tested metrics, then for other losses and rewards that vary; the rest is counted."""
+    """Returns table lines for the metrics with a verdict, then for other losses and rewards that vary. The last line
+    gives the number of metrics that are not shown."""
     shown = [metric for metric in metrics if metric.verdict is not None or (metric.kind != "other" and _moves(metric))]
     lines = ["metric".ljust(NAME) + "".join(head.rjust(width) for head, width in HEADS)] if shown else []
     for metric in shown:
         lines += _metric_lines(metric)
     if rest := len(metrics) - len(shown):
-        lines.append(f"{rest} more common metrics are in the report and in --json")
+        lines.append(f"{rest} more metrics that both logs contain are in the HTML report and in --json")
     return lines
 
 
 def _moves(metric: Metric) -> bool:
-    """Returns whether the metric varies: it is not one constant on both sides."""
+    """Returns False if the metric has one constant value in both runs."""
     return metric.figures.worst != 0 or len(set(metric.a)) > 1
 
 
@@ -106,7 +108,7 @@ def _metric_lines(metric: Metric) -> list[str]:
 
 def _power(power: Power) -> str:
     if power.noise_sd == 0:
-        return "no noise: any difference would be found"
+        return "the repeats have no noise, so the test would find any difference"
     steps = f"{power.collapse_steps:,} steps" if power.collapse_steps > 1 else "step"
     late = f"a collapse of {power.collapse:.2g} in the last {steps}"
     latest = f", one of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
@@ -114,7 +116,7 @@ def _power(power: Power) -> str:
 
 
 def _cell(value: float | int | None, width: int) -> str:
-    """Formats with three significant digits, or fewer if the column is too narrow."""
+    """Formats a table cell with three significant digits, or with fewer if the column is too narrow."""
     if value is None:
         return "-".rjust(width)
     texts = [str(value)] if isinstance(value, int) else [f"{value:{form}}" for form in (".3g", ".2g", ".1e", ".0e")]
@@ -129,7 +131,7 @@ def _speed(throughput: Throughput) -> list[tuple[str, str]]:
     if throughput.matched_ratio is not None:
         rows.append(("equal lengths", f"{throughput.matched_ratio:.3f} ({throughput.matched_steps:,} steps)"))
     rows += [(phase.name, f"{phase.ratio:.3f} ({phase.b:,.0f} over {phase.a:,.0f})") for phase in throughput.phases]
-    return rows or [("unknown", "the logs do not contain it")]
+    return rows or [("unknown", "the logs contain no throughput")]
 
 
 def _show_differences(comparison: Comparison, console: Console) -> None:
@@ -137,11 +139,11 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     harmless = len(comparison.differences) - len(listed)
     if listed or harmless:
         console.say("")
-        rest = [("harmless", f"{harmless} more, which do not change the curves")] if harmless else []
+        rest = [("harmless", f"{harmless} more differences, which do not change the curves")] if harmless else []
         console.banner("set-up differences", [*(_difference(each) for each in listed), *rest])
     if not comparison.setup_known:
         console.say("")
-        console.banner("set-up differences", [("unknown", "only run folders contain their set-up")])
+        console.banner("set-up differences", [("unknown", "only lockstep's run folders contain the set-up of a run")])
     for remark in comparison.remarks:
         console.say(f"remark: {remark}")
     for sentence in comparison.unknown:
@@ -161,17 +163,18 @@ def _brief(value: Any) -> str:
 
 
 def as_strict_json(comparison: Comparison) -> str:
-    """Returns the comparison as one line of strict JSON: NaN and infinity become null."""
+    """Returns the comparison as one line of strict JSON, which has null instead of NaN and infinity."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     values = strict(replace(comparison, metrics=bare).as_json())
-    # The curves are long and contain no NaN, so they are not converted.
+    # The curves already have None instead of NaN. Converting them again would be slow, because they are long.
     for metric, written in zip(comparison.metrics, values["metrics"], strict=True):
         written |= {"steps": metric.steps, "a": metric.a, "b": metric.b, "repeats": metric.repeats}
     return json.dumps(values, allow_nan=False, ensure_ascii=False)
 
 
 def strict(value: Any) -> Any:
-    """Returns the value with None for NaN and infinity, and text for other types."""
+    """Returns a copy of the value for strict JSON: NaN and infinity become None, and objects of other types become
+    text."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -182,7 +185,7 @@ def strict(value: Any) -> Any:
 
 
 def curve(values: list[float | None], digits: int | None) -> list[float | None]:
-    """Rounds every point to `digits` significant digits; None for NaN and infinity."""
+    """Replaces NaN and infinity by None and rounds other points to `digits` significant digits (None: exact values)."""
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     if digits is None:
         return finite
@@ -199,12 +202,13 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 def page(comparison: Comparison) -> str:
     parts = {"style": style_of("compare"), "script": script_of("compare"), "data": _inline_json(page_data(comparison))}
-    # All placeholders are replaced at once, because inserted text may look like a placeholder.
+    # All placeholders of the HTML template are replaced at once, because inserted text may look like a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource("compare.html"))
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """Returns `as_json()` as strict JSON; step lists that several metrics share are written once."""
+    """Returns the data of the HTML page: `as_json()` as strict JSON, with each distinct list of steps stored only
+    once."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
     points = sum(_points(metric) for metric in comparison.metrics)

@@ -43,9 +43,9 @@ from lockstep.run.output import write
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of the command. `report`: None writes it to B's run folder. `support`: None records nothing. `value`:
-    the metric name of a tensorboard csv export, which does not contain it. `steps`: the first and last compared
-    step."""
+    """The options of `lockstep compare`. `report` is the path of the HTML report (None: in B's run folder). `support`
+    is the support table to update (None: no table is updated). `value` is the metric name of a tensorboard csv export,
+    because the export does not contain the name. `steps` is the first and the last compared step."""
 
     a: str
     b: str
@@ -90,8 +90,8 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
-    """Shows the curves, then the stages and modules of all recorded updates; returns whether the updates are in
-    step."""
+    """Shows the comparison of the curves, then that of the stages and modules of all recorded updates. Returns whether
+    the updates are in step."""
     # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
@@ -118,7 +118,8 @@ def _page_of(b: Log) -> Path | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A metric to compare, by its name on each side. `bar` replaces the bar of its kind."""
+    """A metric to compare: its name in log A and in log B. `bar` is a limit in percent that replaces the default limit
+    for losses, rewards or other metrics."""
 
     a: str
     b: str
@@ -132,13 +133,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sides:
-    """The runs of both sides: the compared run first, then its repeats."""
+    """The runs of the sides A and B. In each tuple the compared run is first, and its repeats follow."""
 
     a: tuple[Log, ...]
     b: tuple[Log, ...]
 
     def curves(self, choice: Choice) -> tuple[list[Curve], list[Curve]]:
-        """Returns the curves of the runs that have the metric."""
+        """Returns the curves of this metric in the runs of A and of B. Runs that did not log the metric are skipped."""
         return (
             [Curve(log.metrics[choice.a], log.is_mean(choice.a)) for log in self.a if choice.a in log.metrics],
             [Curve(log.metrics[choice.b], log.is_mean(choice.b)) for log in self.b if choice.b in log.metrics],
@@ -154,9 +155,9 @@ def compare(
     shift: int = 0,
     steps: tuple[int, int] | None = None,
 ) -> Comparison:
-    """Compares B with A. The verdict uses `metrics` (`name` or `name in A=name in B`) instead of the default ones, and
-    also those in `bars` (percent by name). `shift` is added to the steps of B and its repeats; `steps` (first, last)
-    limits the compared steps."""
+    """Compares B with A. The verdict uses the metrics in `metrics` (`name` or `name in A=name in B`) instead of the
+    default metrics. It also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to the steps
+    of B and its repeats; `steps` (first, last) limits the compared steps."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))
@@ -198,27 +199,33 @@ def compare(
 
 
 def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
-    """Assigns each repeat to the side with the same set-up, otherwise to A; also returns remarks on doubtful ones."""
+    """Assigns each repeat run to the side (A or B) with the same set-up, or to A if neither side matches. Also returns
+    remarks on repeats that may not be repeats."""
     of_a, of_b, doubts = [a], [b], []
     for repeat in repeats:
         side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
         side.append(repeat)
         if repeat.evidence and side[0].evidence and not same_setting(repeat, side[0]):
-            doubts.append(f"whether {repeat.source} is a repeat: its set-up matches neither side; used for A")
+            doubts.append(
+                f"whether {repeat.source} is a repeat: its set-up matches neither A nor B; it is used as a repeat of A"
+            )
         if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
-            doubts.append(f"noise at one seed: {repeat.source} has another seed, which adds noise")
+            doubts.append(
+                f"the noise between runs with the same seed: the repeat {repeat.source} has another seed, which adds "
+                "noise"
+            )
     return Sides(tuple(of_a), tuple(of_b)), doubts
 
 
 def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
-    """Returns a refusal if the metric has several values for one step, so that it is unclear which one counts."""
+    """Returns a refusal if the metric has several values for one step, so that it is unclear which value to compare."""
     for name, logs in ((choice.a, sides.a), (choice.b, sides.b)):
         for log in logs:
             if name in log.ambiguous:
                 return Refusal.at(
                     log.source,
                     f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
-                    "write a file for each rank or run, or keep the rows of one of them",
+                    "write a separate file for each rank or run, or keep only the rows of one rank or run",
                     code="ambiguous-steps",
                 )
     return None
@@ -227,22 +234,23 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
 def _skipped(names: Sequence[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"{', '.join(names[:3])}{more}: a log has several values for one step"
+        yield f"{', '.join(names[:3])}{more}: not compared, because a log has several values for one step"
 
 
 def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
-    """Yields remarks on metrics whose noise is unknown, and on repeats that could not be used."""
+    """Yields a remark for each metric whose noise between repeats is unknown or for which some repeats are unusable."""
     for metric in (each for each in compared if each.verdict is not None):
         whose = f"the noise of {metric.name}"
         if metric.noise is None:
-            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with finite values"
+            yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
             yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
-    """Yields the metrics that get a verdict, then the other common metrics: losses, rewards, the rest."""
+    """Yields the metrics that get a verdict, then the other metrics that both logs have: losses, rewards, all
+    others."""
     barred = {_named(name, "--bar", a, b): percent for name, percent in bars.items()}
     judged = [_named(text, "--metric", a, b) for text in metrics] or _by_default(a, b, needed=not barred)
     wanted: dict[tuple[str, str], float | None] = {**dict.fromkeys(judged), **barred}
@@ -255,8 +263,8 @@ def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) 
 
 
 def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
-    """Returns the reward of online runs or the loss of other runs, as in the Ascend documents. Raises if it is missing
-    and `needed`, because then no metric could get a verdict."""
+    """Returns the metric that decides the verdict by default: the reward of online runs or the loss of other runs, as
+    in the Ascend documents. If a log does not have this metric, the result contains it only if `needed` is true."""
     methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
     rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
     online = any(method in ONLINE for method in methods) if methods else bool(rewards)
@@ -270,7 +278,8 @@ def _named(text: str, option: str, a: Log, b: Log) -> tuple[str, str]:
 
 
 def _metric_name(name: str, log: Log, where: str) -> str:
-    """Returns the metric that has this name in lockstep or in the log."""
+    """Returns lockstep's metric name for a name given by the user, which may be lockstep's name or the name in the
+    log."""
     if name in log.metrics:
         return name
     for metric, written in log.written.items():
@@ -287,7 +296,8 @@ def _metric_name(name: str, log: Log, where: str) -> str:
 
 
 def _matched(choice: Choice, sides: Sides) -> Matched | str:
-    """Returns the curves of a metric on common steps, or the reason why they cannot be compared."""
+    """Returns the curves of a metric on the common steps of A and B, or the reason why the curves cannot be
+    compared."""
     for log, name in ((sides.a[0], choice.a), (sides.b[0], choice.b)):
         if name not in log.metrics:
             return f"{log.source} has no {name}: choose another with --metric"
@@ -297,20 +307,21 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
     if not len(pair.steps):
         return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
     if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
-        return f"{choice.name} is not a number on either side at any of the {len(pair.steps):,} common steps"
+        return f"{choice.name} is not a number in A or B at any of the {len(pair.steps):,} common steps"
     return matched
 
 
 def _shift_remarks(choice: Choice, sides: Sides, shift: int) -> Iterator[str]:
-    """Yields a remark if the curves agree much better with shifted steps. Only the user can apply the shift."""
+    """Yields a remark if the curves agree much better after B's steps are shifted. The shift is applied only if the
+    user sets --shift."""
     a_runs, b_runs = sides.curves(choice)
     found = better_shift(a_runs[0], b_runs[0]) if a_runs and b_runs else None
     if found is not None:
         now = "no step in common" if found.unshifted_percent is None else f"{found.unshifted_percent:.3g} %"
         yield (
             f"{choice.name}: the curves agree much better with B's steps shifted by {found.by:+d} (mean error "
-            f"{found.error_percent:.3g} % over {found.steps:,} steps; without the shift: {now}); if the sides count "
-            f"differently, compare again with --shift {shift + found.by}"
+            f"{found.error_percent:.3g} % over {found.steps:,} steps; without the shift: {now}); if A and B count "
+            f"steps differently, compare again with --shift {shift + found.by}"
         )
 
 

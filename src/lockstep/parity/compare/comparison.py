@@ -1,4 +1,4 @@
-"""The result of a comparison as plain values. Console, JSON and page display these and compute nothing."""
+"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display these values."""
 
 from __future__ import annotations
 
@@ -22,49 +22,51 @@ class Figures:
     first: int
     last: int
     mean_error_percent: float
-    """sum |a - b| / N x 100: an absolute difference, as the Ascend documents define it."""
+    """sum |a - b| / N x 100 over the N common steps. It is an absolute difference, as the Ascend documents define
+    it."""
     relative_error_percent: float | None
     """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
-    """sum |a - b| / sum |a| x 100: relative, and robust against single steps at which a is near 0."""
+    """sum |a - b| / sum |a| x 100. This relative error is robust against single steps at which a is near 0."""
     worst: float
     worst_step: int
     drift: float
-    """The mean of b - a. If its absolute value is near the mean error, b is mostly on one side of a."""
+    """The mean of b - a. If its absolute value is near the mean error, curve b is mostly above or mostly below curve
+    a."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from here to the end the curves differ by more than the bar and the noise. It is set only if
+    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. None unless
     the verdict is out of step."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The error between repeats of one side."""
+    """The error between repeated runs of the same set-up."""
 
     repeats: int
     mean_error_percent: float
     """The mean of the errors between all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """The mean error between the sides minus that between repeats, in percent: a 95 % bootstrap interval over blocks of
-    steps."""
+    """The 95 % bootstrap interval (over blocks of steps) of the mean error between A and B minus the mean error between
+    repeats, in percent."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A statistic that exceeds the noise of repeats (curve_tests.py)."""
+    """A difference between A and B that exceeds the noise of repeats, as one statistic of curve_tests.py found it."""
 
     statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
-    """The first and the last step of the finding."""
+    """The first and the last step of the difference."""
     difference: float
-    """The mean of b - a over these steps. For a trend: the change from the first step to the last. For scatter: a
-    ratio. For opposed moves: their correlation."""
+    """The mean of b - a from step `first` to step `last`. For a trend, it is the change of b - a between these steps.
+    For scatter, it is the ratio to the scatter of repeats. For opposed moves, it is their correlation."""
     noise: float
-    """The largest difference that noise explains."""
+    """The largest value of `difference` that noise explains."""
     excess: float
-    """The absolute deviate divided by its critical value; above 1 is a finding."""
+    """The absolute test statistic divided by its critical value. A value above 1 is significant."""
 
 
 @dataclass(frozen=True)
@@ -73,56 +75,59 @@ class Power:
 
     repeats: int
     noise_sd: float
-    """The standard deviation of a single step of one run."""
+    """The standard deviation of the noise at a single step of one run."""
     drift: float
     """The smallest detectable drift over all steps."""
     collapse: float
     """The smallest detectable drop over the last `collapse_steps` steps."""
     collapse_steps: int
     latest_step: int | None
-    """The last step at which a drop by ten noise standard deviations may begin so that the test still finds it."""
+    """A drop by ten noise standard deviations is detectable if it begins at this step or earlier."""
     drift_within: float = 0.0
-    """The 95 % upper confidence limit of the true drift between the sides."""
+    """The 95 % upper confidence limit of the true drift between A and B."""
 
 
 @dataclass(frozen=True)
 class Metric:
     name: str
     names: tuple[str, str]
-    """The names in the two logs."""
+    """The names of the metric in log A and in log B."""
     kind: Kind
     bar_percent: float | None
     figures: Figures
     noise: Noise | None
     verdict: Verdict | None
-    """None: the metric is shown without a verdict."""
+    """None if the metric is shown but gets no verdict."""
     decided_by: str
-    """The explanation: which error metric met or missed which bar."""
+    """The explanation of the verdict: which error metric met or missed which bar."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
     repeats: list[list[float | None]] = field(default_factory=list)
     scaled: bool = False
-    """Whether the scaled error is compared with the bar, instead of the mean error."""
+    """True if the scaled error is compared with the bar, False if the mean error is."""
     only_a: int = 0
     only_b: int = 0
-    """Steps that only one side logged; they are left out."""
+    """The numbers of steps that only log A or only log B contains. These steps are not compared."""
     matching: str = ""
-    """A description of what was averaged before the comparison, and how many steps are left out."""
+    """Describes which values were averaged before the comparison and how many steps are not compared."""
     findings: list[Finding] = field(default_factory=list)
-    """The findings of metrics with a verdict, the strongest first."""
+    """The significant differences, the strongest first. Empty if the metric has no verdict."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """The result of the bar of the Ascend documents alone; None if the metric has no verdict."""
+    """Whether the error meets the bar of the Ascend documents, without the statistical test. None if the metric has no
+    verdict."""
     test_result: TestResult | None = None
-    """The result of the statistical test alone. "small difference": significant, but small relative to the bar."""
+    """The result of the statistical test, without the bar. "small difference" means significant, but small relative to
+    the bar."""
     incomplete: str = ""
-    """The planned steps that are not compared. If there are any, the metric does not pass."""
+    """Describes the planned steps that are not compared. If it is not empty, the metric does not pass."""
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Tokens per second in one phase, over the steps with equal lengths (if there are none, over all common steps)."""
+    """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal lengths. If
+    there is no such step, over all common steps."""
 
     name: str
     a: float
@@ -136,11 +141,13 @@ class PhaseTimes:
 @dataclass(frozen=True)
 class Throughput:
     ratio: float | None
-    """b divided by a: the mean of perf/throughput over the first 4 steps, as the Ascend documents define it."""
+    """The mean of perf/throughput over the first 4 steps of run B divided by that of run A, as the Ascend documents
+    define it."""
     a: float | None
     b: float | None
     matched_ratio: float | None
-    """The ratio over steps with equal response lengths."""
+    """The throughput ratio over the steps at which both runs have equal response lengths (offline: equal token
+    counts)."""
     matched_steps: int
     phases: list[PhaseTimes]
     warnings: list[str]
@@ -148,7 +155,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference in the set-up of the two sides, and its likely effect on the curves."""
+    """A difference between the set-ups of A and B, and its likely effect on the curves."""
 
     part: SetupPart
     key: str
@@ -169,15 +176,16 @@ class Comparison:
     throughput: Throughput
     differences: list[Difference]
     unknown: list[str]
-    """Comparisons that were impossible because a side lacks the information (foreign logs have no recipe)."""
+    """Descriptions of what could not be compared because a log lacks the information. For example, logs of other
+    frameworks have no recipe."""
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
-    """The first responses of both sides to the same prompts."""
+    """The first responses of A and B to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Data of the support table: method, model, hardware and versions of both sides; None if unknown."""
+    """Data of the support table: method, model, dtype, hardware and versions of A and B. An unknown value is None."""
     setup_known: bool = True
-    """Whether both sides recorded their set-up. If not, `differences` is empty."""
+    """Whether A and B both recorded their set-up. If one did not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
-    """Remarks on shifted or selected steps, and on shifts that would make the curves agree better."""
+    """Remarks on shifted or selected steps, and on shifts of B's steps with which the curves would agree better."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

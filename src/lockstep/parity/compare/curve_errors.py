@@ -1,4 +1,4 @@
-"""Computes the distance of two curves: errors, drift, correlation, divergence step; and the errors between repeats."""
+"""Computes errors, drift, correlation and divergence step of two metric curves, and the errors between repeats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ LONGEST_WINDOW = 9
 RESAMPLES = 2000
 MAX_BLOCKS = 100
 MIN_NOISE_STEPS = 8
-"""Minimum number of common steps: with fewer there are too few blocks for the bootstrap."""
+"""The minimum number of common steps for a noise estimate. With fewer steps the bootstrap has too few blocks."""
 
 
 def figures(pair: Pair, tolerance: np.ndarray | float | None) -> Figures:
-    """Computes all error metrics of two curves with at least one common step. They are NaN if there is no step at which
-    both are finite. `tolerance` is the allowed distance per step (None: there is no bar, so no divergence step)."""
+    """Computes all error metrics of two curves with at least one common step. The errors are NaN if there is no step at
+    which both curves are finite. `tolerance` is the allowed distance of the curves at each step. If it is None, no
+    divergence step is computed."""
     finite = pair.finite
     a, b = pair.a[finite], pair.b[finite]
     distance, size = np.abs(a - b), np.abs(a)
@@ -46,7 +47,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Returns Pearson's correlation; None if a curve is constant."""
+    """Returns Pearson's correlation of two curves, or None if a curve is constant."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
     from_mean_a, from_mean_b = a - a.mean(), b - b.mean()
@@ -55,12 +56,14 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
-    """Returns the first step from which, until the end, most steps in a window around each step exceed `tolerance`.
+    """Returns the first step after which the curves differ by more than `tolerance` until the end of the run. At each
+    later step, most steps in a window around it must exceed `tolerance`.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A change in the last half window does not count. A step with one
-    finite value exceeds the tolerance; a step with none has no vote. Curves that cross do not diverge: the mean
-    difference from this step on must exceed `tolerance` too.
+    near the end from causing or hiding a divergence. A divergence that starts in the last half window is ignored. A
+    step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is ignored.
+    Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
+    `tolerance`.
     """
     voting = pair.finite | pair.one_sided
     allowed = np.broadcast_to(np.asarray(tolerance, dtype=np.float64), pair.steps.shape)[voting]
@@ -69,7 +72,7 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
         exceeds = ~(np.abs(difference) <= allowed)
     window = window_length(len(exceeds))
     half = window // 2
-    # The ends are mirrored, so that the outermost step does not also get the votes of missing steps beyond it.
+    # The series is mirrored at both ends, so that windows at the ends contain no missing steps.
     padded = np.pad(exceeds.astype(np.int64), half, mode="reflect")
     votes = np.convolve(padded, np.ones(window, dtype=np.int64), "valid")
     together = np.flatnonzero(votes <= half)
@@ -80,7 +83,8 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
 
 
 def window_length(steps: int) -> int:
-    """Returns a tenth of the steps, odd, between 3 and 9; 1 for a curve of one or two steps."""
+    """Returns the length of the voting window: an odd number near a tenth of the steps, between 3 and 9. It is 1 for a
+    curve of one or two steps."""
     return 1 if steps < 3 else min(LONGEST_WINDOW, max(3, (steps // 10) | 1))
 
 
@@ -88,9 +92,11 @@ def window_length(steps: int) -> int:
 
 
 def noise_floor(a_runs: Sequence[Series], b_runs: Sequence[Series], seed: int = 0) -> Noise | None:
-    """Returns the mean error between runs of one side, and an interval for the additional error between the sides.
+    """Returns the mean error between repeats of the same side, and an interval for the additional error between A and
+    B.
 
-    All runs have the same weight. None if no side has a repeat, or if all runs share too few finite steps.
+    All runs have the same weight. Returns None if neither side has a repeat, or if the runs have too few common steps
+    with finite values.
     """
     runs = [*a_runs, *b_runs]
     repeats = len(runs) - 2
@@ -105,10 +111,11 @@ def noise_floor(a_runs: Sequence[Series], b_runs: Sequence[Series], seed: int = 
 
 
 def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarray:
-    """Returns bootstrap draws of mean(`across`) - mean(`within`); one row per pair of runs, one column per step.
+    """Returns bootstrap samples of mean(`across`) - mean(`within`). `across` has the errors between A and B, `within`
+    the errors between repeats. Both have one row per pair of runs and one column per step.
 
-    Each draw takes circular blocks of steps, because errors of neighbouring steps are correlated, and one pair of each
-    kind, because a run may be off at every step.
+    Each bootstrap sample consists of circular blocks of steps, because errors of neighbouring steps are correlated. It
+    uses one random row of `across` and one of `within`, because a single run may deviate at every step.
     """
     steps = across.shape[1]
     block = block_length(across.mean(axis=0) - within.mean(axis=0))
@@ -121,9 +128,9 @@ def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarra
 
 
 def block_length(excess: np.ndarray) -> int:
-    """Returns the block length of the bootstrap: optimal for the mean of a series with this lag-1 correlation (Politis
-    & White 2004, circular blocks, with an AR(1) model), between N^(1/3) and N/4. There are at most 100 blocks, because
-    more take time and do not narrow the interval."""
+    """Returns the block length of the circular block bootstrap, between N^(1/3) and N/4. It is optimal for the mean of
+    an AR(1) series with the lag-1 correlation of `excess` (Politis & White 2004). It gives at most 100 blocks, because
+    more blocks take time and do not narrow the interval."""
     steps = len(excess)
     from_mean = excess - excess.mean()
     spread = float((from_mean**2).sum())
@@ -133,7 +140,7 @@ def block_length(excess: np.ndarray) -> int:
 
 
 def _on_common_steps(runs: Sequence[Series]) -> np.ndarray:
-    """Returns one row per run, with one column per step at which all runs are finite."""
+    """Returns a matrix of values with one row per run and one column per step at which all runs are finite."""
     common = common_steps([run.steps for run in runs])
     values = np.stack([values_at(run, common) for run in runs])
     return values[:, np.isfinite(values).all(axis=0)]
@@ -144,6 +151,6 @@ def _distances(values: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarr
 
 
 def _block_sums(rows: np.ndarray, block: int) -> np.ndarray:
-    """Returns the sum of `block` steps starting at each step; the last blocks wrap around to the first steps."""
+    """Returns, for each start step, the sum over `block` steps. Blocks at the end wrap around to the first steps."""
     around = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.hstack([rows, rows[:, : block - 1]]), axis=1)], 1)
     return around[:, block:] - around[:, :-block]

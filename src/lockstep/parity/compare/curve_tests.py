@@ -1,7 +1,8 @@
-"""The statistical test of whether two sides differ by more than repeats of one side do, and the power of the test.
+"""The statistical test of whether run B differs from run A by more than repeats of one run differ, and its power.
 
-It examines the drift, windows, the end of the run, the trend, the scatter and single steps; without repeats also
-whether the curves move in opposite directions. docs/compare.md contains the formulas and the measured error rates.
+The test examines the difference of the curves: its drift, windows of steps, the end of the run, its trend, its scatter
+and single steps. Without repeats it also tests whether the curves move in opposite directions. docs/compare.md contains
+the formulas and the measured error rates.
 """
 
 from __future__ import annotations
@@ -40,40 +41,45 @@ from lockstep.parity.compare.noise_model import (
 )
 
 MAX_MISSING = 0.05
-"""A repeat is not used if one of its gaps is longer than this fraction of the pair's steps."""
+"""A repeat run is not used if it lacks more consecutive steps than this fraction of the common steps of A and B."""
 MEMORY_OF_FEW = 5.5
-"""The factor by which a lag-1 autocorrelation of 0.9 raises the t statistic of up to seven steps."""
+"""The factor by which noise with a lag-1 autocorrelation of 0.9 raises the t statistic of a mean over up to seven
+steps."""
 LARGEST = 1e6
-"""The excess that is reported if the noise is exactly 0."""
+"""The maximum reported ratio of a statistic to its critical value. It is reported if the noise is exactly 0."""
 SPIKE_SIZE = 9.5
-"""A single step is a finding only if it exceeds this multiple of the root mean square of all other steps."""
+"""The difference at a single step is significant only if it exceeds this multiple of the root mean square of the
+differences at all other steps."""
 SPIKE_CHANCE = 0.025
-"""A single step is a finding only if the tail of the others reaches it with at most this probability or 0.5 / count."""
+"""The difference at a single step is significant only if the estimated tail of all other steps reaches it with a
+probability of at most this value and at most 0.5 / (number of steps)."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
-"""The probability of a false alarm of opposed moves; the other statistics share 4.5 %."""
+"""The false-alarm probability of the test for opposed moves. The other statistics together have 4.5 %."""
 FEWER_MOVES = 1.5
-"""The factor by which correlated moves count as fewer. Neighbouring moves share a step, so those of uncorrelated noise
-have a correlation of -1/2, and n moves are worth n / (1 + 2 / 4) independent ones (Bartlett 1935). With autocorrelated
-noise they are worth more."""
+"""The number of step-to-step moves is divided by this factor, because moves are correlated. Neighbouring moves share a
+step, so their correlation is -1/2 if the noise is uncorrelated. Then n moves have the information of n / (1 + 2 / 4)
+independent moves (Bartlett 1935). If the noise is autocorrelated, the moves have more information."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
-"""A late collapse is assumed to affect this fraction of the run, at its end."""
+"""The reported power assumes that a late collapse of a curve affects the last steps of the run, of this fraction."""
 DEEP = 10
-"""The depth, in noise standard deviations, of the collapse whose latest detectable step is reported."""
+"""The latest detectable step is reported for a collapse of this depth, in noise standard deviations."""
 ROOM_ALONE = 1.35
-"""A safety margin if there are no repeats: a fault increases the noise that is estimated from the pair."""
+"""A safety factor for runs without repeats. There the noise is estimated from A and B, and a fault in one run increases
+this estimate."""
 NO_NOISE = 1e-100
-"""Noise below this value counts as 0."""
+"""Noise below this value is treated as 0."""
 MARGIN = 0.85
-"""A safety margin for recommendations, because the noise is estimated from few runs."""
+"""A safety factor for the recommended number of repeats and steps, because the noise is estimated from few runs."""
 MAX_REPEATS = 8
 MAX_TIMES_LONGER = 16
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of the test. `repeats`: the usable ones. `spread` and `power` are None if there are too few steps."""
+    """The result of the statistical test. `repeats` is the number of usable repeats. `spread` and `power` are None if
+    there are too few steps."""
 
     steps: np.ndarray
     repeats: int
@@ -88,7 +94,8 @@ class Examined:
 
 
 def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]) -> Examined:
-    """Compares the runs of B with those of A, on the steps at which the pair and all usable repeats are finite."""
+    """Compares the runs of B with the runs of A, on the steps at which A, B and all usable repeats have finite
+    values."""
     steps = pair.steps[pair.finite]
     if len(steps) < MIN_STEPS:
         return Examined(steps, 0, _of_few(steps, (pair.b - pair.a)[pair.finite]))
@@ -108,11 +115,11 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
 
 
 def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Returns the correlation of two curves' step-to-step moves, and how far it is below 0 relative to its critical
-    value.
+    """Returns the correlation of two curves' step-to-step moves, and a ratio that exceeds 1 if the correlation is
+    significantly below 0.
 
-    The noise of two runs of one recipe is independent, and both follow a common curve, so the expected correlation of
-    their moves is at least 0. It is negative if the step counts are off by one, or if the data order differs.
+    Two runs of one recipe follow a common curve with independent noise, so the expected correlation of their moves is
+    at least 0. The correlation is negative if the step counts are off by one, or if the data order differs.
     """
     x, y = (moves - moves.mean() for moves in (np.diff(a), np.diff(b)))
     size = float(np.sqrt((x**2).sum() * (y**2).sum()))
@@ -125,7 +132,8 @@ def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
-    """Returns a finding if the curves move in opposite directions. Noise cannot cause that, so no repeat is needed."""
+    """Returns a finding if the curves significantly move in opposite directions. This test needs no repeats, because
+    noise does not make curves move in opposite directions."""
     correlation, excess = opposition(a, b)
     first, last = int(steps[0]), int(steps[-1])
     return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
@@ -137,15 +145,15 @@ def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
 
 
 def _covers(there: np.ndarray) -> bool:
-    """Returns whether enough steps are present and no gap is long."""
+    """Returns whether enough steps are True in `there` and no gap between them is long."""
     edges = np.concatenate([[-1], np.flatnonzero(there), [len(there)]])
     longest = int(np.diff(edges).max()) - 1
     return int(there.sum()) >= MIN_STEPS and longest <= max(1, MAX_MISSING * len(there))
 
 
 def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
-    """Runs a t test of the mean for two to seven steps. It assumes a high autocorrelation, which cannot be
-    estimated."""
+    """Runs a t test of the mean difference over two to seven steps. It assumes a high autocorrelation of the noise,
+    because so few steps do not allow an estimate."""
     count = len(steps)
     if count < 2 or not difference.any():
         return []
@@ -159,7 +167,7 @@ def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
 def _window_findings(
     steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
 ) -> list[Finding]:
-    """Returns the strongest finding of each statistic."""
+    """Returns the most significant difference of each statistic."""
     at = windows_for(len(steps))
     kinds, bound = np.array(at.kind), bounds(spread, runs)
     excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
@@ -188,14 +196,15 @@ def _window_findings(
 
 
 def _onset(difference: np.ndarray) -> int:
-    """Returns the most likely start of the change: the step from which the mean difference until the end exceeds the
-    noise by most."""
+    """Returns the index of the step at which the difference most likely began. From this step to the end, the mean
+    difference exceeds the noise by the largest factor."""
     from_here = np.cumsum(difference[::-1])[::-1]
     return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
 
 
 def _trend(difference: np.ndarray) -> float:
-    """Returns the change of the difference's regression line from the first step to the last."""
+    """Fits a regression line to the difference of two curves. Returns the change of the line from the first step to the
+    last."""
     position = np.arange(len(difference)) - (len(difference) - 1) / 2
     return float((difference * position).sum() / (position**2).sum() * (len(difference) - 1))
 
@@ -208,16 +217,16 @@ class SeriesScores:
     deviates: np.ndarray
     """(..., windows): signed normal deviates of the window means."""
     excess: np.ndarray
-    """(..., windows): the absolute deviate divided by the critical one; above 1 is a finding."""
+    """(..., windows): the absolute deviate divided by the critical deviate. A value above 1 is significant."""
     scatter: np.ndarray
-    """(...): the same ratio for the scatter of the steps; 0 without repeats."""
+    """(...): the test statistic of the step-to-step scatter divided by its critical value. It is 0 without repeats."""
     scattered: np.ndarray
-    """(...): the ratio of the scatter to the repeats' scatter."""
+    """(...): the step-to-step scatter of the difference of A and B divided by that of repeats."""
     spike: np.ndarray
-    """(...): the excess of the single step that differs most; its index is `spike_at`."""
+    """(...): the difference at the step that differs most (index `spike_at`), divided by its critical value."""
     spike_at: np.ndarray
     spike_noise: np.ndarray
-    """(...): the largest difference at that step that noise explains."""
+    """(...): the largest difference at step `spike_at` that noise explains."""
 
     @property
     def found(self) -> np.ndarray:
@@ -225,7 +234,8 @@ class SeriesScores:
 
 
 def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
-    """Computes by how much each window of the difference of the sides (..., runs, N) exceeds the noise."""
+    """Computes by how much the difference of A and B exceeds the noise in each window of steps. The inputs have the
+    shape (..., runs, N)."""
     at = windows_for(a.shape[-1])
     of = compressed(a, b)
     spread = spread_of(of)
@@ -242,8 +252,9 @@ def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
 
 
 def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tests whether the difference scatters more from step to step than the repeats: a t test on the logarithms of mean
-    squared moves in up to 16 blocks of the run, which assumes nothing about the distribution of single steps."""
+    """Tests whether the difference of A and B scatters more from step to step than the repeats do. It is a t test on
+    the logarithms of mean squared moves in up to 16 blocks of the run. It assumes nothing about the distribution of
+    single steps."""
     rows, steps = noise.shape[-2:]
     blocks = min(16, (steps - 1) // 6)
     if rows == 0 or blocks < 4:
@@ -264,12 +275,13 @@ def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tests whether one step is too far off. Heavy-tailed noise always has outliers, so the tail is estimated from all
-    other steps: above the k-th largest, log-compressed sizes decay exponentially (Hill 1975). The gap below the largest
-    exceeds k (chance^(-1/k) - 1) times their mean excess with probability `chance` (Renyi 1953)."""
+    """Tests whether the difference at one step is too large to be noise. Heavy-tailed noise always has outliers, so the
+    tail of the noise is estimated from all other steps. Above the k-th largest value, log-compressed values decay
+    exponentially (Hill 1975). With probability p, the largest value exceeds the second largest by more than k (p^(-1/k)
+    - 1) times the mean excess of the k largest values (Renyi 1953)."""
     difference, residuals = contrasts(a, b)
     equal = mostly_equal(difference)
-    scale = np.where(equal[..., None], 1.0, scale)  # few steps differ: the shape of the noise cannot be estimated
+    scale = np.where(equal[..., None], 1.0, scale)  # few steps differ, so the noise per step is unknown
     sizes = np.abs(difference / scale)
     at = sizes.argmax(axis=-1)
     largest = sizes.max(axis=-1)
@@ -292,7 +304,8 @@ def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray,
 
 
 def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Estimates the noise of the curves from their moves, without the step `at`; 0 if most steps do not move."""
+    """Estimates the noise of the curves from their step-to-step moves, without the step `at`. Returns 0 if most moves
+    are 0."""
     moves = np.abs(np.diff(runs, axis=-1))
     step = np.arange(moves.shape[-1])
     near = (step == at[..., None]) | (step == at[..., None] - 1)
@@ -300,12 +313,13 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)
 
 
-# Power: the differences that the test finds with 95 % probability, and how to increase it ---------------------------
+# Power of the test: which differences it finds with 95 % probability, and how many repeats would increase it
+# ---------------------------
 
 
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
-    """Computes the power from the noise of one comparison. `runs`: the number of runs of A and of B. `drift`: the mean
-    of b - a."""
+    """Computes the power of the test from the noise of one comparison. `runs` is the number of runs of A and of B.
+    `drift` is the mean of b - a."""
     at = windows_for(len(steps))
     need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
     if sum(runs) == 2:
@@ -328,18 +342,18 @@ def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: fl
 
 
 def nonzero(size: float) -> float:
-    """Returns the size, or exactly 0 if there is no noise."""
+    """Returns `size`, or exactly 0 if `size` is at most NO_NOISE."""
     return float(size) if size > NO_NOISE else 0.0
 
 
 def bounds(spread: Spread, runs: tuple[int, int]) -> np.ndarray:
-    """Returns for each window the smallest mean of b - a that is a finding."""
+    """Returns for each window of steps the smallest mean of b - a that is significant."""
     at = windows_for(spread.scale.shape[-1])
     return _in_metric(spread, at, runs, _critical(spread, at))
 
 
 def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
-    """Returns the smallest change of a straight line, from the first step to the last, that is a finding."""
+    """Returns the smallest significant linear trend of b - a, as its change from the first step to the last."""
     count = spread.scale.shape[-1]
     at = windows_for(count)
     critical = (at.critical * spread.raised(at))[-1:]
@@ -349,26 +363,26 @@ def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
 
 
 def _uncertain(spread: Spread, at: Windows, runs: tuple[int, int]) -> float:
-    """Returns the one-sided 95 % error of the mean of b - a."""
+    """Returns the one-sided 95 % error bound of the mean of b - a over all steps."""
     all_steps = at.kind.index("drift")
     means = as_t(np.array(SURE), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
     return float(_in_metric(spread, at, runs, means)[all_steps])
 
 
 def _critical(spread: Spread, at: Windows) -> np.ndarray:
-    """Returns for each window the smallest mean that is a finding, in units of one run's noise at scale 1."""
+    """Returns for each window of steps the smallest significant mean of the scaled and compressed difference."""
     return as_t(at.critical * spread.raised(at), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
 
 
 def _in_metric(spread: Spread, at: Windows, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
-    """Converts window means to differences of the sides in the units of the metric."""
+    """Converts scaled window means to differences of A and B in the units of the metric."""
     difference = spread.uncompressed(means * np.sqrt(1 / runs[0] + 1 / runs[1]))
     return difference / window_means(1 / spread.scale, at.start, at.length)
 
 
 def _collapses(need: np.ndarray, length: np.ndarray, steps: int) -> np.ndarray:
-    """Returns the smallest detectable collapse over the last 1, 2, ... steps. A collapse may fill only a part of the
-    examined end of the run."""
+    """Returns the smallest detectable drop over the last 1, 2, ... steps. A drop may be shorter than the tested window
+    at the end of the run."""
     lasting = np.arange(1, steps + 1)[:, None]
     return (need * np.maximum(1, length / lasting)).min(axis=1)
 
@@ -380,8 +394,8 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """Returns how many repeats of one side and how many steps would exclude a drift of `limit` if there is none; None
-    if even many would not. It uses the estimated noise."""
+    """Returns how many repeats and steps would exclude a drift of `limit` if A and B do not differ. Returns None if the
+    largest tried numbers do not suffice. The computation uses the estimated noise."""
     at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)

@@ -1,12 +1,13 @@
-"""A model of the noise between runs of the same kind, estimated from repeats or from the difference of two runs.
+"""A model of the noise between runs of the same set-up, estimated from repeats or from the difference of two runs.
 
-All functions accept leading axes (many comparisons at once) and work along the last axis, the steps. "Memory" is the
-lag-1 autocorrelation of the noise; the short-memory model is AR(1). docs/compare.md contains the formulas.
+All functions work along the last axis, which is the steps. They accept leading axes for many comparisons at once.
+"Memory" is the lag-1 autocorrelation of the noise; the short-memory model is AR(1). docs/compare.md contains the
+formulas.
 
-Differences are compressed before they are averaged, so that heavy tails of the noise have little weight. Each pair of
-runs is compressed separately: the difference of two runs of the same kind has a symmetric distribution for any noise,
-so the mean of its compressed values is also 0. The difference between a run and a mean of runs would be skewed if the
-noise is skewed.
+Differences between runs are compressed by an inverse hyperbolic sine before they are averaged, so that outliers have
+little weight. The difference of each pair of runs is compressed separately. The difference of two runs of the same
+set-up has a symmetric distribution for any noise, so the mean of its compressed values is also 0. The difference
+between a run and a mean of several runs would have a skewed distribution if the noise is skewed.
 """
 
 from __future__ import annotations
@@ -18,59 +19,65 @@ from statistics import NormalDist
 import numpy as np
 
 SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatter": 0.004}
-"""The false-alarm probability of each statistic; together they have 5 %."""
+"""The false-alarm probability of each statistic. Together they have 5 %."""
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
-"""The tested ends of the run: the last steps, as fractions of all steps."""
+"""The statistic "end" tests the last steps of the run. These are the tested lengths, as fractions of all steps."""
 MIN_STEPS = 8
-"""Minimum number of common steps: with fewer, noise and drift cannot be separated."""
+"""The minimum number of common steps for the test. With fewer steps, noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight of the short-memory estimate for long windows, in degrees of freedom, if there are few repeats."""
+"""The weight, in degrees of freedom, of the AR(1) estimate of the variance of long windows. It matters if there are few
+repeats."""
 CAUTION = 1.5
-"""Prior of the ratio of the variance of long windows to its short-memory estimate."""
+"""The assumed ratio of the true variance of long windows to the estimate of the short-memory (AR(1)) model."""
 WANDER = 0.18
-"""Prior of the constant offset between runs, in noise standard deviations."""
+"""The assumed standard deviation of the constant offset between runs, in standard deviations of the noise."""
 CAUTION_ALONE = 25
-"""Without a repeat, the short-memory estimate is multiplied by 1 + CAUTION_ALONE / N, because memory is uncertain."""
+"""Without a repeat, the AR(1) variance estimate is multiplied by 1 + CAUTION_ALONE / N, because the autocorrelation is
+uncertain. N is the number of steps."""
 MEMORY_ALONE = 36
-"""(MEMORY_ALONE / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45, because a long
-memory looks short in a short run."""
+"""Without a repeat, (MEMORY_ALONE / N)^4 is added to the factor 1 + CAUTION_ALONE / N, because a short run
+underestimates a high autocorrelation. The term is 0 if the estimated autocorrelation is below N / 50 - 0.45."""
 MAX_UNSEEN = 25.0
-"""The maximum of the term (MEMORY_ALONE / N)^4; a memory of 0.9 needs no more."""
+"""The maximum of the term (MEMORY_ALONE / N)^4. It suffices for an autocorrelation of 0.9."""
 WANDER_ALONE = 0.5
-"""The assumed constant offset if there is no repeat."""
+"""The assumed standard deviation of the constant offset between runs if there is no repeat, in noise standard
+deviations."""
 FREEDOM_ALONE = 10.0
 LINEAR = 1.5
-"""The compression is linear up to about this many standard deviations of a difference of two runs, and logarithmic
-beyond."""
+"""The compression is linear for differences up to about this many standard deviations of the difference of two runs. It
+is logarithmic for larger differences."""
 MAX_TAILS = 3.0
 STAYS = 4
-"""If the sides are equal at more than half of the steps, this many differences of one sign in a row are not noise."""
+"""If A and B are equal at more than half of the steps, this many consecutive differences of one sign are not noise."""
 CUT_MOVES = 4.0
-"""When the shape of the noise is estimated, moves are clipped at this multiple of the median move."""
+"""For the estimate of the noise at each step, step-to-step moves are clipped at this multiple of the median move."""
 TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The tested windows: means over `length` steps from `start` on; the last entry is the trend over all steps."""
+    """The tested windows of steps. The test uses the mean difference over `length` steps from `start` on. The last
+    entry is the trend over all steps."""
 
     kind: tuple[str, ...]
     start: np.ndarray
     length: np.ndarray
     critical: np.ndarray
-    """The critical normal deviate of each window; the windows of a statistic share its probability of a false alarm."""
+    """The critical normal deviate of each window. The false-alarm probability of a statistic is divided among its
+    windows."""
     lengths: np.ndarray
     which: np.ndarray
-    """The index of each window's length among `lengths`."""
+    """The index in `lengths` of each window's length."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of window means of each length under pure noise, in units of the scale."""
+    """The distribution of the means over windows of each length if there is only noise. All values are in units of
+    `scale`."""
 
     scale: np.ndarray
-    """(..., N): the size of the noise at each step, with mean 1."""
+    """(..., N): the relative size of the noise at each step. Its mean is 1."""
     variance: np.ndarray
     """(..., lengths): the variance of window means."""
     freedom: np.ndarray
@@ -78,32 +85,32 @@ class Spread:
     tails: np.ndarray
     """(..., lengths): excess kurtosis, which raises the critical deviates."""
     likely: np.ndarray
-    """(..., lengths): the variance without safety margins."""
+    """(..., lengths): the variance of window means without safety factors."""
     trend: np.ndarray
-    """(...): the variance of the trend."""
+    """(...): the variance of the trend statistic under pure noise."""
     trend_freedom: np.ndarray
     sd: np.ndarray
-    """(...): the standard deviation of a single step of one run, from compressed differences."""
+    """(...): the standard deviation of one run's noise at a single step, estimated from compressed differences."""
     raw_sd: np.ndarray
-    """(...): the standard deviation of a single step of one run, from uncompressed differences."""
+    """(...): the standard deviation of one run's noise at a single step, without the compression."""
     level: np.ndarray
     """(...): the standard deviation of the difference of two runs at one step, without outliers."""
     gain: np.ndarray
     """(...): the factor by which the compression scales a small difference."""
 
     def raised(self, at: Windows) -> np.ndarray:
-        """Returns (..., windows): the factor for the critical deviates."""
+        """Returns the factor (..., windows) by which heavy tails raise the critical deviates."""
         return 1 + self.tails[..., at.which] * (at.critical**2 - 3).clip(0) / 24
 
     def uncompressed(self, mean: np.ndarray) -> np.ndarray:
-        """Returns the constant difference whose compressed mean is `mean`; both in units of the scale."""
+        """Returns the constant difference whose compressed value has the mean `mean`. Both are in units of `scale`."""
         linear = np.clip(LINEAR * self.level, TINY, 1e300)
         return linear * np.sinh(np.minimum(mean / linear, 100.0)) / self.gain
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """The difference of the sides and the residual curves of the repeats, from compressed differences."""
+    """The difference of A and B and the residual curves of the repeats, both computed from compressed differences."""
 
     difference: np.ndarray
     residuals: np.ndarray
@@ -114,8 +121,9 @@ class Compressed:
 
 @lru_cache(maxsize=64)
 def windows_for(steps: int) -> Windows:
-    """Returns windows of N/64 steps (at least 4) and of doubled lengths, overlapping by half, with one at the end; then
-    the ends of the run, all steps, and the trend."""
+    """Returns the tested windows of a run of N = `steps` steps. The shortest windows have N/64 steps (at least 4), and
+    each longer length is doubled. Windows overlap by half, and one window of each length ends at the last step. The
+    ends of the run, all steps and the trend follow."""
     lengths = [max(4, round(steps / 64))]
     while lengths[-1] * 2 <= steps / 2:
         lengths.append(lengths[-1] * 2)
@@ -146,12 +154,12 @@ def window_starts(steps: int, length: int) -> list[int]:
 
 
 def two_sided(chance: float) -> float:
-    """Returns the normal deviate that is exceeded in either direction with this probability."""
+    """Returns the normal deviate that is exceeded in either direction with probability `chance`."""
     return -NormalDist().inv_cdf(chance / 2)
 
 
 def as_normal(t: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """Returns the normal deviate with the same tail probability as this t (Wallace 1959)."""
+    """Returns the normal deviate that has the same tail probability as the t statistic `t` (Wallace 1959)."""
     size = np.sqrt(freedom * np.log1p(t**2 / freedom))
     return np.sign(t) * size * (8 * freedom + 1) / (8 * freedom + 3)
 
@@ -163,17 +171,18 @@ def as_t(deviate: np.ndarray, freedom: np.ndarray) -> np.ndarray:
 
 
 def contrasts(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the difference of the sides (..., runs, N) and one residual curve per repeat. Without a real difference
-    all of them have the noise of a single run."""
+    """Returns the mean difference of B and A and one residual curve per repeat. The inputs have the shape (..., runs,
+    N). If B and A do not differ, all returned curves have the noise of a single run."""
     difference = (b.mean(axis=-2) - a.mean(axis=-2)) / np.sqrt(1 / a.shape[-2] + 1 / b.shape[-2])
     residuals = np.concatenate([_helmert(a), _helmert(b)], axis=-2)
-    # Bit-identical runs have no noise, so the rounding of these sums is removed.
+    # Bit-identical runs have no noise, so rounding errors of the residuals are set to 0.
     rounding = 8 * np.finfo(np.float64).eps * np.abs(a).max(axis=(-1, -2), keepdims=True)
     return difference, np.where(np.abs(residuals) > rounding, residuals, 0.0)
 
 
 def _helmert(runs: np.ndarray) -> np.ndarray:
-    """Returns run k minus the mean of the runs before it, scaled to the variance of one run, as orthogonal rows."""
+    """Returns a row for each run after the first: the run minus the mean of the runs before it, scaled to the variance
+    of one run. The rows are orthogonal contrasts."""
     count = runs.shape[-2]
     weights = np.zeros((count - 1, count))
     for row in range(1, count):
@@ -183,8 +192,8 @@ def _helmert(runs: np.ndarray) -> np.ndarray:
 
 
 def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
-    """Returns compressed `contrasts`. Differences of single runs are compressed by an inverse hyperbolic sine.
-    Without a repeat there is no compression: a single difference is symmetric, and its critical value is cautious
+    """Returns `contrasts` computed from compressed differences. The difference of each pair of runs is compressed by an
+    inverse hyperbolic sine. Without a repeat there is no compression, because the critical values are then cautious
     enough."""
     plain, noise = contrasts(a, b)
     scale = shape_of_noise(np.concatenate([noise, plain[..., None, :]], axis=-2))
@@ -208,7 +217,7 @@ def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
 
 
 def _within(runs: np.ndarray) -> list[np.ndarray]:
-    """Returns for each run after the first its differences from all runs before it."""
+    """Returns, for each run after the first, the differences of this run from all runs before it."""
     return [runs[..., k : k + 1, :] - runs[..., :k, :] for k in range(1, runs.shape[-2])]
 
 
@@ -217,7 +226,8 @@ def joined(curves: np.ndarray) -> np.ndarray:
 
 
 def spread_of(of: Compressed) -> Spread:
-    """Estimates the spread from the repeats, or from the difference if there are none or the sides are mostly equal."""
+    """Estimates the noise from the repeats. If there are no repeats, or if A and B are equal at most steps, the noise
+    is estimated from the difference of A and B."""
     at = windows_for(of.difference.shape[-1])
     alone = _alone(of, at)
     if of.residuals.shape[-2] == 0:
@@ -231,14 +241,14 @@ def spread_of(of: Compressed) -> Spread:
 
 
 def mostly_equal(difference: np.ndarray) -> np.ndarray:
-    """Returns whether the sides are equal at more than half of the steps, like rewards of few responses. Noise is rare
-    there, so neither the median difference nor a few repeats reveal it."""
+    """Returns whether A and B are equal at more than half of the steps. Rewards of few responses are an example. Then
+    most differences are 0, so the median difference and a few repeats do not show the size of the noise."""
     return (difference == 0).mean(axis=-1) > 0.5
 
 
 def _among_repeats(of: Compressed, at: Windows) -> Spread:
-    """Estimates short windows by the variance among repeats. Long windows, of which there are few, are moderated by an
-    extrapolation from windows of an eighth of the run, which assumes a short memory."""
+    """Estimates the noise from repeats. The variance of short windows is the variance among repeats. A run has few long
+    windows, so their variance is averaged with an AR(1) extrapolation from windows of an eighth of the run."""
     noise = of.residuals / of.scale[..., None, :]
     rows, steps = noise.shape[-2:]
     base = max(int(at.lengths[at.lengths <= max(steps / 8, at.lengths[0])][-1]), 2)
@@ -274,8 +284,8 @@ def _among_repeats(of: Compressed, at: Windows) -> Spread:
 
 
 def _alone(of: Compressed, at: Windows) -> Spread:
-    """Estimates the spread without a repeat: the noise from step to step with a short memory, plus an assumed constant
-    offset between runs."""
+    """Estimates the noise from the difference of A and B alone: AR(1) noise estimated from step-to-step moves, plus an
+    assumed constant offset between runs."""
     noise = of.difference / of.scale
     variance, memory = _variogram(noise)
     equal = mostly_equal(noise)
@@ -308,14 +318,15 @@ def window_means(curves: np.ndarray, start: np.ndarray, length: np.ndarray) -> n
 
 
 def trend_of(curves: np.ndarray) -> np.ndarray:
-    """Projects the curves on a straight line with mean 0 and norm 1."""
+    """Returns the projection of each curve on a straight line with mean 0 and norm 1."""
     line = np.arange(curves.shape[-1]) - (curves.shape[-1] - 1) / 2
     return curves @ (line / np.sqrt((line**2).sum()))
 
 
 def shape_of_noise(curves: np.ndarray) -> np.ndarray:
-    """Estimates the size of the noise at each step, with mean 1, from the step-to-step moves in the surrounding quarter
-    of the run (a drift or a single jump hardly changes them). With few moves it is shrunk to the mean."""
+    """Estimates the relative size of the noise at each step, with mean 1. The estimate uses the step-to-step moves in
+    the surrounding quarter of the run, because a drift or a single jump hardly changes them. With few moves the
+    estimate is shrunk to the mean."""
     rows, steps = curves.shape[-2:]
     sizes = np.abs(np.diff(curves, axis=-1))
     usual = np.median(sizes, axis=(-1, -2), keepdims=True)
@@ -345,7 +356,7 @@ def _tails(noise: np.ndarray, length: int) -> np.ndarray:
 
 
 def _neighbours(noise: np.ndarray, length: int) -> np.ndarray:
-    """Returns the correlation of neighbouring windows, at least 0."""
+    """Returns the correlation of the means of neighbouring windows, clipped to at least 0."""
     starts = np.arange(0, noise.shape[-1] - length + 1, length)
     means = window_means(noise, starts, np.full(len(starts), length))
     if len(starts) < 3:
@@ -360,7 +371,8 @@ def _observed_at(observed: np.ndarray, at: Windows, length: int) -> np.ndarray:
 
 
 def _memory(noise: np.ndarray) -> np.ndarray:
-    """Returns the lag-1 correlation, corrected for its bias in short curves, at least 0."""
+    """Returns the lag-1 autocorrelation of the noise, corrected for its bias in short curves and clipped to at least
+    0."""
     products = (noise[..., 1:] * noise[..., :-1]).sum(axis=(-1, -2))
     squares = (noise**2).sum(axis=(-1, -2))
     count = noise.shape[-1] * noise.shape[-2]
@@ -374,18 +386,20 @@ def _of_window(memory: np.ndarray, length: np.ndarray | int) -> np.ndarray:
 
 
 def _to_infinity(memory: np.ndarray, length: int) -> np.ndarray:
-    """Returns the long-run variance divided by that of a window of this length."""
+    """Returns the long-run variance of an AR(1) process divided by `length` times the variance of a mean over `length`
+    steps."""
     return (1 + memory) / (1 - memory) / (length * _of_window(memory, length))
 
 
 _QUARTILE = NormalDist().inv_cdf(0.875)
 _CUT_MEAN = 2 * (NormalDist().pdf(0) - NormalDist().pdf(_QUARTILE)) + 0.25 * _QUARTILE
-"""The mean absolute value of a standard normal number, with the largest quarter clipped."""
+"""The mean absolute value of a standard normal variable whose largest quarter of absolute values is clipped."""
 _GRID = np.linspace(0, MAX_MEMORY, 98)
 
 
 def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Estimates variance and memory of an AR(1) process from its moves over 1 and k steps; a jump affects k moves."""
+    """Estimates the variance and the lag-1 autocorrelation of an AR(1) process from its moves over 1 step and over k
+    steps. A single jump affects at most k moves."""
     lag = max(2, min(8, noise.shape[-1] // 8))
     one, more = (typical_square(noise[..., step:] - noise[..., :-step]) for step in (1, lag))
     ratios = (1 - _GRID**lag) / (1 - _GRID)
@@ -394,8 +408,8 @@ def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rare(curves: np.ndarray) -> np.ndarray:
-    """Returns the variance of curves that are mostly 0. Long spans with one sign are left out, because noise comes and
-    goes and a real difference stays."""
+    """Returns the variance of curves that are mostly 0. Runs of STAYS or more steps with one sign are skipped, because
+    only a real difference keeps its sign."""
     sign = np.sign(curves)
     count = curves.shape[-1] - STAYS + 1
     stays = np.logical_and.reduce([sign[..., k : k + count] == sign[..., :count] for k in range(STAYS)])
@@ -408,14 +422,16 @@ def _rare(curves: np.ndarray) -> np.ndarray:
 
 
 def typical_square(moves: np.ndarray) -> np.ndarray:
-    """Estimates the mean square of normal numbers from their mean absolute value clipped at the third quartile."""
+    """Estimates the mean square of normally distributed values from their mean absolute value, clipped at the third
+    quartile."""
     size = np.abs(moves)
     cut = np.minimum(size, np.quantile(size, 0.75, axis=-1, keepdims=True))
     return (cut.mean(axis=-1) / _CUT_MEAN) ** 2
 
 
 def typical_size(values: np.ndarray) -> np.ndarray:
-    """Estimates the standard deviation of normal numbers without outliers, or of all numbers if most are 0."""
+    """Estimates the standard deviation of normally distributed values without the influence of outliers. If most values
+    are 0, it is the root mean square of all values."""
     square = typical_square(values)
     return np.sqrt(np.where(square > 0, square, (values**2).mean(axis=-1)))
 

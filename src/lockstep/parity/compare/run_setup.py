@@ -1,4 +1,4 @@
-"""The set-up of two runs: differences in recipe, data, model, versions and device, and their effect on the curves."""
+"""Finds the differences of two runs in recipe, data, model, versions and device, and their effect on the curves."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ Values = Mapping[str, Any]
 _ORDER = ("blocks", "matters", "harmless")
 _ABSENT = object()
 
-# Packages that affect the computation; the others only read and write.
+# Packages that affect the computation. Other packages only read and write data.
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
-# Device properties that change during a run, or that are compared elsewhere.
+# Device properties that are not compared here, because they change during a run or are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
-_DEVICE = Effect("harmless", "the devices are what is compared; sums in another order round differently")
+_DEVICE = Effect("harmless", "comparing devices is the purpose; sums in another order round differently")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
-UNKNOWN = Effect("matters", "its effect is unknown; see the recipe reference")
+UNKNOWN = Effect("matters", "the effect of this key is unknown; see docs/recipe.md")
 MAX_SAMPLES = 8
-# Properties of a device that are not versions.
+# Keys of the recorded device information that are not software versions.
 _NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch"}
 _NO_VERSION |= {"ray_resource", "emulated"}
 
 
 def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
-    """Returns the differences between the sides, blocking ones first, and descriptions of what is unknown."""
+    """Returns the set-up differences between A and B, and descriptions of what is unknown. Differences that block the
+    comparison come first."""
     if a.evidence is None or b.evidence is None:
         return [], [
             f"{log.source} ({log.kind}) is not a run folder: its recipe, data, weights and versions are unknown"
@@ -55,7 +56,7 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
 
 
 def setup_differences(a: Evidence, b: Evidence) -> Differences:
-    """Returns the differences between the evidence of two run folders."""
+    """Returns the differences between the recorded set-ups of two run folders."""
     found: list[Difference] = []
     unknown: list[str] = []
     for look in (_recipe, _own_code, _data, _model, _versions, _engine, _determinism, _device):
@@ -81,14 +82,15 @@ def _recipe(a: Evidence, b: Evidence) -> Differences:
 
 
 def _change(last: int, a: Evidence, b: Evidence, *, length: bool) -> str:
-    """Describes which sides were resumed after this step with other keys or another length, and a length's effect."""
+    """Describes which of A and B was resumed after step `last` with other recipe keys. If `length` is true, the changed
+    key is the length of the run, and its effect is described too."""
     sides = " and ".join(f"side {name}" for name, one in (("a", a), ("b", b)) if last in one.earlier)
     resumed = f"{sides} was resumed after step {last} with"
     if not length:
         return f"{resumed} other keys"
     return (
-        f"{resumed} another length, which stretched its schedule: the curves differ up to step {last} because of it, "
-        "and later because the weights differ"
+        f"{resumed} another length, which stretched its learning-rate schedule: the curves differ up to step {last}"
+        " because of the schedule, and later because the weights differ"
     )
 
 
@@ -118,7 +120,7 @@ def _weighed(key: str, a: Any, b: Any, sides: _Recipes, env_a: Values, env_b: Va
         recorded = all(_at(env, "data.train") for env in (env_a, env_b))
         return _path_effect(recorded, "the rows are compared by fingerprint")
     if key in ("reward.function", "reward.model", "reward.process", "reward.remote") and (a is None or b is None):
-        return Effect("blocks", "only one side has this reward")
+        return Effect("blocks", "only one of the two runs has this reward")
     if all(_code(env).get(key, {}).get("sha256") for env in (env_a, env_b)) and _function(a) == _function(b):
         return _path_effect(True, "the files are compared by checksum")
     return facts.effect or UNKNOWN
@@ -136,9 +138,9 @@ def _code(env: Values) -> Values:
 
 
 def _own_code(a: Evidence, b: Evidence) -> Differences:
-    """Returns the user files that both sides name by the same key and that differ."""
+    """Compares the checksums of the user's code files that both recipes name under the same key."""
     codes = _code(a.env), _code(b.env)
-    effect = "the file differs: its code may compute something else"
+    effect = "the content of the file differs, so its code may compute something else"
     found = [
         Difference("own code", key, codes[0][key]["sha256"], codes[1][key]["sha256"], "matters", effect)
         for key in codes[0]
@@ -155,11 +157,12 @@ def _own_code(a: Evidence, b: Evidence) -> Differences:
 def _path_effect(has_fingerprints: bool, how: str) -> Effect:
     if has_fingerprints:
         return Effect("harmless", f"only a name: {how}")
-    return Effect("matters", "another path, and no fingerprints to compare")
+    return Effect("matters", "the path differs, and there are no recorded fingerprints to compare")
 
 
 def _length(sides: _Recipes) -> Difference:
-    """Compares the lengths. If the learning rate does not depend on the length, common steps are comparable."""
+    """Compares the lengths of the runs. If the learning rate does not depend on the length, common steps are
+    comparable."""
     key, (a, b) = "run.steps", sides.get("run.steps")
     if a == b:
         key, (a, b) = "run.epochs", sides.get("run.epochs")
@@ -167,9 +170,12 @@ def _length(sides: _Recipes) -> Difference:
     if all(schedule == "constant" for schedule in sides.get("optim.schedule")) and not any(shares):
         return Difference("recipe", key, a, b, "harmless", "the learning rate is constant: common steps are comparable")
     if a is None or b is None:
-        effect = "the learning rate depends on the length of the run: comparable only if both have equally many steps"
+        effect = (
+            "the learning rate depends on the length of the run, so the runs are comparable only if they have equally "
+            "many steps"
+        )
         return Difference("recipe", key, a, b, "matters", effect)
-    effect = "the learning rate depends on the length of the run: it differs at the same step"
+    effect = "the learning rate depends on the length of the run, so it differs between the runs at the same step"
     return Difference("recipe", key, a, b, "blocks", effect)
 
 
@@ -203,7 +209,8 @@ def _model(a: Evidence, b: Evidence) -> Differences:
         ("tokenizer", "model.template", "the chat template", "prompts have another format"),
     )
     for part, key, subject, effect in parts:
-        # A missing template is known to be missing; a missing checksum is unknown.
+        # A recorded template may be None, because a model may have no chat template. A checksum that is None was not
+        # recorded.
         recorded = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(recorded):
             found += _differences(part, key, a, b, Effect("blocks", effect))
@@ -214,7 +221,7 @@ def _model(a: Evidence, b: Evidence) -> Differences:
 
 def _versions(a: Evidence, b: Evidence) -> Differences:
     found, unknown = [], []
-    code = Effect("matters", "other code: its results may differ")
+    code = Effect("matters", "another version of the code: its results may differ")
     for key in ("lockstep", "git_commit"):
         found += _differences("versions", key, a, b, code)
     packages = [_at(one.env, "packages") for one in (a, b)]
@@ -231,9 +238,10 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
 
 
 def _engine(a: Evidence, b: Evidence) -> Differences:
-    """Compares the rollout servers. Their names are in the recipe. Built-in engines have the packages' versions."""
-    versions = Effect("matters", "another program generates: the same distribution with other kernels")
-    number = Effect("harmless", "only the number of servers")
+    """Compares the versions and the number of rollout servers. The recipe comparison covers the engine's name, and the
+    package comparison covers the versions of built-in engines."""
+    versions = Effect("matters", "another version of the rollout engine: the same distribution with other kernels")
+    number = Effect("harmless", "only the number of rollout servers differs")
     return [
         *_differences("engine", "engine.version", a, b, versions),
         *_differences("engine", "engine.servers", a, b, number),
@@ -244,7 +252,7 @@ def _determinism(a: Evidence, b: Evidence) -> Differences:
     switches = [_at(one.env, "determinism") for one in (a, b)]
     if not all(isinstance(one, dict) for one in switches):
         return [], [_unknown("the switches for determinism", [isinstance(one, dict) for one in switches])]
-    effect = "one side is bit-reproducible, the other may not be"
+    effect = "one run is bit-reproducible, and the other may not be"
     return [
         Difference("determinism", name, switches[0].get(name), switches[1].get(name), "matters", effect)
         for name in sorted({*switches[0], *switches[1]})
@@ -260,15 +268,17 @@ def _device(a: Evidence, b: Evidence) -> Differences:
     for name in [name for name in {**facts[0], **facts[1]} if name not in _NOT_COMPARED]:
         found += _differences("device", f"device.{name}", a, b, _DEVICE)
     found += _differences("device", "machine", a, b, _DEVICE)
-    shared = Effect("harmless", "how an update is distributed; the loss is divided once over all processes")
+    shared = Effect(
+        "harmless", "changes only how an update is distributed; the loss is normalised once over all processes"
+    )
     return found + _differences("device", "world_size", a, b, shared), []
 
 
 def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
-    """Yields how often the run was resumed, and with which other keys and models."""
+    """Yields sentences on how often the run was resumed, and which recipe keys and models changed."""
     earlier = evidence.env.get("before_resume")
     if earlier:
-        yield f"{log.source} was resumed {len(earlier)} times: the environment of its last part is compared"
+        yield f"{log.source} was resumed {len(earlier)} times: the environment after its last resume is compared"
     for last in sorted(evidence.earlier):
         before, after = evidence.earlier[last], evidence.recipe_at(last + 1)
         changes = [f"{key} from {old!r} to {new!r}" for key, old, new in _unlike(before, after)]
@@ -278,9 +288,9 @@ def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
     steps = [_at(part, "resumed.after_step", 0) for part in parts]
     for number, part in enumerate(parts):
         if any(later <= steps[number] for later in steps[number + 1 :]):
-            continue  # these steps were trained again later
+            continue  # a later resume trained these steps again
         for key, files in (_at(part, "resumed.accepted_models") or {}).items():
-            changed = f"although the model of {key} had changed: {', '.join(files)}"
+            changed = f"although these files of the model in {key} had changed: {', '.join(files)}"
             yield f"{log.source} was resumed after step {steps[number]} {changed}"
 
 
@@ -288,11 +298,11 @@ def _holes(log: Log) -> Iterator[str]:
     """Yields a warning if metrics.jsonl, which has one line per step, has gaps."""
     steps = {int(step) for series in log.metrics.values() for step in series.steps}
     if lost := missing_steps(steps, max(steps, default=0)):
-        yield f"{log.source}: its metrics.jsonl has a gap: the metrics of steps {lost} are lost"
+        yield f"metrics.jsonl of {log.source} has a gap: the metrics of steps {lost} are lost"
 
 
 class _Recipes:
-    """Both recipes by key; a key that a recipe does not contain has its default."""
+    """Returns the values of a key in both recipes. A key that a recipe does not contain has its default value."""
 
     def __init__(self, a: Values, b: Values) -> None:
         self._recipes = (a, b)
@@ -308,7 +318,8 @@ def _value(recipe: Values, key: str) -> Any:
 
 
 def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields the keys at which two nested values differ. A key that one side lacks counts with its default there."""
+    """Yields the keys at which two nested values differ, with both values. A key that one recipe lacks has its default
+    value."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in {**a, **b}:
             inner = f"{key}.{name}" if key else str(name)
@@ -325,14 +336,14 @@ def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _without_secrets(value: Any, key: str) -> Any:
-    """Removes secrets from addresses, so that they are not compared."""
+    """Removes secrets from addresses, so that secrets are not compared."""
     if isinstance(value, list):
         return [comparable(one) for one in value]
     return comparable(value, key.rpartition(".")[2])
 
 
 def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Compares a group that one side leaves out with its defaults; a key without default is None."""
+    """Compares a group of keys that one recipe lacks with its defaults. A key without a default is None."""
     there, swap = (a, False) if b is _ABSENT else (b, True)
     if isinstance(there, dict):
         yield from _unlike(*(({}, there) if swap else (there, {})), key)
@@ -352,7 +363,7 @@ def defaults() -> dict[str, Any]:
 
 
 def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every key of a group with its field; nested groups give dotted names."""
+    """Yields every key of a recipe section with its pydantic field. Keys of nested sections have dotted names."""
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -367,7 +378,7 @@ def _differences(part: SetupPart, key: str, a: Evidence, b: Evidence, effect: Ef
 
 
 def _at(values: Any, key: str, missing: Any = None) -> Any:
-    """Returns the value under a dotted key."""
+    """Returns the value at a dotted key of nested mappings, or `missing`."""
     for part in key.split("."):
         if not isinstance(values, Mapping) or part not in values:
             return missing
@@ -388,7 +399,8 @@ def _unknown(what: str, recorded: list[Any]) -> str:
 
 
 def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
-    """Returns method, model, dtype, hardware and versions of both sides for the support table; None if unknown."""
+    """Returns method, model, dtype, hardware and versions of A and B for the support table. An unknown value is
+    None."""
 
     def facts(one: Evidence) -> dict[str, Any]:
         method, dtype = one.recipe.get("method"), one.recipe.get("model", {}).get("dtype")
@@ -400,14 +412,16 @@ def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
 
 
 def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
-    """Returns the first responses of both sides to the same prompt and step; None if a side lacks the prompt."""
+    """Returns pairs of samples of A and B with the same prompt and step. An element is None if that run has no such
+    sample."""
     of_a, of_b = ({_prompt_key(line): line for line in log.evidence.samples} if log.evidence else {} for log in (a, b))
     keys = list(dict.fromkeys([*of_a, *of_b]))
     return [(of_a.get(key), of_b.get(key)) for key in keys[:MAX_SAMPLES]]
 
 
 def same_setting(one: Log, other: Log) -> bool:
-    """Returns whether two runs are repeats: only harmless differences besides the seed, and the same hardware."""
+    """Returns whether two runs are repeats: they use the same hardware and differ only in the seed and in harmless
+    keys."""
     if one.evidence is None or other.evidence is None:
         return False
     differing = [each for each in differences(one, other)[0] if each.weight != "harmless" and each.key != "run.seed"]
@@ -423,7 +437,8 @@ def _prompt_key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _model_name(evidence: Evidence) -> str:
-    """Returns architecture, size, folder name (of an export, the run's name) and the adapter, as text."""
+    """Returns a text with the model's architecture, size, folder name and adapter. For an exported model, the name of
+    the run replaces the folder name."""
     model = evidence.recipe.get("model", {})
     path = Path(str(model.get("path", "")))
     name = path.parent.name if path.name == "export" and path.parent.name else path.name

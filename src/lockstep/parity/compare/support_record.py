@@ -20,7 +20,8 @@ MAX_STEPS = 2_000
 STORED_DIGITS = 7
 UNKNOWN = "unknown"
 
-# Matches the folders of an absolute path, without its last name; not the slashes of metrics, fractions and addresses.
+# Matches the folders of an absolute path, without the last name. It does not match slashes in metric names, fractions
+# and web addresses.
 _FOLDERS = re.compile(r"(?<![\w./:~-])~?(?:/[^\s/:;,()'\"]+)*/(?=[^\s/])")
 _PATH = re.compile(r"(?:~?/|[A-Za-z]:[\\/]).*")
 
@@ -42,21 +43,23 @@ INTRODUCTION = """# Support: which pairs train in step
 Each row is one `lockstep compare A B --record`: run B compared with run A, with the same algorithm on the same model.
 The mean error is the mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage.
 The scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens per second over A's.
-Hardware and versions are those of A and B. *In step* means that the bar is met and that no difference beyond noise is
-large relative to it. The verdict is the worse result of the bar and the statistical test of `lockstep compare`. A pair
-with any other verdict keeps its row and its numbers. The evidence of a row contains its figures and its curves. The
-command writes the rows: recording the same pair again replaces its row.
+Hardware and versions are those of A and B. *In step* means that the error is within the bar (the allowed error) and
+that no difference beyond noise is large relative to the bar. The verdict is the worse result of the bar and the
+statistical test of `lockstep compare`. A pair with any other verdict also has a row with its numbers. The evidence file
+of a row contains its error metrics and curves. The command writes the rows. Recording the same pair again replaces its
+row.
 """
 
 
 def record(comparison: Comparison, support: Path, evidence: Path) -> str:
-    """Writes the row to `support` and the comparison to a file in the folder `evidence`; returns a message."""
+    """Writes a row to the table `support` and the comparison to a JSON file in the folder `evidence`. Returns a message
+    for the user."""
     for fact in ("method", "model"):
         if _shared(comparison, fact) == UNKNOWN:
-            remedy = "compare with a run folder on at least one side"
+            remedy = "at least one of A and B must be a run folder"
             raise Refusal.at(
                 "--record",
-                f"the {fact} of both sides is unknown, so the row would be empty",
+                f"the {fact} of A and of B is unknown, so the row would be empty",
                 remedy,
                 code="missing-input",
             )
@@ -85,16 +88,18 @@ def row_of(comparison: Comparison, evidence: str) -> SupportRow:
 
 
 def slug(comparison: Comparison) -> str:
-    """Returns a file name from algorithm, model, and hardware and dtype of both sides: the same for the same pair."""
+    """Returns a file name made of algorithm, model and dtypes, and a digest that includes the hardware. The same pair
+    always gets the same name."""
     trained = (_shared(comparison, "method"), _shared(comparison, "model"))
     readable = " ".join([*trained, *_pair(comparison, "dtype")]).lower()
-    # The digest distinguishes pairs whose names differ only in characters that the readable part drops.
+    # The digest distinguishes pairs whose readable names are equal because special characters are dropped.
     digest = hashlib.sha256(json.dumps([*trained, *_machines(comparison)]).encode()).hexdigest()[:8]
     return f"{'-'.join(re.findall('[a-z0-9]+', readable))[:60]}-{digest}"
 
 
 def evidence_of(comparison: Comparison) -> dict[str, Any]:
-    """Returns the comparison as strict JSON, with thinned curves and without folders of the local machine."""
+    """Returns the comparison as strict JSON values. Long curves keep every n-th step, and paths keep only their last
+    name."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
     for metric, values in zip(comparison.metrics, data["metrics"], strict=True):
@@ -104,7 +109,7 @@ def evidence_of(comparison: Comparison) -> dict[str, Any]:
         difference |= {letter: _name_of_path(difference[letter]) for letter in ("a", "b")}
     for part in ("reason", "throughput", "differences", "unknown", "facts"):
         data[part] = _without_folders(data[part], names)
-    # Prompts and responses do not contain paths; only the origin of the row is a path.
+    # Prompts and responses stay unchanged. In a sample, only `origin` is a path.
     for sample in (sample for pair in data["samples"] for sample in pair if sample is not None and "origin" in sample):
         sample["origin"] = _name_of_path(sample["origin"])
     return {**data, "a": names[comparison.a], "b": names[comparison.b]}
@@ -139,14 +144,15 @@ def _throughput(comparison: Comparison) -> str:
 
 
 def _machines(comparison: Comparison) -> tuple[str, str]:
-    """Returns hardware and dtype of each side."""
+    """Returns a text with the hardware and dtype of A, and one of B."""
     pairs = (_pair(comparison, "hardware"), _pair(comparison, "dtype"))
     a, b = (", ".join(side) for side in zip(*pairs, strict=True))
     return a, b
 
 
 def _shared(comparison: Comparison, fact: str) -> str:
-    """Returns a property that both sides should share: `A vs B` if it differs, one value if the other is unknown."""
+    """Returns a property that A and B should share, or `A vs B` if it differs. If it is unknown for one run, the other
+    run's value is returned."""
     a, b = _pair(comparison, fact)
     values = [value for value in (a, b) if value != UNKNOWN]
     return " vs ".join(dict.fromkeys(values)) or UNKNOWN
@@ -185,7 +191,7 @@ def _without_folders(value: Any, names: dict[str, str]) -> Any:
 
 
 def _name_of_path(value: Any) -> Any:
-    """Returns the last name of a value that is a path, which may contain spaces."""
+    """Returns the last name of a path. A value that is not a path is returned unchanged."""
     if isinstance(value, list):
         return [_name_of_path(item) for item in value]
     return _name(value) if isinstance(value, str) and _PATH.fullmatch(value) else value
@@ -210,7 +216,8 @@ def _write(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class SupportRow:
-    """One row with its cells as text. `evidence`, the file's path relative to the table, identifies the row."""
+    """One row of the support table with its cells as text. `evidence` is the path of the JSON file relative to the
+    table, and identifies the row."""
 
     algorithm: str
     model: str
@@ -242,7 +249,8 @@ class SupportTable:
 
 
 def read_table(path: Path) -> SupportTable:
-    """Reads the table of the file; returns an empty table below the introduction if there is no file."""
+    """Reads the support table of the file. If there is no file, returns an empty table with the standard
+    introduction."""
     if not path.exists():
         return SupportTable(f"{INTRODUCTION}\n", [], "")
     try:
@@ -266,7 +274,7 @@ def read_table(path: Path) -> SupportTable:
 
 def _row(path: Path, number: int, line: str) -> SupportRow:
     if not (line.startswith("| ") and line.endswith(" |")):
-        raise _damaged(path, number, "not a row of the table")
+        raise _damaged(path, number, "a row must begin with `| ` and end with ` |`")
     cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
     if len(cells) != len(COLUMNS):
         raise _damaged(path, number, f"has {len(cells)} cells, and the table has {len(COLUMNS)} columns")
@@ -280,7 +288,7 @@ def _refuse_duplicates(path: Path, first: int, rows: list[SupportRow]) -> None:
     seen: dict[str, int] = {}
     for number, row in enumerate(rows, start=first):
         if row.evidence in seen:
-            raise _damaged(path, number, f"has the evidence of line {seen[row.evidence]}")
+            raise _damaged(path, number, f"links to the same evidence file as line {seen[row.evidence]}")
         seen[row.evidence] = number
 
 

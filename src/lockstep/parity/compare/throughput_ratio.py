@@ -13,7 +13,7 @@ from lockstep.parity.compare.logs.log_curves import Log, Series
 RATE, STEP = "perf/throughput", "timing_s/step"
 FIRST_STEPS = 4
 MATCHED = 0.02
-"""Lengths that differ by at most this fraction count as equal."""
+"""Response lengths (in offline training: tokens per step) that differ by at most this fraction are treated as equal."""
 RESPONSE, PROMPT = "response_length/mean", "prompt_length/mean"
 ALL_TOKENS, ROW_TOKENS = "perf/total_num_tokens", "train/tokens"
 LOG_PROBS = ("timing_s/old_log_prob", "timing_s/ref", "timing_s/values")
@@ -33,36 +33,38 @@ class SpeedTable:
         return values_at(self._log.metrics[name], self._steps)
 
     def rate(self, tokens: float, seconds: Sequence[str]) -> float:
-        """Returns tokens per second and device; 0 if no time was measured."""
+        """Returns tokens per second per device, or 0 if no time was measured."""
         spent = sum(self.total(name) for name in seconds)
         return tokens / (spent * self.devices) if spent > 0 else 0.0
 
     def response_tokens(self) -> float:
-        """Estimates response tokens: the number of sequences is the step's tokens over the mean sequence length."""
+        """Estimates the number of response tokens. The number of sequences in a step is its number of tokens divided by
+        the mean sequence length."""
         sequences = self.at(ALL_TOKENS) / (self.at(RESPONSE) + self.at(PROMPT))
         return float((sequences * self.at(RESPONSE)).sum())
 
 
 def throughput(a: Log, b: Log) -> Throughput:
-    """Computes throughput ratios, B divided by A: above 1, B is faster. Rates are per device, like perf/throughput."""
+    """Computes the throughput of B divided by that of A. If the ratio is above 1, B is faster. Rates are per device,
+    like perf/throughput."""
     warnings: list[str] = []
     rates = _first_rates(a, b, warnings)
     devices = (devices_of(a), devices_of(b))
     if devices[0] != devices[1]:
-        warnings.append(f"{devices[0]} devices against {devices[1]}: all rates are per device")
+        warnings.append(f"A uses {devices[0]} devices and B uses {devices[1]}: all rates are per device")
     length = RESPONSE if _both(a, b, RESPONSE) else ROW_TOKENS
     tokens = ALL_TOKENS if length == RESPONSE else ROW_TOKENS
     measured = _common_steps(a, b, [length, tokens, STEP])
     if not len(measured):
         needed = ", ".join(dict.fromkeys([length, tokens, STEP]))
-        warnings.append(f"no length-matched ratio: the sides share no step with all of {needed}")
+        warnings.append(f"no length-matched ratio: A and B have no common step with all of {needed}")
         return Throughput(*rates, None, 0, [], warnings)
     _warn_about_lengths(a, b, length, warnings)
     # The first step is slow: it compiles kernels and allocates caches and buffers.
     warm = measured[1:] if len(measured) > 1 else measured
     matched = warm[_alike(SpeedTable(a, warm, 1).at(length), SpeedTable(b, warm, 1).at(length))]
     if not len(matched):
-        warnings.append("no step has equal lengths on both sides: the phases use all common steps")
+        warnings.append("no step has equal lengths in A and B: the ratios of the phases use all common steps")
     chosen = matched if len(matched) else warm
     sides = (SpeedTable(a, chosen, devices[0]), SpeedTable(b, chosen, devices[1]))
     speeds = [side.rate(side.total(tokens), [STEP]) for side in sides]
@@ -71,7 +73,8 @@ def throughput(a: Log, b: Log) -> Throughput:
 
 
 def devices_of(log: Log) -> int:
-    """Returns the number of devices that perf/throughput was divided by; 1 if the metrics give no whole number."""
+    """Returns the number of devices by which perf/throughput was divided. Returns 1 if the metrics do not give a whole
+    number."""
     tokens = ALL_TOKENS if ALL_TOKENS in log.metrics else ROW_TOKENS
     steps = _common_steps(log, log, [RATE, tokens, STEP])
     if not len(steps):
@@ -82,10 +85,11 @@ def devices_of(log: Log) -> int:
 
 
 def _first_rates(a: Log, b: Log, warnings: list[str]) -> tuple[float | None, float | None, float | None]:
-    """Returns the ratio and both means of perf/throughput over the first 4 steps."""
+    """Returns the throughput ratio of B to A and the means of perf/throughput of A and of B, over the first 4 common
+    steps."""
     steps = _common_steps(a, b, [RATE])[:FIRST_STEPS]
     if not len(steps):
-        warnings.append(f"no throughput ratio: the sides share no step with {RATE}")
+        warnings.append(f"no throughput ratio: A and B have no common step with {RATE}")
         return None, None, None
     if steps.tolist() != list(range(1, FIRST_STEPS + 1)):
         warnings.append(f"{RATE} is missing in steps 1 to {FIRST_STEPS}; used steps: {', '.join(map(str, steps))}")
@@ -94,7 +98,7 @@ def _first_rates(a: Log, b: Log, warnings: list[str]) -> tuple[float | None, flo
 
 
 def _phases(a: Log, b: Log, steps: np.ndarray, sides: tuple[SpeedTable, SpeedTable], tokens: str) -> list[PhaseTimes]:
-    """Returns the phases that both sides timed at all of `steps`."""
+    """Returns the throughput of each phase that A and B timed at all of `steps`."""
 
     def timed(names: Sequence[str]) -> list[str]:
         return [name for name in names if len(_common_steps(a, b, [name], steps)) == len(steps)]
@@ -120,7 +124,7 @@ def _warn_about_lengths(a: Log, b: Log, length: str, warnings: list[str]) -> Non
     if not _alike(np.array(mean_a), np.array(mean_b)):
         warnings.append(
             f"{length} is {mean_a:.4g} against {mean_b:.4g} ({mean_b / mean_a - 1:+.1%}): {RATE} compares different "
-            "work, the length-matched ratio does not"
+            "amounts of work, and the length-matched ratio compares equal amounts"
         )
 
 

@@ -1,4 +1,4 @@
-"""Decides the verdict on each metric, from its bar and its statistical test, and the verdict of the comparison."""
+"""Decides the verdict on each metric from its bar (allowed error) and its statistical test, and the overall verdict."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from lockstep.parity.compare.curve_tests import DEEP, Examined
 from lockstep.parity.compare.noise_model import MIN_STEPS
 
 BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}
-"""The bars in percent. Losses and rewards: from the Ascend documents. Other metrics have a bar only on request."""
+"""The bars (maximum allowed errors) in percent. The bars of losses and rewards are from the Ascend documents. Other
+metrics are compared with a bar only if the user asks for a verdict on them."""
 SMALL = 5
 """A curve is too small for an absolute bar if its mean is below this multiple of the bar (0.1 for a bar of 2 %)."""
 ALIKE = 2
-"""Absolute and scaled error are both reported if one is more than this many times the other."""
+"""The absolute and the scaled error are both reported if one of them is more than this many times the other."""
 MATERIAL_DRIFT = 0.5
-"""A metric that meets its bar still fails if the test finds a drift over all steps of more than this many bars, or a
-difference over a part of the run of more than one bar. Smaller findings are remarks: rounding differs on two
-devices."""
+"""A metric that meets its bar still fails if the test finds a drift over all steps that exceeds this fraction of the
+bar. It also fails if the test finds a difference over a part of the run that exceeds the bar. Smaller differences are
+only reported, because rounding differs between two devices."""
 ROUNDING = 1e-9
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
@@ -40,19 +41,21 @@ _MEASURED = {"timing_s", "perf"}
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of a metric. `scaled_because`: why the scaled error is compared with it; "" if the mean error is."""
+    """The bar of a metric. `scaled_because` explains why the scaled error is compared with the bar. It is "" if the
+    mean error is compared."""
 
     percent: float
     scaled_because: str
 
     def tolerance(self, a: np.ndarray) -> np.ndarray | float:
-        """Returns the allowed distance of the curves at each step."""
+        """Returns the allowed distance of curve B from curve A at each step."""
         return self.percent / 100 * (np.abs(a) if self.scaled_because else 1.0)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The worse result of bar and test, its explanation, and the result of each."""
+    """The verdict (the worse result of the bar and the statistical test), its explanation, and the results of the bar
+    and the test."""
 
     verdict: Verdict
     explanation: str
@@ -62,7 +65,8 @@ class Judgement:
 
 
 def kind_of(name: str) -> Kind:
-    """Returns the kind by the parts of the name: `actor/pg_loss`: loss, `val-core/gsm8k/reward/mean@1`: reward."""
+    """Returns whether the metric name denotes a loss (`actor/pg_loss`), a reward (`val-core/gsm8k/reward/mean@1`) or
+    another metric."""
     *groups, last = name.split("/")
     if groups and groups[0] in _MEASURED:
         return "other"
@@ -74,7 +78,8 @@ def kind_of(name: str) -> Kind:
 
 
 def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
-    """Returns the bar (`percent`, or the default of the kind) and which error of these curves is compared with it."""
+    """Returns the bar of a metric: `percent`, or the default for losses, rewards or other metrics. The bar also says
+    whether the mean error or the scaled error is compared with it."""
     percent = BARS[kind] if percent is None else percent
     if kind == "other":
         return Bar(percent, "neither a loss nor a reward")
@@ -86,11 +91,11 @@ def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
 
 
 def judge(bar: Bar, pair: Pair, figures: Figures, examined: Examined, incomplete: str = "") -> Judgement:
-    """Returns the verdict on one metric, with the error metric, bar and statistic that decided. `incomplete` names the
+    """Returns the verdict on one metric, and explains which error, bar and statistic decided it. `incomplete` names the
     planned steps that are not compared: if there are any, the metric does not pass."""
     judgement = _of_compared_steps(bar, pair, figures, examined)
     if pair.left_out:
-        left_out = f"; {pair.left_out:,} steps without a number on both sides are left out"
+        left_out = f"; {pair.left_out:,} steps at which neither A nor B has a number are not compared"
         judgement = replace(judgement, explanation=judgement.explanation + left_out)
     if not incomplete or pair.one_sided.any():
         return judgement
@@ -103,7 +108,7 @@ def _of_compared_steps(bar: Bar, pair: Pair, figures: Figures, examined: Examine
     one_sided = pair.steps[pair.one_sided]
     if len(one_sided):
         more = f" and at {len(one_sided) - 1:,} more" if len(one_sided) > 1 else ""
-        explanation = f"at step {one_sided[0]}{more} only one side has a number"
+        explanation = f"at step {one_sided[0]}{more} only one of A and B has a number"
         return Judgement("out of step", explanation, figures.parted_at, "missed", "difference")
     met, explanation = _compared_with_bar(bar, figures)
     if figures.worst == 0 and figures.steps > 1:
@@ -114,9 +119,9 @@ def _of_compared_steps(bar: Bar, pair: Pair, figures: Figures, examined: Examine
 
 
 def _compared_with_bar(bar: Bar, figures: Figures) -> tuple[bool, str]:
-    """Returns whether the bar is met, with the explanation."""
+    """Returns whether the error of the metric meets the bar, and an explanation."""
     if figures.worst == 0:
-        return True, f"the same at all {figures.steps:,} steps"
+        return True, f"A and B are equal at all {figures.steps:,} steps"
     if not bar.scaled_because:
         met = figures.mean_error_percent <= bar.percent
         return met, f"absolute mean error {_against(figures.mean_error_percent, met, bar.percent)}{_scaled(figures)}"
@@ -132,7 +137,7 @@ def _against(error: float, met: bool, bar: float) -> str:
 
 
 def _scaled(figures: Figures) -> str:
-    """Returns the scaled error as text, if a very small or large curve makes it far from the absolute error."""
+    """Returns the scaled error as text if it differs much from the absolute error. Returns "" otherwise."""
     absolute, scaled = figures.mean_error_percent, figures.scaled_error_percent
     if scaled is None or ALIKE * min(absolute, scaled) >= max(absolute, scaled):
         return ""
@@ -140,12 +145,14 @@ def _scaled(figures: Figures) -> str:
 
 
 def _with_test(met: bool, divergence_step: int | None, examined: Examined, allowed: float) -> Judgement:
-    """Returns the verdict from bar and test, the rest of its explanation, and, if out of step, the divergence step."""
+    """Combines the results of the bar and the test. Returns the verdict, the second part of its explanation and, if the
+    verdict is out of step, the divergence step."""
     late = [each for each in examined.findings if _is_divergence(each, examined, allowed)]
     if late and divergence_step is None:
         divergence_step = late[0].first
     note = "" if not met or divergence_step is None else f", but outside the bar from step {divergence_step} on"
-    # A difference that began during the run is described by its first step, one that was always there as a drift.
+    # A difference that began during the run is described by its first step. A difference that exists from the first
+    # step is described as a drift.
     began = [each for each in late if each.first > int(examined.steps[0])]
     drift = [each for each in examined.findings if late and each.statistic == "drift"]
     first = began or drift
@@ -180,13 +187,13 @@ def _judged_by_test(found: Sequence[Finding], examined: Examined, allowed: float
     bar."""
     assert examined.power is not None
     who = _who(examined)
-    found = sorted(found, key=lambda each: each.statistic != "drift")  # drift over all steps first
+    found = sorted(found, key=lambda each: each.statistic != "drift")  # the drift comes first
     material = [each for each in found if _is_material(each, allowed)]
     if material and examined.repeats:
         explanation = f", but the test finds a difference: {describe(material[0], who)}{_and_more(material)}"
         return Judgement("out of step", explanation, None, "met", "difference")
     if material:
-        remark = "without repeats the noise between runs of one side is unknown (--repeat)"
+        remark = "without repeats (--repeat) the noise between runs of the same set-up is unknown"
         explanation = f", but the test finds a difference: {describe(material[0], who)}; {remark}"
         return Judgement("cannot tell", explanation, None, "met", "difference")
     if examined.power.drift_within > allowed:
@@ -209,23 +216,26 @@ def _who(examined: Examined) -> str:
 
 
 def _is_material(found: Finding, allowed: float) -> bool:
-    """Returns whether a finding is large relative to the bar."""
+    """Returns whether a significant difference is large relative to the bar."""
     if found.statistic in ("scatter", "opposed"):
-        return False  # a ratio and a correlation, whose effect is part of the mean error
+        return False  # no difference in the metric's units
     share = MATERIAL_DRIFT if found.statistic == "drift" else 1.0
     return abs(found.difference) > allowed * share * (1 + ROUNDING)
 
 
 def _is_divergence(found: Finding, examined: Examined, allowed: float) -> bool:
-    """Returns whether the finding lasts until the end and exceeds the bar."""
+    """Returns whether a significant difference lasts until the end of the run and exceeds the bar."""
     lasts = found.statistic in ("end", "window") and found.last == int(examined.steps[-1])
     return lasts and abs(found.difference) > allowed
 
 
 def describe(found: Finding, who: str) -> str:
-    """Returns a finding as text."""
+    """Describes a significant difference in words. `who` is the subject of the comparison, for example "repeats
+    stay"."""
     if found.statistic == "scatter":
-        return f"the difference scatters {found.difference:.2g} times as much from step to step as repeats"
+        return (
+            f"from step to step the difference of A and B scatters {found.difference:.2g} times as much as repeats do"
+        )
     if found.statistic == "opposed":
         moves = f"from step to step the curves move in opposite directions (correlation {found.difference:.2g})"
         return f"{moves}, which noise cannot cause: the steps or the data differ"
@@ -257,7 +267,8 @@ def _suffices(examined: Examined, allowed: float) -> str:
 def overall(
     metrics: Sequence[Metric], missing: Sequence[str], differences: Sequence[Difference]
 ) -> tuple[Verdict, str]:
-    """Returns the verdict of the comparison and its reason. `missing`: why metrics that need a verdict have none."""
+    """Returns the verdict of the comparison and its reason. `missing` contains the reasons why metrics that need a
+    verdict have none."""
     blocking = [each for each in differences if each.weight == "blocks"]
     if blocking:
         named = "; ".join(f"{each.key} ({_brief(each.a)} against {_brief(each.b)})" for each in blocking[:3])
@@ -265,7 +276,9 @@ def overall(
         return "not comparable", f"the runs compute different things: {named}{more}"
     judged = [metric for metric in metrics if metric.verdict is not None]
     if missing or not judged:
-        return "not comparable", "; ".join(missing) or "no common metric is tested: choose one with --metric"
+        return "not comparable", "; ".join(
+            missing
+        ) or "no metric gets a verdict: choose a metric that both logs contain with --metric"
     order: tuple[Verdict, ...] = ("out of step", "cannot tell", "within noise", "in step")
     worst = next(verdict for verdict in order if any(metric.verdict == verdict for metric in judged))
     deciding = [metric for metric in judged if metric.verdict == worst]

@@ -1,1 +1,1 @@
-"""Repeats a recorded run on another device, checks every stage, and finds the first divergence."""
+"""Replays a recorded run on another device, compares every stage of each step, and finds the first divergence."""

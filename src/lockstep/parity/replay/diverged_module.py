@@ -1,8 +1,9 @@
-"""Finds the first module that diverges, by how the error grows from its input to its output.
+"""Finds the first module at which two runs diverge: the error grows too much from its input to its output.
 
-A module whose input already differs may be correct. So the first module in the order of execution whose input agrees
-and whose output does not is reported. If a child's *input* is the first to differ, its parent computed it wrongly. A
-parent is tested by what it computes from its children's outputs, not by the rounding that its children accumulate.
+A module whose input already differs may be correct. So the reported module is the first one in the order of execution
+whose input agrees between both runs and whose output differs. If a child module's *input* is the first tensor that
+differs, its parent module computed that input wrongly. The test of a parent module covers only what it computes from
+its children's outputs, so it ignores rounding that the children accumulate.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from lockstep.tape.digest import norm, relative
 from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
 from lockstep.tape.tape_format import StepRecord, below
 
-# The gradients of correct modules may differ by this factor more than forward outputs.
+# In the backward pass, the tolerance of a module is larger by this factor than in the forward pass.
 BACKWARD_FACTOR = 5.0
-# Errors may grow by this factor more in the model's final outputs: log-probs near 0 are small compared with logits.
+# The tolerance for the model's final outputs is larger by this factor, because log-probs near 0 are small compared with
+# the logits from which they are computed.
 ANSWERS = 2.0
-# If the input has a systematic difference within its limit, the output may be closer to its limit by this factor.
+# A systematic difference is measured relative to its limit. From a module's input to its output, it may grow by this
+# factor.
 PASSED_ON = 3.0
 
 
@@ -39,15 +42,18 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The error appears in the module's computation outside its children, after this child and before that one."""
+    """The error appears in the module's own computation, between these two child modules. None stands for the start or
+    the end of the module."""
     parameter: str | None = None
-    """In the backward pass: the parameter whose gradient differs although the gradients through the module agree."""
+    """In the backward pass, the parameter whose gradient differs although the gradients that enter and leave the module
+    agree."""
     systematic: str = ""
-    """The systematic difference as text, if rounding could explain the distance."""
+    """A description of the systematic difference, if only that exceeds its limit. It is empty if the distance exceeds
+    its limit."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
-    """Returns the module traces of a step by learner and rank."""
+    """Returns the recorded inputs and outputs of all modules in a step, by learner (policy or critic) and rank."""
     found = {}
     for each in record.info.get("probe", {}).get("traces", []):
         learner, rank = each["learner"], each["rank"]
@@ -59,11 +65,13 @@ def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
 def first_diverged(
     a: StepRecord, b: StepRecord, tolerance: Tolerance, phases: Sequence[str] = (FORWARD, BACKWARD)
 ) -> DivergedModule | None:
-    """Returns the first module at which two traces diverge: forward first, then backward, rank by rank."""
+    """Returns the first module at which two traces diverge. It compares the forward passes of all ranks, then the
+    backward passes."""
     ours, theirs = traces_of(a), traces_of(b)
     for phase in phases:
         for learner, rank in sorted(theirs):
-            # All ranks trace the same sequences, so a trace of one process can be compared with each rank's.
+            # All ranks trace the same sequences, so the trace of a single-process run can be compared with the trace of
+            # each rank.
             mine = ours.get((learner, rank)) or ours.get((learner, 0))
             if mine is not None:
                 found = _first(mine, theirs[learner, rank], phase, learner, rank, tolerance)
@@ -74,7 +82,8 @@ def first_diverged(
 
 @dataclass(frozen=True)
 class _Growth:
-    """The error before and after a module's computation outside its children, and between which children it grew."""
+    """The error before and after the module's own computation, and the two child modules between which the error
+    grew."""
 
     before: float
     after: float
@@ -84,7 +93,7 @@ class _Growth:
 
 @dataclass(frozen=True)
 class _ModuleCall:
-    """One call of a module on both sides, with the differences of its inputs and outputs."""
+    """One call of a module in both runs, with the differences of its inputs and outputs."""
 
     one: Event
     other: Event
@@ -103,7 +112,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
     for number, each in enumerate(calls):
         children = _direct(calls[:number], each)
         if not children and any(event.phase == phase and _encloses(each.other, event) for event in b.events):
-            continue  # its children cannot be compared, so the computation outside them cannot either
+            continue  # no child of this module can be compared
         growth = _growth(each, children, phase, tolerance)
         parameter = _parameter(a, b, each, tolerance) if growth is None and check_parameters else None
         if growth is None and parameter is None:
@@ -135,10 +144,11 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
 
 
 def _growth(each: _ModuleCall, children: Sequence[_ModuleCall], phase: str, tolerance: Tolerance) -> _Growth | None:
-    """Returns where the error grows in a module's computation outside its children; None if it does not.
+    """Returns where the error grows in a module's own computation (outside its child modules), or None if it does not
+    grow.
 
-    The computation's inputs are the module's inputs and the outputs of the children so far. So rounding that
-    accumulates over many correct children is not attributed to the module.
+    The inputs of the module's own computation are the module's inputs and the outputs of the children that have run. So
+    rounding that accumulates over many correct children is not attributed to the module.
     """
     floor = tolerance.module * (BACKWARD_FACTOR if phase == BACKWARD else 1.0)
     growth = tolerance.growth * (ANSWERS if each.one.module == ROOT else 1.0)
@@ -162,7 +172,7 @@ def _growth(each: _ModuleCall, children: Sequence[_ModuleCall], phase: str, tole
 
 
 def _direct(before: Sequence[_ModuleCall], outer: _ModuleCall) -> list[_ModuleCall]:
-    """Returns the outer call's direct children, in the order of their start."""
+    """Returns the calls of the direct child modules of `outer`, in the order of their start."""
     inner = [each for each in before if each.inside(outer)]
     direct = [each for each in inner if not any(each.inside(other) for other in inner)]
     return sorted(direct, key=lambda each: each.other.entered)
@@ -173,8 +183,8 @@ def _encloses(outer: Event, event: Event) -> bool:
 
 
 def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_ModuleCall]:
-    """Pairs events by module and occurrence, in B's order. Events of one side only, and events with different shapes,
-    cannot be compared."""
+    """Pairs the module calls of A and B by module name and by how often the module was called before, in B's order.
+    Calls that only one run has, and calls with different shapes, are skipped."""
     ours, limits = dict(_occurrences(a, phase)), tolerance.systematic
     pairs = []
     for key, event in _occurrences(b, phase):
@@ -193,7 +203,8 @@ def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_Modu
 
 
 def _occurrences(trace: Trace, phase: str) -> list[tuple[tuple[str, int], Event]]:
-    """Returns the events of a phase, each with its module and how often the module was called before."""
+    """Returns the module calls of the forward or backward pass. Each has a key: the module's name and how often it was
+    called before."""
     seen: Counter[str] = Counter()
     found = []
     for event in trace.events:
@@ -204,7 +215,7 @@ def _occurrences(trace: Trace, phase: str) -> list[tuple[tuple[str, int], Event]
 
 
 def _detached(a: Trace, b: Trace, diverged: Event) -> Event | None:
-    """Returns the first module inside the diverged one that A ran backward and B ran only forward."""
+    """Returns the first submodule of the diverged module that has a backward pass in A and only a forward pass in B."""
     forward, backward = ({e.module for e in b.events if e.phase == phase} for phase in (FORWARD, BACKWARD))
     inside = f"{diverged.module}."
     missing = [
@@ -220,7 +231,8 @@ def _norms(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float,
 
 
 def _few_gradients_differ(a: Trace, b: Trace, tolerance: Tolerance) -> bool:
-    """Returns whether only some parameters' gradients differ. If most do, no single module is the cause."""
+    """Returns whether the gradients of less than half of the parameters differ. If more differ, no single module is the
+    cause."""
     names = [name for name in a.tensors if name.startswith("parameter/") and name in b.tensors]
     differing = [name for name in names if _gradient_differs(a.tensors[name], b.tensors[name], tolerance, 0.0)]
     return 2 * len(differing) < len(names)
@@ -233,7 +245,8 @@ def _gradient_differs(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance, er
 
 
 def _parameter(a: Trace, b: Trace, each: _ModuleCall, tolerance: Tolerance) -> tuple[float, str] | None:
-    """Returns a parameter of the module itself whose gradient differs although the incoming gradients agree."""
+    """Returns a parameter of the module (not of its children) whose gradient differs although the gradients at the
+    module's outputs agree."""
     for name, ours in below(a.tensors, f"parameter/{each.one.module}.").items():
         theirs = b.tensors.get(f"parameter/{each.one.module}.{name}")
         if "." not in name and theirs is not None and _gradient_differs(ours, theirs, tolerance, each.error_in):

@@ -1,8 +1,9 @@
-"""Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays one on this machine.
+"""Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays such a recording.
 
-A recording has the model's calls and the slopes of the loss at every log-probability, but not the trainer's loss and
-data. So a replay makes the same calls with the same weights, runs backward from the recorded slopes, and steps with the
-recorded optimizer. The same recorder records the replay, so `judge` compares both.
+A recording contains the inputs of the model's calls and the gradient of the loss with respect to every log-probability.
+It does not contain the trainer's loss function and data. So a replay makes the same calls with the same weights, runs
+backward from the recorded gradients, and steps with the recorded optimizer. The recorder also records the replay, and
+`judge` compares both recordings.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ from lockstep_record import LEARNER, MicroBatch, digest, logprobs, record
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
-# If the dtypes of the weights differ, the weights may differ by the rounding of the coarser dtype.
+# The tolerance for weights whose dtypes differ, because the weights then differ by the rounding of the coarser dtype.
 ROUNDED = 1e-2
-# Call arguments that do not change the compared outputs, or that a replay sets itself.
+# Arguments of the model's forward call that a replay does not pass on. They do not change the compared outputs, or the
+# replay sets them itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
-    """Compares every rank that both recordings have. The first rank that diverges gives the verdict."""
+    """Compares the recordings of every rank that A and B both contain. The result is that of the first rank that
+    diverges."""
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
         raise Refusal.at(
             b,
-            f"has none of the ranks of {a}",
+            f"has no rank in common with {a}",
             "compare recordings of the same number of processes",
             code="nothing-in-common",
         )
@@ -65,7 +68,7 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
         raise Refusal.at(
             b.path,
             f"has no update in common with {a.path}",
-            "record both with the same first_step",
+            "record both runs with the same first_step",
             code="nothing-in-common",
         )
     result = judge(a, b, "chained", b.path, first=steps[0])
@@ -86,7 +89,7 @@ def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
     if "dropout" in manifest["recorder"]["notes"]:
         raise Refusal.at(
             folder,
-            "was recorded with dropout on",
+            "was recorded with active dropout",
             "record again with all dropout rates set to 0",
             code="not-replayable",
         )
@@ -97,18 +100,18 @@ def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
-    """Checks that both sides start with the same weights; otherwise later comparisons mean nothing."""
+    """Checks that both recordings start with the same weights. If they do not, later comparisons mean nothing."""
     errors = relative_errors(one.tensors, other.tensors, f"{LEARNER}/0/start/")
     if not errors:
         return []
     allowed = UNTOUCHED if alike else ROUNDED
     worst, error, differing = worst_named(errors, allowed)
     where = f"{differing} of {len(errors)} parameters differ before the first update" if differing else ""
-    return [Check("weights", one.step, f"before the first update: {worst}", error, allowed, where, -1)]
+    return [Check("weights", one.step, f"weights before the first update: {worst}", error, allowed, where, -1)]
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """Checks A's optimizer by AdamW's formula; `judge` checks B's."""
+    """Checks the optimizer steps of recording A by AdamW's formula. `judge` checks those of recording B."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:
         return []
@@ -118,11 +121,13 @@ def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]
 
 
 def _remarks(side: str, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns the recorder's notes about missing parts."""
+    """Returns remarks about what a recording lacks, from the recorder's notes."""
     recorder = manifest["recorder"]
     found = [f"{side}: {key}: {text}." for key, text in recorder["notes"].items()]
     if recorder["sharded"]:
-        found.append(f"{side}: {len(recorder['sharded'])} parameters are sharded: digests are of rank 0's shards.")
+        found.append(
+            f"{side}: {len(recorder['sharded'])} parameters are sharded: the recording has only its own rank's shards."
+        )
     if recorder["stopped"]:
         found.append(f"{side}: recording stopped at {recorder['stopped']}")
     return found
@@ -138,7 +143,7 @@ class _Limits:
 
 
 def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], only: Sequence[int] = ()) -> Replayed:
-    """Repeats the recorded calls on this machine from the recorded weights, and compares the results."""
+    """Repeats the recorded model calls on this machine with the recorded weights, and compares the results."""
     tape = TapeFolder(folder)
     manifest = tape.manifest()
     _refuse_dropout(str(folder), manifest)
@@ -191,7 +196,8 @@ def _keys(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -> list[int]:
-    """Returns the steps with recorded weights, or the first step, which starts from the model folder."""
+    """Returns the steps that can be replayed: those with recorded weights. If there are none, it is the first step,
+    which starts from the weights in the model folder."""
     complete = set(tape.steps())
     able = [step for step in tape.weighed() if step in complete] or [manifest["recorder"]["first_step"]]
     steps = [step for step in able if step in complete and (not only or step in only)]
@@ -203,7 +209,10 @@ def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -
 
 
 def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int]) -> _Limits:
-    why = ["The loss is not checked: the trainer computes it. The replay uses its recorded slopes at the log-probs."]
+    why = [
+        "The loss is not checked, because only the recorded trainer computes it. The replay uses the recorded "
+        "gradients of the loss with respect to the log-probs."
+    ]
     skip = {"loss"}
     phases: tuple[str, ...] = (FORWARD, BACKWARD)
     updates = [tape.read_step(step).info["updates"][0] for step in steps]
@@ -211,29 +220,33 @@ def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int])
         skip |= {"gradient", "optimizer", "weights"}
         phases = (FORWARD,)
         why.append(
-            "Gradients are not checked: the gradient at the logits is not that of log-probabilities alone (an entropy "
-            "bonus, an auxiliary loss, or a temperature other than that of `record(temperature=...)`)."
+            "Gradients are not checked, because the loss uses the logits in other ways than through the "
+            "log-probabilities: an entropy bonus, an auxiliary loss, or a temperature that differs from "
+            "`record(temperature=...)`."
         )
     elif manifest["world_size"] > 1 or manifest["recorder"]["sharded"]:
         skip |= {"gradient", "optimizer", "weights"}
-        why.append("Parameter gradients are not checked: they are sums over ranks, and this is the tape of one rank.")
+        why.append(
+            "Parameter gradients are not checked, because they are sums over ranks, and this recording contains one "
+            "rank."
+        )
     elif not manifest["recipe"]["optim"]["by_formula"]:
         skip |= {"optimizer", "weights"}
         kind = manifest["recipe"]["optim"]["kind"]
-        why.append(f"The update is not checked: only AdamW is repeated here, not {kind} with these settings.")
+        why.append(f"The update is not checked, because a replay supports only AdamW, not {kind} with these settings.")
     return _Limits(frozenset(skip), phases, tuple(why))
 
 
 def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> torch.nn.Module:
-    """Loads the recorded transformers class, so that modules have the recorded names."""
+    """Loads the model with the transformers class of the recording, so that its modules have the recorded names."""
     import transformers
 
     cls = getattr(transformers, kind, None)
     if cls is None or not hasattr(cls, "from_pretrained"):
         raise Refusal.at(
             "recording",
-            f"its model class {kind} does not exist in transformers {transformers.__version__}",
-            "record on both machines, and use `lockstep compare A B`",
+            f"the recorded model class {kind} does not exist in transformers {transformers.__version__}",
+            "record a run on each machine, and compare them with `lockstep compare A B`",
             code="unsupported-model",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
@@ -244,7 +257,8 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restores the recorded weights. If they were not recorded, the model folder must contain the same ones."""
+    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the same
+    weights."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]
@@ -321,7 +335,7 @@ def _inputs(taken: StepRecord, number: int) -> dict[str, torch.Tensor]:
 def _optimizer(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Returns AdamW with the recorded groups and state."""
+    """Returns an AdamW optimizer with the recorded parameter groups and state."""
     optim, update = manifest["recipe"]["optim"], tape.read_step(step).info["updates"][0]
     trained = {n: p for n, p in network.named_parameters() if n in manifest["parameters"][LEARNER]}
     for name, parameter in network.named_parameters():

@@ -1,8 +1,9 @@
-"""Finds the wrong side and the wrong operator of a diverged module.
+"""Finds which run computes a diverged module wrongly (the recorded run or the replay), and which operator is wrong.
 
-Each side is compared with a float64 reference of the module (`numpy_modules.py`). The reference runs on the host with
-the inputs that both sides agree on and the recorded weights. A side is reported as wrong only if the reference agrees
-with the other side. If the reference agrees with both or with neither, or if there is none, no side is reported.
+The recorded run and the replay are both compared with a float64 reference of the module (`numpy_modules.py`). The
+reference runs on the host with the recorded weights and with the module's inputs, which agree in both runs. A run is
+reported as wrong only if the reference agrees with the other run. If the reference agrees with both runs or with
+neither, or if there is no reference for the module, neither run is reported as wrong.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ from lockstep.types import MicroBatch
 
 UNKNOWN = "cannot tell which side"
 REPLAY, RECORDED = "replay", "recorded run"
-# The wrong side's difference from the reference is at least this factor larger than the other side's.
+# A run is reported as wrong only if its difference from the reference is at least this many times that of the other
+# run.
 CLEARLY = 3.0
-# The maximum number of multiplications of a reference, so that the host finishes within minutes.
+# The maximum number of multiplications of a float64 reference, so that the host computes it within minutes.
 MOST_WORK = 2e13
 
 
 @dataclass(frozen=True)
 class Located:
-    """The wrong side and the wrong operator of a diverged module."""
+    """The wrong run (recorded run or replay) and the wrong operator of a diverged module."""
 
     side: str
     """`REPLAY`, `RECORDED` or `UNKNOWN`."""
@@ -74,11 +76,12 @@ class Located:
     """The computed and the expected value at the largest difference."""
     script: str | None = None
     judge: str = ""
-    """How the side was determined."""
+    """How it was determined which run is wrong."""
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
-    """Locates the operator. It runs on every rank, because a sharded model needs all; rank 0 gets the result."""
+    """Locates the wrong operator of a diverged module. All ranks must call it, because a sharded model needs all ranks.
+    Only rank 0 gets the result."""
     record = tape.read_step(step)
     batch = micro_batch(
         trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0
@@ -94,18 +97,20 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
         return None
     replayed = logs[diverged.rank]
     if step not in tape.weighed() and step != 1:
-        return Located(UNKNOWN, None, "the weights of this step are not on the tape", [], [], None)
+        return Located(UNKNOWN, None, "the recording does not contain the weights of this step", [], [], None)
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
-        # A fused operator replaces these children, so their operators count as the clean module's.
+        # In the replay a fused operator replaces these children. So the operators of the children are logged as part of
+        # the clean module.
         same = log(clean.module, batch, given=replayed.border, through=fused)
     case = _case(run.recipe, clean, tape, step, diverged, batch)
     return judge_module(replayed, same, which_side(case, replayed, same, record), diverged, run)
 
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
-    """Returns a new model on the CPU with the recorded weights, built with the reference implementations."""
+    """Returns a clean copy of the model: a new model on the CPU with the recorded weights and standard implementations
+    of all modules."""
     plain = {"gradient_checkpointing": False, "activation_offload": False, "attention": "sdpa"}
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=plain), "device": "cpu"})
     build = build_critic if name == "critic" else build_learner
@@ -119,7 +124,8 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
 def judge_module(
     replayed: ModuleLog, same: ModuleLog, judged: SideVerdict, diverged: DivergedModule, run: Run
 ) -> Located:
-    """Finds the wrong operator in the replay's module. `same` is a clean copy in the same dtype on the same inputs."""
+    """Finds the wrong operator in the replayed module. `same` is the log of a clean CPU copy of the module with the
+    same dtype and the same inputs."""
     tolerance = operator_tolerance(run.recipe.model.dtype, backwards=diverged.phase == BACKWARD)
     wrong = None
     if judged.side != RECORDED:
@@ -127,10 +133,11 @@ def judge_module(
     if wrong is None and judged.side == REPLAY:
         wrong = other_values(replayed.calls, judged.noted, replayed.outputs, tolerance)
     if wrong is None:
-        why = "no single operator of the module differs on equal inputs"
+        why = "with equal inputs, no single operator of the module differs"
         if judged.side == RECORDED:
             why = (
-                "the replay's operators are correct; to find the other, record here and replay on the recorded machine"
+                "the replay's operators are correct; to find the wrong operator of the recorded run, record on this"
+                " machine and replay on the machine of the recorded run"
             )
         return Located(judged.side, None, why, *_shapes(replayed.outputs), None, judge=judged.why)
     side, judge = judged.side, judged.why
@@ -159,7 +166,7 @@ def _values(wrong: WrongOperator) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class SideVerdict:
-    """The wrong side, the reason, and the reference's intermediate values."""
+    """The wrong run, the reason, and the intermediate values of the float64 reference."""
 
     side: str
     why: str
@@ -169,7 +176,7 @@ class SideVerdict:
 
 @dataclass(frozen=True)
 class SideCase:
-    """The inputs of the reference, in addition to the module's recorded inputs."""
+    """What the float64 reference of a module needs in addition to the module's inputs."""
 
     diverged: DivergedModule
     config: Mapping[str, Any]
@@ -184,7 +191,7 @@ class SideCase:
 
     @property
     def allowed(self) -> float:
-        """The tolerance of a module's outputs, given the error of its inputs."""
+        """The tolerance of a module's outputs, which grows with the error of its inputs."""
         floor = self.tolerance.module * (BACKWARD_FACTOR if self.diverged.phase == BACKWARD else 1.0)
         return max(floor, self.tolerance.growth * self.diverged.error_in)
 
@@ -203,15 +210,16 @@ def _case(
 
 
 def which_side(case: SideCase, replayed: ModuleLog, clean: ModuleLog, record: StepRecord) -> SideVerdict:
-    """Returns the wrong side. If the replay's module lost the gradients at its outputs, those of `clean` are used."""
+    """Returns which run is wrong. If the replayed module has no gradients at its outputs, the gradients of the clean
+    copy are used."""
     diverged, traces = case.diverged, traces_of(record)
     trace = traces.get((diverged.learner, diverged.rank)) or traces.get((diverged.learner, 0))
-    # Backward events do not contain the module's class.
+    # Recorded backward calls do not contain the module's class.
     events = trace.events if trace is not None else []
     kind = diverged.kind or next((e.kind for e in events if e.module == diverged.module and e.kind), "")
     ours, theirs = (case.reference(kind, weights) for weights in (case.recorded_weights, case.replayed_weights))
     if trace is None or ours is None or theirs is None:
-        return SideVerdict(UNKNOWN, f"there is no float64 reference of {kind or diverged.module}")
+        return SideVerdict(UNKNOWN, f"lockstep has no float64 reference for {kind or diverged.module}")
     inputs = _inputs(replayed, diverged)
     if inputs is None:
         return SideVerdict(UNKNOWN, "the module's inputs were not recorded")
@@ -247,7 +255,7 @@ def _verdict(replayed: float, recorded: float) -> tuple[str, str]:
 def _forward(
     case: SideCase, reference: Reference, inputs: Sequence[Array], found: Sequence[torch.Tensor], noted: NotedValues
 ) -> float:
-    """Returns the error of the outputs divided by the tolerance."""
+    """Returns the error of a module's outputs divided by the tolerance."""
     wanted = reference.compute(inputs, reference.weights, noted)
     if len(found) < len(wanted):
         return math.inf
@@ -313,8 +321,8 @@ def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable
 def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
-    """Returns the gradient at the module's output in the replay. If the replay has none, returns the clean module's, if
-    that agrees with the recorded one."""
+    """Returns the gradient at the module's output in the replay. If the replay has none, returns the gradient of the
+    clean module if it agrees with the recorded gradient, otherwise None."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])
@@ -338,7 +346,8 @@ def _difference(found: Array | None, wanted: Array, size: float) -> float:
 
 
 def _inputs(log: ModuleLog, diverged: DivergedModule) -> list[Array] | None:
-    """Returns the inputs in their order; for the complete model, the hidden states of its decoder."""
+    """Returns the module's inputs in their order. For the complete model, returns the last hidden states of its
+    decoder."""
     if diverged.module == ROOT:
         states = log.border.get("model/0/output/0")
         return None if states is None else [array(states)]
@@ -354,7 +363,8 @@ def _recorded_outputs(trace: Trace, diverged: DivergedModule) -> list[torch.Tens
 def _work(reference: Reference, case: SideCase) -> float:
     weights = sum(weight.size for weight in reference.weights.values())
     once = 2.0 * weights * len(case.tokens.ids)
-    # A complex product is four real ones, and there are SKETCH directions for the states and for each weight.
+    # A complex multiplication is four real ones. The backward reference runs SKETCH times for the hidden states and
+    # SKETCH times for each weight.
     return once if case.diverged.phase == FORWARD else once * 4 * SKETCH * (1 + len(reference.weights))
 
 
@@ -367,7 +377,8 @@ def packed_tokens(batch: MicroBatch) -> PackedTokens:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json, with the keys of `text_config` on top; empty if there is none."""
+    """Reads the model's config.json. Keys of `text_config` replace the top-level keys. Returns an empty dictionary if
+    there is no file."""
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     text = config.get("text_config")
@@ -377,10 +388,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def weights_for(
     module: str, tape: TapeFolder, step: int, learner: str, folder: Path, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns the weights of a module, or of the head, on the recorded and on the replayed side.
+    """Returns the weights of a module (for the complete model: of its head) in the recorded run and in the replay.
 
-    They come from the tape, or from the model folder if the tape has none. The replay starts from the recorded master
-    weights. `dtypes`: the dtypes of the two models.
+    The weights come from the recording, or from the model folder if the recording has none. The replay starts from the
+    recorded master weights. `dtypes` are the dtypes of the recorded and of the replayed model.
     """
     heads = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 

@@ -1,11 +1,13 @@
-"""Standard modules in numpy float64, written from their definitions. They decide which side of a replay is wrong.
+"""Standard modules in numpy float64, which decide whether the recorded run or its replay is wrong.
 
-They share no code with the modules that they test: nothing here uses torch operators, transformers modelling files or
-our kernels. So a fault in one of those cannot also be here. Modules without a reference here are not tested.
+These references are written from the definitions of the modules. They share no code with the modules that they test:
+they use no torch operators, no transformers modelling files and no lockstep kernels. So a fault in one of these
+libraries cannot also be in a reference. Modules without a reference in this file are not tested.
 
-References accept complex numbers. The derivative of an analytic function in a direction is the imaginary part of its
-value a tiny imaginary step away, without the rounding of finite differences. `directional` computes gradients this way.
-T is the number of tokens of a packed row, D the head size.
+References accept complex numbers. `directional` computes gradients by complex-step differentiation: it adds a tiny
+imaginary step to the input, and the imaginary part of the result divided by the step is the directional derivative.
+This avoids the rounding of finite differences. In variable names, T is the number of tokens of a packed row, and D is
+the head size.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from lockstep.tape.digest import BLOCKS, MARKS, SKETCH, sign_table
 from lockstep.tape.module_trace import ROOT
 
 Array = np.ndarray
-# Model families with standard attention, norms, residuals and heads. Others may scale, cap or window them.
+# Model families with standard attention, norms, residuals and heads. Other families may scale the residuals, cap the
+# logits or use sliding-window attention.
 PLAIN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 LAYER_PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
-# An imaginary step so small that its square vanishes when added to any real number.
+# The imaginary step of complex-step differentiation. Its square is too small to change any real number.
 TINY = 1e-100
-# The number of rows whose logits are computed at once.
+# The number of tokens whose logits are computed at once.
 ROWS = 64
 
 
@@ -46,7 +49,8 @@ class PackedTokens:
 
 @dataclass
 class NotedValues:
-    """Intermediate values in order. Each has substrings of the names of the operators that compute it."""
+    """The intermediate values of a reference in the order of their computation. Each value is stored with substrings of
+    the names of torch operators that may compute it."""
 
     values: list[tuple[Array, tuple[str, ...]]] = field(default_factory=list)
 
@@ -57,12 +61,13 @@ class NotedValues:
 
 @dataclass(frozen=True)
 class Reference:
-    """`compute(inputs, weights, noted)` returns the module's outputs. `weights` are named as in the module."""
+    """The float64 reference of a module. `compute(inputs, weights, noted)` returns the module's outputs. The names in
+    `weights` are relative to the module."""
 
     compute: Callable[[Sequence[Array], Mapping[str, Array], NotedValues], list[Array]]
     weights: Mapping[str, Array]
     tied: bool = False
-    """Whether a weight is shared with another module, which then also contributes to its gradient."""
+    """Whether a weight is shared with another module. Then both modules contribute to its gradient."""
 
 
 def reference_of(
@@ -73,10 +78,11 @@ def reference_of(
     tokens: PackedTokens,
     temperature: float | None,
 ) -> Reference | None:
-    """Returns the reference of a module by its name and class; None if there is none.
+    """Returns the reference for a module with this name and class, or None if there is no reference for it.
 
-    `config` is the model folder's config.json; `weights` are named as in the model. The complete model returns
-    log-probabilities at `temperature`; None if it returns something else.
+    `config` is the content of the model's config.json. The names in `weights` are relative to the complete model. The
+    reference for the complete model computes log-probabilities at `temperature`. If `temperature` is None, there is no
+    such reference.
     """
     if module == ROOT:
         return _answers(config, weights, tokens, temperature)
@@ -174,12 +180,13 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def erf(x: Array) -> Array:
-    """Computes the error function; for complex numbers, to first order in the tiny imaginary part."""
+    """Computes the error function. For complex numbers, it uses a first-order expansion in the tiny imaginary part."""
     real: Array = _erf(x.real)
     return real + 2j / math.sqrt(math.pi) * np.exp(-x.real * x.real) * x.imag if np.iscomplexobj(x) else real
 
 
-# By transformers' name: the function, and substrings of the names of operators that compute it.
+# Maps the name of an activation in transformers to its function and to substrings of the names of torch operators that
+# may compute it.
 ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {
     "silu": (silu, ("silu", "sigmoid", "mul")),
     "gelu": (gelu, ("gelu", "erf")),
@@ -278,7 +285,7 @@ def _layer(
 def _answers(
     config: Mapping[str, Any], weights: Mapping[str, Array], tokens: PackedTokens, temperature: float | None
 ) -> Reference | None:
-    """Returns a reference for the log-probabilities of the targets from the last hidden states."""
+    """Returns a reference that computes the log-probabilities of the target tokens from the last hidden states."""
     name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
     if config.get("model_type") not in PLAIN_FAMILIES or temperature is None or name not in weights:
         return None
@@ -303,7 +310,7 @@ def _rotary(base: float, size: int, tokens: PackedTokens, note: NotedValues) -> 
 
 
 def _layer_inputs(inputs: Sequence[Array], config: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Returns hidden states, cosines and sines among the inputs of a layer."""
+    """Finds the hidden states, the rotary cosines and the rotary sines among the inputs of a decoder layer."""
     size = _head_size(config)
     states = next(x for x in inputs if x.shape[-1] == config["hidden_size"])
     cos, sin = [x for x in inputs if x is not states and x.shape[-1] == size][:2]
@@ -315,7 +322,7 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def _rotary_base(config: Mapping[str, Any]) -> float | None:
-    """Returns the base of standard rotary embeddings; None for other kinds."""
+    """Returns the base (rope_theta) of standard rotary embeddings, or None for scaled or partial rotary embeddings."""
     keys = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = keys.get("rope_type", keys.get("type", "default"))
     base = keys.get("rope_theta", config.get("rope_theta"))
@@ -345,7 +352,7 @@ def array(tensor: torch.Tensor) -> Array:
 
 
 def host_digest(value: Array) -> torch.Tensor:
-    """Computes the digest of `tape/digest.py` in numpy float64."""
+    """Computes the same digest as `tape/digest.py`, but in numpy float64."""
     rows_RC = value.reshape(-1, 1) if value.ndim < 2 else value.reshape(-1, value.shape[-1])
     rows, columns = rows_RC.shape
     projected_RS = (rows_RC @ _signs(columns, 1, SKETCH)) * _signs(rows, 2, SKETCH)
@@ -363,8 +370,8 @@ def host_digest(value: Array) -> torch.Tensor:
 
 
 def directional(compute: Callable[[Array], Array], at: Array, gradient: Array) -> Array:
-    """Returns the gradient at `at` of sum(`gradient` * `compute`(at)), as the `SKETCH` projections of a digest summed
-    over rows.
+    """Returns `SKETCH` random projections of the gradient of sum(`gradient` * `compute`(x)) at x = `at`. They are the
+    projections of a digest, summed over its blocks of rows.
 
     Each projection is one directional derivative.
     """

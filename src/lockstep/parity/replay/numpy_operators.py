@@ -1,6 +1,7 @@
 """Torch operators in numpy float64, written from their definitions, so that a faulty library does not verify itself.
 
-It contains the operators of language models. Others run in torch's float64 on the CPU (`operator_bisect.in_double`).
+This file contains the operators that language models use. Other operators run in torch's float64 on the CPU
+(`operator_bisect.in_double`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lockstep.parity.replay.operator_log import Operator
 
 
 def numpy_results(call: Operator) -> list[torch.Tensor] | None:
-    """Returns the results of a call in float64; None if the operator is not implemented here."""
+    """Computes an operator call in numpy float64. Returns None if the operator is not implemented in this file."""
     library, _, name = call.name.partition(".")
-    # An in-place operator has the same result as its other variant.
+    # An in-place operator (`add_`) has the same result as its out-of-place variant (`add`).
     operator = OPERATORS.get(name.split(".")[0].rstrip("_"))
     if operator is None or library != "aten":
         return None
@@ -29,7 +30,7 @@ def numpy_results(call: Operator) -> list[torch.Tensor] | None:
         with np.errstate(all="ignore"):
             found = operator(*args, **kwargs)
     except (TypeError, ValueError, IndexError, KeyError, NotImplementedError):
-        return None  # an overload with different arguments
+        return None  # this overload is not implemented
     results = list(found) if isinstance(found, tuple) else [found]
     return [torch.from_numpy(np.array(one, order="C")) for one in results]
 
@@ -113,7 +114,7 @@ def _attention(
     attn_mask: Array | None = None,
     scale: float | None = None,
 ) -> Array:
-    """Returns the output; the operator's second result, the log-sum-exp, is not compared."""
+    """Returns the attention output. The torch operator also returns the log-sum-exp, which is not compared."""
     if dropout:
         raise NotImplementedError
     times = q.shape[1] // k.shape[1]
@@ -122,7 +123,7 @@ def _attention(
 
 
 def _weights(scores: Array) -> Array:
-    """Returns softmax weights; a fully masked query has zero weights."""
+    """Returns the softmax of attention scores. A query whose keys are all masked gets zero weights."""
     return np.where(np.isneginf(scores.max(-1, keepdims=True)), 0.0, softmax(scores))
 
 
@@ -148,7 +149,7 @@ def _attention_backward(
     at_weights = gradient @ np.swapaxes(v, -1, -2)
     at_scores = weights * (at_weights - (at_weights * weights).sum(-1, keepdims=True))
     at_k, at_v = scale * np.swapaxes(at_scores, -1, -2) @ q, np.swapaxes(weights, -1, -2) @ gradient
-    # Query heads that share a key-value head add up their gradients.
+    # The gradient of a key-value head is the sum over the query heads that share it.
     shape = (len(q), groups, times, *k.shape[2:])
     return scale * at_scores @ k, at_k.reshape(shape).sum(2), at_v.reshape(shape).sum(2)
 

@@ -1,9 +1,9 @@
-"""Finds the wrong operator of a module by comparing with float64 on the host.
+"""Finds the wrong operator of a module by comparing its operators with float64 results on the host.
 
-There are two kinds of faults. Either a *kernel* returns a wrong result for its inputs, or the *code* around the kernels
-is different: another constant, dtype or operator. To find the second kind, the operators are compared with those of a
-clean copy of the module that runs on the same inputs. A fused operator is compared with the result of the operators
-that it replaces.
+Either a *kernel* returns a wrong result for its inputs, or the *code* around the kernels is different: another
+constant, dtype or operator. To find wrong code, the operators are compared with those of a clean copy of the module,
+which runs on the CPU with standard implementations and the same inputs. A fused operator is compared with the result of
+the operators that it replaces.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ NONE = torch.zeros(0)
 
 @dataclass(frozen=True)
 class WrongOperator:
-    """The operator that differs, and the expected result."""
+    """The operator of the replayed module whose result is wrong, and the expected result."""
 
     fault: Literal["kernel", "code"]
     call: Operator
     clean: Operator | None
-    """The clean module's operator at this point; None if the clean module has none."""
+    """The corresponding operator call of the clean CPU copy of the module, or None if there is none."""
     error: float
     actual: torch.Tensor
     expected: torch.Tensor
     why: str
     index: int = 0
-    """The index of the differing result."""
+    """The index of the wrong result among the operator's results."""
 
 
 def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) -> WrongOperator | None:
-    """Returns the first operator whose result differs from float64 on the same inputs."""
+    """Returns the first operator call whose result differs from a float64 computation with the same inputs."""
     for call in calls:
-        # Operators without inputs cannot be tested.
+        # Operators without tensor inputs cannot be tested.
         expected = in_double(call) if call.inputs and not call.allocates else None
         if expected is None:
             continue
@@ -55,23 +55,24 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
             allowed = (tolerance or TOLERANCES[_PRECISION.get(actual.dtype, "fp32")]).module
             error = relative_difference(actual, wanted)
             if not error <= 4 * allowed:
-                why = f"its result on {call.device} differs from float64 on the host with the same inputs"
+                why = f"its result on {call.device} differs from a float64 computation on the host with the same inputs"
                 return WrongOperator("kernel", call, None, error, actual, wanted, why, index)
     return None
 
 
 def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: Tolerance) -> WrongOperator | None:
-    """Returns the first operator, or the first group of operators, whose result differs from the clean module's.
+    """Returns the first operator, or the first group of operators, whose result differs from that of the clean copy of
+    the module.
 
-    If results of the module differ, only the operators that contribute to them are compared. Operators of the same kind
-    are compared one by one. Where the modules run different operators (one fused operator instead of many), the results
-    that the group passes on are compared.
+    If results of the module differ, only the operators that contribute to these results are compared. Where both
+    modules run the same operators, they are compared one by one. Where they run different operators (such as one fused
+    operator instead of many), only the results that leave the group of operators are compared.
     """
     ours, theirs = OperatorGraph(calls), OperatorGraph(clean)
     wrong = [(end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None]
     if wrong and all(near for _, near in wrong):
         ours, theirs = ours.before([end for end, _ in wrong]), theirs.before([near for _, near in wrong if near])
-    # The number of inputs distinguishes multiplication by a scalar from that of two tensors.
+    # The number of tensor inputs distinguishes multiplication by a scalar from multiplication of two tensors.
     kinds, wanted_kinds = ([(call.name, len(call.inputs)) for call in graph.calls] for graph in (ours, theirs))
     for tag, i, j, k, m in difflib.SequenceMatcher(None, kinds, wanted_kinds, autojunk=False).get_opcodes():
         if tag != "equal":
@@ -86,7 +87,7 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
     if not wrong:
         return None
     end, near = wrong[0]
-    return _end(end, near, "its result leaves the module and differs from the clean module's")
+    return _end(end, near, "its result leaves the module and differs from that of the clean CPU copy of the module")
 
 
 def other_values(
@@ -94,9 +95,9 @@ def other_values(
 ) -> WrongOperator | None:
     """Returns the first operator whose result differs from the float64 reference of the module.
 
-    This finds code that is also wrong in the clean copy, such as a library function or a modelling file. A correct
-    module need not compute every value of the reference. So a missing value counts only if an operator of its kind has
-    a different result.
+    This comparison finds code that is also wrong in the clean copy, such as a library function or a modelling file. A
+    correct module may skip some intermediate values of the reference. So a missing value is a fault only if an operator
+    that usually computes such a value has a different result.
     """
     ours = [one for one in OperatorGraph(calls).results() if one.tensor.is_floating_point()]
     expected = [value for value, _ in noted.values]
@@ -113,7 +114,8 @@ def other_values(
 
 
 def _alike(one: OperatorResult, value: Array, word: str) -> bool:
-    """Returns whether the result may be this value of the reference. Attention may pad sequences."""
+    """Returns whether an operator's result may correspond to this value of the reference. Sizes must be equal, except
+    for attention, which may pad sequences."""
     return one.tensor.numel() == value.size or word == "attention"
 
 
@@ -128,7 +130,7 @@ def _same(tensor: torch.Tensor, value: Array, tolerance: Tolerance) -> bool:
 
 
 def _instead(found: OperatorResult, value: Array) -> WrongOperator:
-    """Returns the finding for an operator's result that differs from the reference's value."""
+    """Returns the description of an operator whose result differs from a value of the float64 reference."""
     why = "the float64 reference of the module has a different value here"
     if found.tensor.numel() != value.size:
         return WrongOperator("code", found.call, None, math.inf, found.tensor, NONE, why, found.index)
@@ -143,7 +145,8 @@ def _instead(found: OperatorResult, value: Array) -> WrongOperator:
 def _differing_counterpart(
     end: OperatorResult, theirs: OperatorGraph, tolerance: Tolerance
 ) -> OperatorResult | Literal[False] | None:
-    """Returns the clean module's result that this one should equal; None if they agree, False if there is none."""
+    """Returns the clean module's result that `end` should equal. Returns None if both agree, or False if the clean
+    module has no such result."""
     error, near = _nearest(end.tensor, theirs.ends())
     if near is None:
         error, _ = _nearest(end.tensor, theirs.results())
@@ -157,18 +160,21 @@ def _compared(call: Operator, clean: Operator, theirs: OperatorGraph, tolerance:
         error = relative_difference(actual, expected)
         if not error <= max(tolerance.module, tolerance.growth * error_in):
             found, wanted = _differing_settings(call, clean)
-            why = f"with {found} instead of {wanted}" if found else "its inputs agree, its result differs"
+            why = f"with {found} instead of {wanted}" if found else "its inputs agree, but its result differs"
             return WrongOperator("code", call, clean, error, actual, expected, why, index)
     if call.writes or error_in <= tolerance.module:
         return None
     index = errors.index(error_in)
     alone = len(errors) == 1 or min(errors) <= tolerance.module
     if not alone or _source(call, index) or _source(clean, index):
-        return None  # the same kind by chance, with other inputs
+        return None  # an unrelated call of the same operator
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
-        return None  # the clean module computes this too, elsewhere
+        return None  # the clean module also computes this result
     # No operator produced this input: it is a weight, a buffer or a constant.
-    why = f"its input number {index + 1} differs from the clean module's: a weight, a buffer or a constant"
+    why = (
+        f"its input number {index + 1} (a weight, a buffer or a constant) differs from that of the clean CPU copy of "
+        "the module"
+    )
     return WrongOperator("code", call, clean, error_in, call.inputs[index], clean.inputs[index], why)
 
 
@@ -179,19 +185,21 @@ def _source(call: Operator, index: int) -> bool:
 def _other_part(
     ours: OperatorGraph, theirs: OperatorGraph, mine: range, wanted: range, tolerance: Tolerance
 ) -> WrongOperator | None:
-    """Compares groups of different operators. They are harmless if the results that leave the groups are the same."""
+    """Compares a group of operators of the replayed module with a different group of the clean module. The difference
+    is harmless if the results that leave the groups agree."""
     if not mine:
-        # The operators that the clean module runs here must change nothing, or be computed elsewhere.
+        # Only the clean module runs operators here. That is harmless if they change nothing, or if the replayed module
+        # computes their results elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None
         clean = theirs.calls[wanted[0]]
-        why = f"the clean module runs {clean.name} here, this one does not"
+        why = f"the clean CPU copy of the module runs {clean.name} here, and the replayed module does not"
         ends = [
             (end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None
         ]
         if ends:
-            # The result that lacks the missing operator is reported.
+            # The reported operator is the one whose result should have passed through the missing operator.
             return _end(*ends[0], why)
         expected = clean.outputs[0] if clean.outputs else NONE
         return WrongOperator("code", clean, clean, math.inf, NONE, expected, why)
@@ -199,32 +207,36 @@ def _other_part(
         candidates = ours.given(mine) + theirs.results()
         if _first_missing(ours.leaving(mine), candidates, tolerance) is None:
             return None
-        # This is the first operator with a result that the clean module does not have.
+        # The reported operator is the first one whose result the clean module does not have.
         return _needless(_first_missing(ours.made(mine), candidates, tolerance))
     found = _first_missing(ours.leaving(mine), theirs.results(), tolerance)
     if found is None:
         return None
     part = [one for one in ours.made(mine) if _first_missing([one], theirs.results(), tolerance)]
     call = _suspect([one.call for one in part if one.index == 0], found.call)
-    instead = f"the clean module runs {_list(theirs, wanted)} instead"
+    instead = f"the clean CPU copy of the module runs {_list(theirs, wanted)} instead"
     if _coarser(call):
         return _needless(OperatorResult(call, 0), instead)
     near = _nearest(found.tensor, theirs.leaving(wanted))[1] or _nearest(found.tensor, theirs.results())[1]
     if call is found.call:
         return _end(found, near or False, instead)
-    why = f"{_list(ours, mine)} run where the clean module runs {_list(theirs, wanted)}; the results differ"
+    why = (
+        f"{_list(ours, mine)} run where the clean CPU copy of the module runs {_list(theirs, wanted)}; the results "
+        "differ"
+    )
     return WrongOperator("code", call, near.call if near else None, math.inf, call.outputs[0], NONE, why)
 
 
 def _first_missing(
     results: Sequence[OperatorResult], candidates: Sequence[OperatorResult], tolerance: Tolerance
 ) -> OperatorResult | None:
-    """Returns the first result that is not among the candidates."""
+    """Returns the first of `results` that equals none of the candidates within the tolerance."""
     return next((one for one in results if not _nearest(one.tensor, candidates)[0] <= tolerance.module), None)
 
 
 def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tuple[float, OperatorResult | None]:
-    """Returns the closest candidate and its error. Shapes may differ. Later candidates win ties."""
+    """Returns the candidate that is closest to the tensor, and its error. Shapes may differ if the number of elements
+    is equal. Among equally close candidates the last one is returned."""
     best: tuple[float, OperatorResult | None] = (math.inf, None)
     for one in reversed(candidates):
         if one.tensor.numel() == tensor.numel():
@@ -234,8 +246,8 @@ def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tupl
 
 
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
-    """Returns the likely fault in a group with differing results: a cast to lower precision, an operator that exists
-    only on the device and cannot be tested, or the last operator."""
+    """Returns the operator that is the most likely fault in a group with a differing result. It is a cast to lower
+    precision, otherwise an operator that exists only on the device and cannot be tested, otherwise `end`."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)
@@ -247,7 +259,8 @@ def _coarser(call: Operator) -> bool:
 
 
 def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -> WrongOperator:
-    """Returns the wrong operator for a module result that differs from the reference run of the module."""
+    """Returns the description of the operator that computed a differing result of the module. `near` is the expected
+    result."""
     if near is False:
         return WrongOperator("code", end.call, None, math.inf, end.tensor, NONE, why, end.index)
     expected = near.tensor.reshape(end.tensor.shape)
@@ -256,8 +269,10 @@ def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -
     )
 
 
-def _needless(made: OperatorResult | None, instead: str = "the clean module does not run it") -> WrongOperator | None:
-    """Returns the finding for a superfluous operator: its input is the expected result."""
+def _needless(
+    made: OperatorResult | None, instead: str = "the clean CPU copy of the module does not run it"
+) -> WrongOperator | None:
+    """Returns the description of an operator that should not run. Its input is the expected result."""
     if made is None:
         return None
     expected = next((one for one in made.call.inputs if one.shape == made.tensor.shape), NONE)
@@ -284,9 +299,10 @@ def _differing_settings(call: Operator, clean: Operator) -> tuple[str, str]:
 
 
 def in_double(call: Operator) -> list[torch.Tensor] | None:
-    """Runs the call in float64 on the host, in numpy if it implements the operator; None if it cannot run there.
+    """Runs an operator call in float64 on the host, in numpy if `numpy_operators.py` has the operator, otherwise in
+    torch. Returns None if the call cannot run on the host.
 
-    numpy comes first, so that a faulty torch does not verify itself.
+    numpy is preferred, so that a faulty torch operator is not checked by itself.
     """
     found = numpy_results(call)
     return in_torch(call) if found is None else found
@@ -298,7 +314,8 @@ def in_torch(call: Operator) -> list[torch.Tensor] | None:
 
 
 def run_on_cpu(call: Operator, convert: Callable[[Any], Any]) -> list[torch.Tensor] | None:
-    """Runs the call with converted arguments; None if the CPU lacks the operator or its dtype."""
+    """Runs an operator call on the CPU with converted arguments. Returns None if the CPU has no such operator or does
+    not support the dtype."""
     try:
         args, kwargs = pytree.tree_map(convert, (call.args, call.kwargs))
         with torch.no_grad():
@@ -317,7 +334,8 @@ def _doubled(leaf: Any) -> Any:
 
 
 def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the norm of the difference over the larger norm; infinite if shapes differ or only one side is finite."""
+    """Returns the norm of the difference divided by the larger norm. It is infinite if the shapes differ or if a value
+    is finite in only one tensor."""
     if actual.shape != wanted.shape:
         return math.inf
     x, y = actual.double(), wanted.double()

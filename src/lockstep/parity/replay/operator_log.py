@@ -1,9 +1,9 @@
-"""Records the operators that one module runs, forward or backward, without its children's operators.
+"""Records the operators of one module in its forward or backward pass, without those of its child modules.
 
-Every tensor that crosses the module's border is recorded too: its inputs and its children's outputs, and in the
-backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run with the
-same border values. Then the operators of both are compared on equal numbers, so rounding before the module has no
-effect.
+Every tensor that enters the module (crosses its "border") is recorded too: its inputs and its children's outputs, and
+in the backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run
+with the same border tensors. Then the operators of both modules are compared with equal inputs, so rounding before the
+module has no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.tape.digest import digest
 from lockstep.tape.module_trace import BACKWARD, FORWARD, fixed_sum, module_hooks, public_name
 
-# Stands for the module itself; no child can have this name.
+# The key of the logged module itself in `seen`. No child module can have this name.
 SELF = ""
 CallResult = tuple[int, int]
 """The index of a call in the log, and the index of one of its results."""
@@ -39,7 +39,8 @@ def copied(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator call. Tensors are copies on the host; other arguments are unchanged."""
+    """One operator call. Tensor arguments and results are stored as copies on the host. Other arguments are stored
+    unchanged."""
 
     function: Any
     args: tuple[Any, ...]
@@ -47,10 +48,11 @@ class Operator:
     outputs: list[torch.Tensor]
     device: str
     sources: tuple[CallResult | None, ...] = ()
-    """For each of `inputs`: the call and result that produced it; None if it came from outside."""
+    """For each tensor in `inputs`, the logged call and the result index that produced it, or None if no logged call
+    produced it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Operators are sent to other ranks by name.
+        # Pickling stores the operator's name, so that operator calls can be sent to other ranks.
         return _named, (str(self.function), self.args, self.kwargs, self.outputs, self.device, self.sources)
 
     @property
@@ -59,12 +61,12 @@ class Operator:
 
     @property
     def allocates(self) -> bool:
-        """Whether the operator only allocates memory with undefined content."""
+        """Whether the operator only allocates uninitialized memory."""
         return "empty" in self.name
 
     @property
     def writes(self) -> bool:
-        """Whether the operator changes an input in place. The input's previous content may be undefined."""
+        """Whether the operator changes an input in place. The input's previous content may be uninitialized."""
         return bool(self.function._schema.is_mutable)
 
     @property
@@ -89,9 +91,9 @@ class OperatorLog(TorchDispatchMode):
         self.wanted = wanted
         self.calls: list[Operator] = []
         self.makers: dict[int, CallResult] = {}
-        """The call that last wrote each tensor, by memory address."""
+        """The logged call that last wrote each tensor, keyed by the tensor's memory address."""
         self.alive: list[torch.Tensor] = []
-        """References to the results, so that their addresses are not reused."""
+        """References to all results, which keep PyTorch from reusing their memory addresses."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,7 +102,7 @@ class OperatorLog(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         device = str(inputs[0].device) if inputs else "cpu"
         sources = tuple(self.makers.get(_address(tensor)) for tensor in inputs)
-        # Inputs are copied before the call, which may write to them.
+        # Inputs are copied before the operator runs, because it may change them in place.
         given = pytree.tree_map(copied, (args, kwargs))
         result = func(*args, **kwargs)
         made = tensors_in(result)
@@ -112,7 +114,8 @@ class OperatorLog(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Returns the address of the storage, which a view shares; a unique number for a tensor without storage."""
+    """Returns the address of a tensor's storage, which its views share. For a tensor without storage, returns a unique
+    number."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
@@ -126,17 +129,18 @@ def _is_view(func: Any) -> bool:
 
 @dataclass
 class ModuleLog:
-    """The operators of a module's first call."""
+    """The operators and border tensors of the first call of a module."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """The module's outputs; in the backward pass, the gradients at its inputs in the order of their computation."""
+    """The module's outputs. For the backward pass, these are the gradients at the module's inputs in the order of their
+    computation."""
     calls: list[Operator] = field(default_factory=list)
     border: dict[str, torch.Tensor] = field(default_factory=dict)
     """The tensors that entered the module, from outside and from its children."""
     children: set[str] = field(default_factory=set)
-    """The modules that it called directly."""
+    """The names of the child modules that the module called directly."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """In the backward pass: digests of its parameters' gradients."""
+    """For the backward pass, digests of the gradients of the module's own parameters."""
 
 
 def log_module(
@@ -151,8 +155,9 @@ def log_module(
 ) -> ModuleLog:
     """Runs the model in evaluation mode and logs the first call of one module.
 
-    `run` does the forward pass; for the backward pass it must return one number per target. `given`, the border of
-    another log, replaces the tensors that cross the border here. Children in `through` count as parts of the module.
+    `run` does the forward pass. To log the backward pass, `run` must return one number per target token. `given`
+    contains the border tensors of another log, which replace those of this run. The operators of child modules in
+    `through` are logged as part of the module.
     """
     training = root.training
     root.eval()
@@ -176,7 +181,8 @@ def log_module(
 
 
 class _ModuleLogger:
-    """Tracks when the module's code outside its children runs, and what crosses its border."""
+    """Tracks when the module's own code runs (outside its child modules), and records the tensors that cross its
+    border."""
 
     def __init__(
         self, root: nn.Module, wanted: str, phase: str, given: Mapping[str, torch.Tensor], through: frozenset[str]
@@ -188,14 +194,14 @@ class _ModuleLogger:
         self.seen: Counter[str] = Counter()
         self.open, self.returning = False, False
         self.spans: list[tuple[int, int]] = []
-        """The sequence numbers of the autograd nodes that this code created."""
+        """Ranges of sequence numbers of the autograd nodes that the module's own code created."""
         self.began: int | None = None
         module = {public_name(name): each for name, each in root.named_modules()}.get(wanted)
         self.weights = {} if module is None else dict(module.named_parameters(recurse=False))
         self.weight_ids = {id(weight) for weight in self.weights.values()}
 
     def _is_own(self) -> bool:
-        """Returns whether the running operator belongs to the module itself."""
+        """Returns whether the running operator belongs to the module's own code."""
         if not self.returning:
             return self.phase == FORWARD and self.began is not None
         node: Any = torch._C._current_autograd_node()
@@ -208,7 +214,8 @@ class _ModuleLogger:
         return any(first <= number < last for first, last in self.spans)
 
     def digest_gradients(self, ranks: int) -> None:
-        """Computes digests of the parameters' gradients. A sharded model has summed those of all ranks."""
+        """Computes digests of the gradients of the module's parameters. The gradients are divided by `ranks`, because a
+        sharded model sums them over all ranks."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 self.log.parameters[name] = digest(weight.grad / ranks).cpu()
@@ -242,7 +249,7 @@ class _ModuleLogger:
         return output
 
     def _in_module(self) -> bool:
-        """Returns whether the running code is the module's own, outside its children."""
+        """Returns whether the module's own code is running, outside its child modules."""
         inner = [module for module in self.stack if module not in self.through]
         return self.open and bool(inner) and inner[-1] == self.wanted
 
@@ -256,7 +263,7 @@ class _ModuleLogger:
             self.began = torch.autograd._get_sequence_nr()
 
     def _cross(self, values: Any, prefix: str, change: Any, change_gradient: Any, keep_gradient: Any) -> Any:
-        """Records the tensors that cross the border and their gradients, or replaces them."""
+        """Records or replaces tensors that cross the module's border, and their gradients."""
         leaves, spec = pytree.tree_flatten(values)
         for number, leaf in enumerate(leaves):
             if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
@@ -265,7 +272,7 @@ class _ModuleLogger:
             if change is not None:
                 leaf = change(name, leaf)
             if leaf.requires_grad and (change_gradient or keep_gradient):
-                leaf = leaf.view_as(leaf)  # an alias whose gradient is this module's contribution only
+                leaf = leaf.view_as(leaf)  # its gradient is only this module's contribution
                 if change_gradient is not None:
                     leaf.register_hook(lambda g, name=name: change_gradient(f"{name}/gradient", g))
                 if keep_gradient is not None:
@@ -274,7 +281,8 @@ class _ModuleLogger:
         return pytree.tree_unflatten(leaves, spec)
 
     def _given(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Records the tensor, and returns the value that replaces it if there is one of its shape."""
+        """Records the tensor. Returns the tensor in `given` that replaces it, or None if there is none with this name
+        and shape."""
         self.log.border[name] = copied(tensor)
         value = self.given.get(name)
         return None if value is None or value.shape != tensor.shape else value.to(tensor.device, tensor.dtype)
@@ -293,7 +301,7 @@ class _ModuleLogger:
 
 
 class _Replaced(torch.autograd.Function):
-    """Replaces a tensor's value; the gradient flows to the tensor."""
+    """Replaces a tensor's value in the forward pass. In the backward pass the gradient flows to the original tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -309,7 +317,7 @@ class _Replaced(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OperatorResult:
-    """One result of an operator, or one of its inputs if `given` is set."""
+    """One result of an operator call, or one of its tensor inputs if `given` is true."""
 
     call: Operator
     index: int
@@ -321,7 +329,8 @@ class OperatorResult:
 
 
 class OperatorGraph:
-    """Operators in their order, without allocations, and which operator reads which result."""
+    """The data flow between logged operators: the calls in their order, without allocations, and which call reads which
+    result."""
 
     def __init__(self, calls: Sequence[Operator]):
         self.calls = _selected(calls, [number for number, call in enumerate(calls) if not call.allocates])
@@ -338,7 +347,7 @@ class OperatorGraph:
         return [OperatorResult(self.calls[number], index) for number in part for index in _floats(self.calls[number])]
 
     def given(self, part: range) -> list[OperatorResult]:
-        """Returns the tensors that the part reads from outside."""
+        """Returns the tensors that the calls in `part` read and that calls outside `part` produced."""
         return [
             OperatorResult(self.calls[number], index, given=True)
             for number in part
@@ -347,13 +356,14 @@ class OperatorGraph:
         ]
 
     def ends(self) -> list[OperatorResult]:
-        """Returns the results that no operator here reads: they go to the module's caller or children."""
+        """Returns the results that no logged operator reads. They go to the module's caller or to its child modules."""
         return self.leaving(range(len(self.calls)))
 
     def leaving(self, part: range) -> list[OperatorResult]:
-        """Returns the results that are read outside of the part, or by no operator.
+        """Returns the results of the calls in `part` that a call outside `part` reads, or that no call reads.
 
-        Unread results of an operator with several results are by-products. If none is read, the first one counts.
+        If an operator has several results and some are read, its unread results are ignored. If none is read, only the
+        first result is returned.
         """
         found = []
         for number in part:
@@ -367,7 +377,7 @@ class OperatorGraph:
         return found
 
     def before(self, ends: Sequence[OperatorResult]) -> OperatorGraph:
-        """Returns a graph of only the operators that contribute to these results."""
+        """Returns a graph that contains only the operators that contribute to the results in `ends`."""
         wanted = {number for number, call in enumerate(self.calls) if any(call is end.call for end in ends)}
         for number in reversed(range(len(self.calls))):
             if number in wanted:
@@ -376,13 +386,14 @@ class OperatorGraph:
 
 
 def _floats(call: Operator) -> list[int]:
-    """Returns the indices of the floating-point results; if there are none, all indices."""
+    """Returns the indices of a call's floating-point results. If it has none, returns the indices of all its
+    results."""
     floats = [index for index, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
     return floats or list(range(len(call.outputs)))
 
 
 def _selected(calls: Sequence[Operator], numbers: Sequence[int]) -> list[Operator]:
-    """Returns these calls, with `sources` that refer to their new indices."""
+    """Returns the calls with these numbers. Their `sources` refer to the new indices of the calls."""
     places = {number: place for place, number in enumerate(numbers)}
 
     def moved(source: CallResult | None) -> CallResult | None:

@@ -1,7 +1,8 @@
-"""Checks of the optimizer step and of the weights after it, and comparisons of per-parameter digests.
+"""Checks the optimizer step and the weights after the step, and compares the digests of parameters.
 
-AdamW is checked by its formula in double precision, for sampled weights. The formula uses the recorded gradient and
-moments of the same side, so a wrong gradient does not make the optimizer fail.
+The AdamW step is checked for sampled weights: the weights after the step must equal AdamW's formula in double
+precision. The formula uses the gradient and moments of the same run, so a wrong gradient does not make the optimizer
+check fail.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from lockstep.tape.digest import BLOCKS, distance, distances, norm, relative
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
 from lockstep.tape.tape_recorder import sampled
 
-# Smaller movements of weights, relative to the weights, are lost in the rounding of the digests.
+# The smallest movement of weights, relative to the norm of the weights, that digests can show. Smaller movements are
+# lost in rounding.
 SEEN = 1e-5
-# Digests of identical weights on one device differ only by the order of their sums, at most by this.
+# The maximum relative difference between digests of identical weights. Such digests differ only because sums run in
+# another order.
 UNTOUCHED = 1e-5
-# A gradient far below the average is mostly rounding, so its error is relative to this fraction of the average.
+# The error of a gradient is divided by its norm, but at least by this fraction of the average norm. A gradient far
+# below the average is mostly rounding.
 NEGLIGIBLE = 1e-3
-# The allowed rounding of a weight, in units of its last digit.
+# The allowed rounding error of a weight, relative to the weight: 4 times the fp32 machine epsilon.
 ULPS = 4 * torch.finfo(torch.float32).eps
 SAMPLED_KEYS = ("gradient", "before", "exp_avg", "exp_avg_sq", "after", "count")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +46,8 @@ def check_optimizer(
     *,
     restored: bool,
 ) -> Iterator[Check]:
-    """Checks one update. `manifest`: the replay's. `restored`: the replay started from the recorded optimizer state."""
+    """Checks the optimizer step of one update. `manifest` is that of the replay. `restored` is true if the replay
+    started from the recorded optimizer state."""
     rates = info[0]["lr"], info[1]["lr"]
     difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
     what = f"{learner}, update {number + 1}: learning rate"
@@ -59,8 +64,8 @@ def check_optimizer(
 def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
     """Checks that no weight changes between the last optimizer step and the start of the next step.
 
-    Each run is compared with its own earlier weights. The two runs cannot be compared here: in a forced replay, the
-    next step starts from the recorded weights.
+    Each run is compared with its own earlier weights. The replay is not compared with the recorded run here, because in
+    a forced replay the next step starts from the recorded weights.
     """
     for side, tape in sides:
         record, now = tape.read_step(step), tape.read_left(step)
@@ -76,18 +81,19 @@ def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Itera
 
 
 def relative_errors(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], prefix: str) -> dict[str, float]:
-    """Returns the relative distances of the digests below `prefix` that both sides have."""
+    """Returns the relative distance of each pair of digests whose name begins with `prefix` and that both runs have."""
     ours = below(a, prefix)
     return {name: relative(ours[name], digest) for name, digest in below(b, prefix).items() if name in ours}
 
 
 def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance) -> Iterator[Check]:
-    """Compares the optimizer's moments before the update, for the sampled weights."""
+    """Compares AdamW's moments of the sampled weights before the update."""
     ours, theirs = (below(record.tensors, f"{learner}/0/sample/") for record in (one, other))
     error, where = 0.0, ""
     for key, value in ours.items():
         name, kind = key.rsplit("/", 1)
-        # A parameter without a gradient on one side has no sample there. The gradient check reports it.
+        # A parameter without a gradient in one run has no sample in that run. The gradient check reports the missing
+        # gradient.
         if kind not in ("exp_avg", "exp_avg_sq", "count") or (key not in theirs and f"{name}/gradient" not in theirs):
             continue
         missing = key not in theirs
@@ -104,16 +110,16 @@ def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolera
 
 @dataclass(frozen=True)
 class FormulaError:
-    """The parameter whose weights differ most from AdamW's formula, relative to their movement."""
+    """The parameter whose weights differ most from AdamW's formula, relative to how far the update moves them."""
 
     parameter: str
     error: float
     expected: float
     actual: float
     differing: tuple[str, ...]
-    """All parameters that exceed the tolerance."""
+    """The names of all parameters that exceed the tolerance."""
     indices: tuple[int, ...]
-    """The weights of this parameter that exceed the tolerance."""
+    """The indices of the weights of `parameter` that exceed the tolerance."""
 
 
 def check_formula(
@@ -143,9 +149,10 @@ def formula_error(
     allowed: float,
     no_decay: Collection[str] = (),
 ) -> FormulaError:
-    """Compares the step's first update with AdamW's formula and the recipe's `optim` keys.
+    """Compares the first update of a step with AdamW's formula, which uses the recipe's `optim` keys.
 
-    `no_decay` are biases and norms with more than one dimension. Older tapes, whose runs decayed them, list none.
+    `no_decay` names the biases and norms with more than one dimension, which have no weight decay. It is empty for
+    older recordings, whose runs decayed these parameters.
     """
     samples = below(record.tensors, f"{learner}/0/sample/")
     clip = optim["clip"]
@@ -158,7 +165,7 @@ def formula_error(
         # By default biases and norms have no weight decay.
         matrix = len(shapes[name]) >= 2 and name not in no_decay
         decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
-        decay = optim.get("decays", {}).get(name, decay)  # the parameter groups of another framework's optimizer
+        decay = optim.get("decays", {}).get(name, decay)  # from another framework's parameter groups
         expected = _adamw(kept, factor, lr, optim, decay)
         movement = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
@@ -191,7 +198,7 @@ def _adamw(
 
 
 def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> Iterator[Check]:
-    """Checks that half-precision parameters are exactly their rounded master weights."""
+    """Checks that each half-precision weight equals its fp32 master weight after rounding."""
     samples, dtype = below(record.tensors, f"{learner}/0/sample/"), DTYPES[manifest["recipe"]["model"]["dtype"]]
     error, where = 0.0, ""
     for key, held in samples.items():
@@ -206,12 +213,12 @@ def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> I
             indices = sampled(math.prod(shape))[differing].tolist()
             first = int(differing[0])
             where = (
-                f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded masters, "
+                f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded master weights, "
                 f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
                 f"{rank_of_rows(indices, shape, manifest['world_size'])}"
             )
     if samples:
-        yield Check("weights", record.step, f"{learner}: weights and their masters", error, 0.0, where)
+        yield Check("weights", record.step, f"{learner}: weights and their master weights", error, 0.0, where)
 
 
 def _weights(
@@ -234,7 +241,7 @@ def _weights(
 
 
 def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:
-    """Estimates from the sampled weights how far the update moved each parameter."""
+    """Estimates the norm of each parameter's change in the update, from the sampled weights."""
     samples, found = below(record.tensors, f"{learner}/0/sample/"), {}
     for key, after in samples.items():
         name = key.removesuffix("/after")
@@ -245,10 +252,11 @@ def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -
 
 
 def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
-    """Returns the relative difference of a parameter's gradient, at most 1. The gradient check tests it separately.
+    """Returns the relative difference between the recorded and the replayed gradient of a parameter, at most 1. A
+    separate gradient check tests this difference.
 
     AdamW's step depends more on the sign of a gradient than on its size. If gradients nearly cancel, as for key biases,
-    two clean updates may have opposite directions.
+    two correct updates may have opposite directions.
     """
     x, y = (record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other))
     return 0.0 if x is None or y is None else min(1.0, relative(x, y))
@@ -257,7 +265,8 @@ def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str)
 def _movement_slopes(
     one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
 ) -> Iterator[Check]:
-    """Compares each parameter's movement with the recorded one: factor 0 if it stayed, 2 if it moved twice as far."""
+    """Compares how far the update moved each parameter in the replay and in the recorded run. The factor is 0 if the
+    replay's parameter did not move, and 2 if it moved twice as far."""
     worst: tuple[Excess, str] | None = None
     for name in names:
         start, after = (
@@ -271,7 +280,7 @@ def _movement_slopes(
             difference, rounding, count = found
             excess = Excess("slope", abs(difference), bound.allowed(rounding, count))
             if worst is None or excess.times > worst[0].times:
-                worst = excess, f"{name}: moved {1 + difference:.3g} times as far"
+                worst = excess, f"{name}: moved {1 + difference:.3g} times as far as in the recorded run"
     if worst is not None:
         excess, where = worst
         yield Check("weights", one.step, f"{learner}: movement", excess.value, excess.allowed, where)
@@ -282,7 +291,7 @@ def _movement_slopes(
 
 @dataclass(frozen=True)
 class WorstParameter:
-    """The parameter with the largest relative error."""
+    """The parameter whose digest has the largest relative error."""
 
     name: str
     error: float
@@ -298,7 +307,8 @@ def worst_parameter(
     total: float = 0.0,
     sizes: Mapping[str, float] | None = None,
 ) -> WorstParameter | None:
-    """Returns the worst digest below `prefix`. Errors are relative to `sizes`, or to the norm (`total`: of all)."""
+    """Returns the parameter with the largest error among the digests whose name begins with `prefix`. An error is
+    divided by the entry of `sizes`, or by the norm of the parameter. `total` is the norm of all parameters together."""
     ours, theirs = below(one.tensors, prefix), below(other.tensors, prefix)
     errors: dict[str, float] = {}
     floor = NEGLIGIBLE * total / max(1, len(ours)) ** 0.5
@@ -317,7 +327,8 @@ def worst_parameter(
 def worst_slope(
     one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float
 ) -> tuple[str, Excess, str] | None:
-    """Returns the parameter with the largest slope among the digests below `prefix`: name, slope, and both norms."""
+    """Returns the parameter whose regression slope (replay on recorded run) exceeds its limit most, among the digests
+    whose name begins with `prefix`. The result contains the name, the slope and both norms."""
     pairs = _pairs(one, other, prefix)
     found = {name: slope_excess(*pair, bound, inherited) for name, pair in pairs.items()}
     if not any(excess.allowed for excess in found.values()):
@@ -327,7 +338,7 @@ def worst_slope(
 
 
 def overall(one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float) -> Excess:
-    """Returns the common slope of all digests below `prefix`."""
+    """Returns the regression slope over all parameters together, from the digests whose name begins with `prefix`."""
     return overall_slope(list(_pairs(one, other, prefix).values()), bound, inherited)
 
 
@@ -345,9 +356,9 @@ def _how_many(differing: int, count: int) -> str:
 
 
 def _blocks(x: torch.Tensor, y: torch.Tensor) -> str:
-    """Names the blocks of rows that differ, if not all do."""
+    """Returns a text with the blocks of rows that differ, or "" if all blocks differ."""
     errors = distances(x, y)
     found = [i for i, error in enumerate(errors) if error > 0.05 * max(errors)]
     if not found or len(found) == BLOCKS or math.isinf(max(errors)):
         return ""
-    return f", in eighths {found[0] + 1} to {found[-1] + 1} of its rows"
+    return f", in eighths {found[0] + 1} to {found[-1] + 1} of the parameter's rows"

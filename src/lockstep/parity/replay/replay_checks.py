@@ -12,8 +12,9 @@ import torch
 Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "loss", "gradient", "optimizer", "weights"]
 # The stages in the order in which a step runs them.
 STAGES: tuple[Stage, ...] = get_args(Stage)
-# The first failing stage in this order is reported as the cause. The log-probs stage computes recorded tokens without
-# the engine, and generation runs the same model. So a wrong model fails both, and a wrong engine fails only generation.
+# The first failing stage in this order is reported as the cause. The log-probs stage scores the recorded tokens without
+# the rollout engine, and the generation stage runs the same model in the engine. So a wrong model fails both stages,
+# and a wrong engine fails only the generation stage.
 CAUSE_ORDER: tuple[Stage, ...] = (
     "batch",
     "log-probs",
@@ -35,7 +36,7 @@ class Check:
     error: float
     allowed: float
     where: str = ""
-    """The index with the largest difference and both values, as text."""
+    """A text with the index of the largest difference and both values."""
     update: int = 0
 
     @property
@@ -52,13 +53,15 @@ def worst_of(checks: Sequence[Check]) -> Check:
 
 
 def first_cause(checks: Sequence[Check]) -> Check | None:
-    """Returns the failed check that is reported as the cause: of the first update, then by `CAUSE_ORDER`."""
+    """Returns the failed check that is reported as the cause. It is the first one in `CAUSE_ORDER` among the failed
+    checks of the earliest update."""
     failed = [check for check in checks if not check.passed]
     return min(failed, key=lambda check: (check.update, CAUSE_ORDER.index(check.stage)), default=None)
 
 
 def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
-    """Returns for each stage whether all its checks passed, and the worst one."""
+    """Returns for each stage whether all its checks passed, and the check with the largest error relative to its
+    tolerance."""
     table: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         mine = [check for check in checks if check.stage == stage]
@@ -71,19 +74,20 @@ def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
 
 
 def finite(error: float) -> float:
-    """Returns infinity for NaN, and any other error unchanged."""
+    """Returns infinity if the error is NaN or infinite, otherwise the error."""
     return error if math.isfinite(error) else math.inf
 
 
 def root_mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the root mean square of the difference; infinite if the shapes differ or a value is not finite."""
+    """Returns the root mean square of the difference of two tensors, or infinity if the shapes differ or a value is not
+    finite."""
     if a.shape != b.shape:
         return math.inf
     return finite(float((a.double() - b.double()).square().mean().sqrt())) if a.numel() else 0.0
 
 
 def share(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the larger norm."""
+    """Returns the norm of the difference of two tensors divided by the larger of their norms."""
     if a.shape != b.shape:
         return math.inf
     size = max(float(a.double().norm()), float(b.double().norm()))
@@ -94,14 +98,14 @@ def share(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the largest absolute difference; infinite if the shapes differ or a value is NaN."""
+    """Returns the largest absolute difference of two tensors, or infinity if the shapes differ or a value is NaN."""
     if a.shape != b.shape:
         return math.inf
     return float(_absolute(a, b).max()) if a.numel() else 0.0
 
 
 def worst_difference(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
-    """Returns the index with the largest difference and both values, as text."""
+    """Returns a text with the index of the largest difference and both values."""
     if a.shape != b.shape:
         return f"{len(a)} {unit}s against {len(b)}"
     if not a.numel():
@@ -115,13 +119,15 @@ def _absolute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def worst_named(errors: Mapping[str, float], allowed: float) -> tuple[str, float, int]:
-    """Returns the name with the largest error, that error, and how many names exceed the tolerance."""
+    """Returns the name with the largest error, this error, and the number of names whose error exceeds the
+    tolerance."""
     worst = max(errors, key=lambda name: errors[name])
     return worst, errors[worst], sum(not error <= allowed for error in errors.values())
 
 
 def rank_of_rows(indices: Collection[int], shape: Sequence[int], ranks: int) -> str:
-    """Returns the rank that has all of these weights as text, "" if several have them; shards are blocks of rows."""
+    """Returns a text with the rank that holds all weights with these indices, or "" if several ranks hold them. Each
+    rank holds a block of rows of the parameter."""
     if ranks == 1 or not shape:
         return ""
     row_size, rows_per_rank = math.prod(shape[1:]), -(-shape[0] // ranks)

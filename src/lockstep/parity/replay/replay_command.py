@@ -1,4 +1,4 @@
-"""`lockstep replay`: repeats a recorded run on another device, dtype, engine or number of processes.
+"""The command `lockstep replay`: repeats a recorded run on another device, dtype, engine or number of processes.
 
 The exit code is 0 if the replay stays in step and 1 if it diverges.
 """
@@ -48,11 +48,11 @@ class ReplayRequest:
     checklist: bool
     json: bool
     model: str | None = None
-    """The folder of the trained model, for a recording of another framework."""
+    """The folder of the model that was trained. It is needed only for recordings of other frameworks."""
 
 
 def replay_run(request: ReplayRequest) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs `lockstep replay` and returns its exit code."""
     mode = next((each for each in MODES if each == request.mode), None)
     if mode is None:
         raise Refusal.at(
@@ -62,7 +62,10 @@ def replay_run(request: ReplayRequest) -> int:
         return _replay_recording(request, mode)
     if request.model is not None:
         raise Refusal.at(
-            "--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER", code="unused-key"
+            "--model",
+            f"{request.run} is a lockstep run, whose recipe already names its model",
+            "use model.path=FOLDER",
+            code="unused-key",
         )
     console = Console.silent() if request.json else _console(request.run)
     if request.checklist:
@@ -91,15 +94,15 @@ def _replay_recording(request: ReplayRequest, mode: str) -> int:
     if mode != "forced" or request.checklist:
         raise Refusal.at(
             str(request.run),
-            "is a recording, whose updates are replayed one by one",
+            "is a recording of another framework, and only --mode forced without --checklist can replay it",
             "use --mode forced",
             code="not-replayable",
         )
     [first, *others] = recording_ranks(request.run).values()
     if others:
-        remedy = f"choose one of them: lockstep replay {first} --model FOLDER"
+        remedy = f"choose one rank: lockstep replay {first} --model FOLDER"
         raise Refusal.at(
-            str(request.run), f"contains the tapes of {len(others) + 1} ranks", remedy, code="several-candidates"
+            str(request.run), f"contains the recordings of {len(others) + 1} ranks", remedy, code="several-candidates"
         )
     result = replay_recording(first, request.model, request.overrides, request.steps)
     title = "replay of a recording: each update from the recorded weights"
@@ -114,7 +117,8 @@ def _console(run: Path) -> Console:
 def replay(
     run: Path, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int] = ()
 ) -> Replayed | None:
-    """Repeats the recorded steps with some keys changed, and compares them. Ranks other than 0 get None."""
+    """Repeats the recorded steps with some recipe keys changed, and compares them with the recorded run. Returns None
+    on ranks other than 0."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
@@ -126,7 +130,7 @@ def replay(
     results = [result for result in found if result is not None]
     if not results:
         return None
-    # The first part of the run that diverges gives the verdict.
+    # A resumed run may have several parts with different recipes. The verdict is that of the first part that diverges.
     first = next((result for result in results if not result.in_step), results[0])
     remarks = [remark for result in results for remark in result.remarks]
     result = replace(
@@ -142,7 +146,7 @@ def replay(
 def _replay_part(
     source: RunFolder, part: RunPart, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int]
 ) -> Replayed | None:
-    """Replays steps that were trained with the same recipe."""
+    """Replays one part of a run: the steps that were trained with the same recipe."""
     tape = TapeFolder(source.tape)
     loop = Replay(tape, mode, steps)
     with judged_later() as problems, reserved_name(source, mode) as name:
@@ -154,7 +158,9 @@ def _replay_part(
     remarks = [f"The check at load: {problem}" for problem in problems]
     if part.last is not None and result.steps:
         named = f"Steps {result.steps[0]} to {result.steps[-1]}"
-        remarks.append(f"{named} were trained with {part.recipe.name}, and replayed with it in {folder}.")
+        remarks.append(
+            f"{named} were trained with the recipe {part.recipe.name}, and replayed with this recipe in {folder}."
+        )
     result = replace(result, remarks=(*remarks, *result.remarks))
     if result.module is not None and result.step == loop.diverged_step:
         result = replace(result, operator=loop.located)

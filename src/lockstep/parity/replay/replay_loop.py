@@ -1,6 +1,7 @@
 """Repeats recorded steps: runs the training loop with the recorded rows, responses and weights.
 
-A run that was resumed with a different recipe has several parts. Each step is replayed with the recipe that trained it.
+A run that was resumed with a different recipe has several parts. Each step is replayed with the recipe with which it
+was trained.
 """
 
 from __future__ import annotations
@@ -47,19 +48,21 @@ REPLAYS = "replays"
 
 
 class Replay:
-    """Repeats recorded steps in one of three modes. forced: each snapshot step starts from the recorded weights.
-    chained: uses recorded rows and responses with the replay's weights. free: only the initial weights are recorded."""
+    """Repeats recorded steps in one of three modes. In the mode forced, each step with recorded weights starts from
+    these weights. In the mode chained, the replay uses the recorded rows and responses, and trains its own weights from
+    step to step. In the mode free, it uses only the recorded initial weights, and loads rows and generates responses
+    itself."""
 
     def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
         self.tape, self.mode, self.only = tape, mode, tuple(only)
         self.start: dict[str, torch.Tensor] = {}
-        """The model folder's weights, if the tape has no weights."""
+        """The weights of the model folder, which are used if the recording has no weights."""
         self.located: Located | None = None
         self.diverged_step: int | None = None
         """The first step at which a module diverges."""
 
     def run(self, recipe: Recipe, console: Console) -> None:
-        """Runs the steps in a new run folder, which keeps a tape and no model."""
+        """Runs the replayed steps in a new run folder. The folder contains a recording of the replay, but no model."""
         self._refuse_async(recipe)
         self._refuse_other_noise(recipe)
         if recipe.method in ONLINE:
@@ -73,8 +76,8 @@ class Replay:
         if recipe.method in ONLINE and recipe.rollout.max_staleness and self.mode != "chained":
             raise Refusal.at(
                 f"tape {self.tape.path}",
-                "its responses were generated during training (rollout.max_staleness) with weights of several steps, "
-                "so they cannot be generated again",
+                "its responses cannot be generated again, because they were generated with weights of several steps "
+                "while training ran (rollout.max_staleness)",
                 "use --mode chained, which trains on the recorded responses",
                 code="not-replayable",
             )
@@ -83,8 +86,8 @@ class Replay:
         if self.mode == "free" and recipe.method in ONLINE and self._other_noise(recipe):
             raise Refusal.at(
                 f"tape {self.tape.path}",
-                f"engine {self._recorded_engine()} sampled its responses, and engine {recipe.rollout.engine} samples "
-                "different ones",
+                f"engine {self._recorded_engine()} sampled its responses, and engine {recipe.rollout.engine} "
+                "samples with other random numbers",
                 "use --mode forced or chained, which train on the recorded responses",
                 code="not-replayable",
             )
@@ -113,10 +116,11 @@ class Replay:
         return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
 
     def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
-        """Returns the recorded responses, scored again."""
+        """Returns the recorded responses of a step. Their rewards are computed again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
-        # Generated responses test the engine. They equal the recorded ones only if the weights are the recorded ones.
+        # A forced replay also generates responses, to test the rollout engine. They should equal the recorded
+        # responses, because the step starts from the recorded weights.
         generates = self.mode == "forced" and not self._other_noise(recipe)
         generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
@@ -125,7 +129,7 @@ class Replay:
         baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
         position = int(training.carried["position"]) + recipe.batch.prompts
         summaries, world = rollout_metas(rollouts), training.run.world
-        # Selects complete groups, as a rank generates them.
+        # Selects the responses of this rank: all samples of a prompt belong to one rank.
         here = [rollout for rollout in rollouts if rollout.prompt_index % world.size == world.rank]
         prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
         experience = build_spread_experience(summaries, prompts, here, baselines, world)
@@ -133,7 +137,8 @@ class Replay:
         return Rollouts(experience, Unscored(0, []), position, metrics, generated, judged_S)
 
     def after(self, training: Training, step: int) -> None:
-        """Locates the operator when a module diverges for the first time, while the models are loaded."""
+        """Locates the wrong operator at the first step at which a module diverges, while the models are still
+        loaded."""
         if self.mode != "forced" or self.diverged_step is not None:
             return
         found: list[DivergedModule | None] = [None]
@@ -145,12 +150,12 @@ class Replay:
         diverged = run.world.gather(found)[0][0]
         if diverged is not None:
             self.diverged_step = step + 1
-            self.restore(training, step)  # because the step has updated the weights
+            self.restore(training, step)  # the step has updated the weights
             self.located = locate(run, training.models, self.tape, step + 1, diverged)
 
     def steps(self) -> Iterable[int]:
-        """Returns the steps to run, counted from 0."""
-        # Without weights on the tape, only the first step can start from the model folder.
+        """Returns the steps to replay, counted from 0."""
+        # If the recording has no weights, a forced replay runs only the first step, which starts from the model folder.
         complete = self.tape.steps()
         recorded = (self.tape.weighed() or [1]) if self.mode == "forced" else _from_the_start(complete)
         wanted = [step for step in recorded if step in set(complete) and (not self.only or step in self.only)]
@@ -168,7 +173,8 @@ class Replay:
             training.carried.update(self.tape.read_step(number).info["carried"])
 
     def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
-        """Returns the tape's weights. If it has none, returns the model folder's; a forced replay keeps a copy."""
+        """Returns the recorded weights of a step. If the recording has none, returns the weights of the model folder,
+        of which a forced replay keeps a copy."""
         kept = number in self.tape.weighed()
         if not kept or training.run.recipe.model.lora is not None:
             refuse_other_weights(self.tape, training.run)
@@ -180,13 +186,15 @@ class Replay:
 
 
 def refuse_other_weights(tape: TapeFolder, run: Run) -> None:
-    """Refuses a tape without all weights if the model folder differs from the one that the run started from."""
+    """Refuses a recording that lacks weights if the model folder contains other weights than the recorded run started
+    from."""
     recorded, here = (model.get("weights") for model in (tape.manifest()["model"], run.fingerprint))
     if run.world.main and recorded and here and recorded != here:
         raise Refusal.at(
             f"model.path {run.recipe.model.path}",
-            "contains other weights than those that the recorded run started from, and the tape lacks some of them",
-            "restore that model folder, or record again with tape.weights=true",
+            "contains other weights than those that the recorded run started from, and the recording lacks some of "
+            "these weights",
+            "restore the original model folder, or record again with tape.weights=true",
             code="other-weights",
         )
 
@@ -204,13 +212,14 @@ def _from_the_start(steps: Sequence[int]) -> list[int]:
 
 
 def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
-    """Runs the replay and returns its run folder; None on ranks other than 0."""
+    """Runs the replay. Returns its run folder, or None on ranks other than 0."""
     replay.run(recipe, console)
     return None if int(os.environ.get("RANK", "0")) else Path(recipe.run.folder) / recipe.run.name
 
 
 def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], recorded: Path) -> Recipe:
-    """Returns the recorded recipe with the settings of a replay: a new folder and a tape; nothing else is saved."""
+    """Returns the recorded recipe with the settings of a replay: it writes a recording to a new folder, and saves no
+    checkpoints, exports or validation results."""
     settled = [
         f"run.folder={source.path / REPLAYS}",
         f"run.name={name}",
@@ -231,8 +240,8 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """Yields `kind-1`, or the first free number. Replays that start at the same time get different names; all ranks of
-    one replay get the same name."""
+    """Yields a free folder name for a replay: `kind-1`, or the first free number. Replays that start at the same time
+    get different names. All ranks of one replay get the same name."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:
@@ -244,7 +253,8 @@ def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
 
 
 def _reserve(source: RunFolder, kind: str) -> str:
-    """Creates the reservation file atomically. It is removed when the replay's folder exists."""
+    """Reserves a free name by creating a marker folder atomically. `reserved_name` removes the marker folder when the
+    replay ends."""
     for number in count(1):
         name = f"{kind}-{number}"
         folder, mark = source.path / REPLAYS / name, _reservation(source, name)
@@ -273,7 +283,8 @@ def _reservation(source: RunFolder, name: str) -> Path:
 
 @dataclass(frozen=True)
 class RunPart:
-    """The steps after `before` up to `last` (None: to the end), and the recipe that trained them."""
+    """A part of a run that was trained with one recipe: the steps after `before` up to `last`. If `last` is None, the
+    part goes to the end of the run."""
 
     recipe: Path
     before: int
@@ -286,7 +297,10 @@ class RunPart:
 def parts_of(source: RunFolder) -> list[RunPart]:
     if not source.recipe.is_file():
         raise Refusal.at(
-            str(source.path), "is not a run folder", "give the folder of a run with a tape", code="not-a-run"
+            str(source.path),
+            "is not a run folder",
+            "give the folder of a run that was recorded with tape.record=true",
+            code="not-a-run",
         )
     found, before = [], 0
     for last, file in source.earlier_recipes().items():
@@ -298,9 +312,9 @@ def parts_of(source: RunFolder) -> list[RunPart]:
 def steps_by_part(
     source: RunFolder, tape: TapeFolder, only: Sequence[int], *, forced: bool
 ) -> list[tuple[RunPart, list[int]]]:
-    """Returns the parts to replay, each with its steps (an empty list: all recorded steps).
+    """Returns the parts of the run to replay, each with its steps. An empty list of steps means all recorded steps.
 
-    Only in forced mode does every snapshot start from recorded weights. The other modes continue with the replay's
+    A forced replay starts each step from recorded weights. The modes chained and free continue with the replay's
     weights, so they stop at the first change of the recipe.
     """
     parts = parts_of(source)
@@ -313,21 +327,22 @@ def steps_by_part(
     if not found and only and not forced:
         raise Refusal.at(
             f"--step {only[0]}",
-            f"{source.path} was resumed with another recipe after step {parts[0].last}, and this mode "
-            "trains all steps from the first one on",
+            f"{source.path} was resumed with another recipe after step {parts[0].last}, and this mode replays only "
+            "the steps before this change",
             "use --mode forced, which starts each step from the recorded weights",
             code="not-replayable",
         )
-    return found or [(parts[0], list(only))]  # none of these steps was recorded, which the replay reports
+    return found or [(parts[0], list(only))]  # the replay reports that no step was recorded
 
 
 def skipped_steps(source: RunFolder, tape: TapeFolder, *, forced: bool) -> list[str]:
-    """Returns a remark about the steps after the first change of the recipe, if they are not replayed."""
+    """Returns a remark about the recorded steps after the first change of the recipe, if this mode does not replay
+    them."""
     first, *later = parts_of(source)
     missing = [step for step in tape.steps() if not first.holds(step)]
     if forced or not later or not missing:
         return []
     return [
         f"The run was resumed with another recipe after step {first.last}: {len(missing)} recorded steps from "
-        f"{missing[0]} on are not replayed in this mode. --mode forced replays each with the recipe that trained it."
+        f"{missing[0]} on are not replayed in this mode. --mode forced replays each step with its own recipe."
     ]

@@ -28,7 +28,7 @@ MODE_TITLES = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay. `cause` is the first failed check, in the order of `CAUSE_ORDER`."""
+    """The result of a replay. `cause` is the failed check that comes first in `CAUSE_ORDER`."""
 
     mode: Mode
     folder: Path
@@ -47,7 +47,8 @@ class Replayed:
 
     @property
     def stage(self) -> str | None:
-        """The stage that is reported as the cause. A diverged module belongs to the stage log-probs or gradient."""
+        """The stage that is reported as the cause of the divergence. A diverged module belongs to the stage log-probs
+        or gradient."""
         if self.module is not None:
             return "log-probs" if self.module.phase == FORWARD else "gradient"
         return None if self.cause is None else self.cause.stage
@@ -65,11 +66,12 @@ def judge(
     skip: Collection[str] = (),
     phases: Sequence[str] = (FORWARD, BACKWARD),
 ) -> Replayed:
-    """Compares every step that both tapes have. Steps that do not start from recorded weights inherit earlier
-    differences.
+    """Compares every step that both recordings contain. A step that does not start from recorded weights inherits the
+    differences of earlier steps, so its tolerances are larger.
 
-    `trained` is the recipe of A's steps, if it is not the run's last one. `first` is the step that both sides start
-    from. Stages in `skip`, and modules outside of `phases`, are not compared.
+    `trained` is the recipe with which A's steps were trained, if it differs from the last recipe of the run. At the
+    step `first`, both runs start from the same weights. Stages in `skip` are not compared. Modules are compared only in
+    the passes (forward, backward) in `phases`.
     """
     ours, theirs = TapeSide.open(a), TapeSide.open(b)
     if trained is not None:
@@ -85,7 +87,8 @@ def judge(
         found = [check for check in found if check.stage not in skip]
         if mode == "free" and not fresh and not found[0].passed:
             remark = (
-                f"From step {step} on the responses differ: rounding changed the weights and, with them, a token. "
+                f"From step {step} on the responses differ: rounding changed the weights, and different weights "
+                "sampled a different token. "
                 f"Compare the curves with `lockstep compare`."
             )
             return replace(result, remarks=(*result.remarks, remark))
@@ -103,20 +106,21 @@ def judge(
 def _other_noise(a: TapeSide, b: TapeSide, mode: Mode) -> Iterator[str]:
     if "rollout" in a.recipe and a.drawn_by != b.drawn_by and mode != "chained":
         yield (
-            f"Generation is not checked: {a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} "
-            "is different."
+            f"Generation is not checked: {a.drawn_by} sampled the recorded responses, and {b.drawn_by} samples with"
+            " other random numbers."
         )
 
 
 def _explains(module: DivergedModule, cause: Check) -> bool:
-    """Returns whether the module explains the cause: it can do so only for later stages, not for a mask or reward."""
+    """Returns whether a diverged module explains the failed check. It can explain only checks of later stages, so it
+    cannot explain a wrong loss mask or reward."""
     if module.phase == FORWARD:
         return cause.stage not in ("batch", "reward")
     return cause.stage in ("gradient", "weights")
 
 
 def as_json(result: Replayed) -> dict[str, Any]:
-    """Returns plain values for JSON. Values that are not finite become null."""
+    """Returns the result as plain values for JSON. NaN and infinity become null."""
     values = {
         "mode": result.mode,
         "in_step": result.in_step,

@@ -12,24 +12,25 @@ from torch.utils import _pytree as pytree
 from lockstep.parity.replay.operator_bisect import WrongOperator, in_double, in_torch, relative_difference, run_on_cpu
 from lockstep.parity.replay.operator_log import Operator
 
-# The maximum number of values in the script itself; more values go into a separate file.
+# The maximum number of tensor elements that the script itself contains. More elements go into a separate file.
 INLINE = 4096
-# A larger difference is more than rounding of the expected values.
+# A relative difference between two float64 results that exceeds this value is more than rounding.
 SEEN = 1e-6
-# The relative difference of a correct fp32 operator is well below this.
+# The tolerance for the relative difference of an operator. A correct fp32 operator is well below it.
 ALLOWED = 1e-5
 
 
 @dataclass(frozen=True)
 class FaultCase:
-    """A call that shows the fault, its result, and what it is compared with: another call, or expected numbers."""
+    """An operator call that shows the fault, its result, and the reference: another operator call (`judge`) or expected
+    values."""
 
     call: Operator
     found: torch.Tensor
     judge: Operator | None
     wanted: torch.Tensor
     index: int = 0
-    """The index of the differing result."""
+    """The index of the wrong result among the operator's results."""
 
     @property
     def allowed(self) -> float:
@@ -39,7 +40,8 @@ class FaultCase:
 
 
 def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | None:
-    """Writes a script that runs the operator and its reference, prints both values and exits with 1 if they differ."""
+    """Writes a script that runs the faulty operator and its reference, prints both values and exits with 1 if they
+    differ. Returns None if the fault cannot be reproduced."""
     case = case_of(wrong)
     if case is None:
         return None
@@ -53,7 +55,7 @@ def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | Non
 
 
 def case_of(wrong: WrongOperator) -> FaultCase | None:
-    """Returns the operator with its reference; None if the fault cannot be reproduced."""
+    """Returns the faulty operator call and its reference, or None if the fault cannot be reproduced."""
     call, index = wrong.call, wrong.index
     if not call.outputs or not wrong.expected.numel() or wrong.expected.shape != wrong.actual.shape:
         return None
@@ -61,20 +63,20 @@ def case_of(wrong: WrongOperator) -> FaultCase | None:
         torchs = in_torch(call)
         if torchs is not None and _difference(torchs[index], wrong.expected) <= SEEN:
             return _shown(FaultCase(call, wrong.actual, call, wrong.expected, index))
-        # torch's float64 is wrong too, or cannot run, so the script contains the expected numbers.
+        # torch's float64 operator is wrong too, or cannot run. So the script contains the expected values.
         return _shown(FaultCase(call, wrong.actual, None, wrong.expected.to(wrong.actual.dtype), index))
     judge = with_settings(call, wrong.clean)
     wanted = in_double(judge) if judge is not None else None
     again = run(call, index)
     if again is None:
-        again = call.outputs[index]  # the operator runs only on its device, where the script will run it
+        again = call.outputs[index]  # the operator runs only on its device
     if (
         judge is not None
         and wanted
         and (case := _shown(FaultCase(call, again, judge, wanted[index], index))) is not None
     ):
         return case
-    # The inputs differ, or it replaces several operators, so the script contains the expected numbers.
+    # The inputs differ, or a fused operator replaces several operators. So the script contains the expected values.
     literal = wrong.expected
     if any(wrong.actual is one for one in call.inputs) and wrong.clean and wrong.clean.outputs:
         literal = wrong.clean.outputs[index]
@@ -86,7 +88,7 @@ def _shown(case: FaultCase) -> FaultCase | None:
 
 
 def smallest(case: FaultCase) -> FaultCase:
-    """Cuts the case along one axis after another, as long as it shows the fault."""
+    """Reduces the tensors to one index along one axis after another, as long as the fault remains."""
     for axis in range(_axes(case)):
         width = case.found.shape[axis]
         differences = (case.found.double() - case.wanted.double()).abs()
@@ -100,10 +102,10 @@ def smallest(case: FaultCase) -> FaultCase:
 
 
 def _axes(case: FaultCase) -> int:
-    """Returns the number of axes that may be cut.
+    """Returns the number of axes that may be reduced to one index.
 
-    Integer inputs are indices into other tensors, so nothing is cut then. For attention only the batch axis is cut,
-    because the sequences are independent.
+    Integer inputs are indices into other tensors, so a call with integer inputs is not reduced. For attention only the
+    batch axis is reduced, because the sequences are independent.
     """
     if any(not one.is_floating_point() and one.dtype != torch.bool for one in case.call.inputs):
         return 0
@@ -111,12 +113,13 @@ def _axes(case: FaultCase) -> int:
 
 
 def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
-    """Returns the case on a slice of an axis that output and inputs share; None if it does not show the fault there."""
+    """Returns the case with the slice `keep` of an axis that output and inputs share, or None if this slice does not
+    show the fault."""
     width, ndim = case.found.shape[axis], case.found.ndim
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
-        # Axes align from the right, as in broadcasting. A matrix product takes rows from its first input, columns from
-        # its second.
+        # Axes align from the right, as in broadcasting. For a matrix product, a row axis matches the first input and a
+        # column axis matches the second input.
         dim = axis - ndim + tensor.ndim
         if dim >= 0 and tensor.shape[dim] == width:
             return tensor.movedim(dim, 0)[keep].movedim(0, dim).clone()
@@ -144,7 +147,7 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
 
 
 def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
-    """Returns the call with the clean module's constants."""
+    """Returns the operator call with the non-tensor arguments of the clean module's call."""
     if clean is None or clean.name != call.name:
         return None
     mine, spec = pytree.tree_flatten((call.args, call.kwargs))
@@ -157,7 +160,8 @@ def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
 
 
 def run(call: Operator, index: int = 0) -> torch.Tensor | None:
-    """Returns a result of the operator on the CPU in its dtype; None if it runs only on its device."""
+    """Runs the operator on the CPU in its own dtype and returns one of its results, or None if the operator runs only
+    on its device."""
     found = run_on_cpu(call, _fresh)
     return found[index] if found is not None and len(found) > index else None
 
@@ -169,7 +173,8 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the difference; 0 if the shapes differ, because the fault cannot be shown then."""
+    """Returns the relative difference of two tensors. It is 0 if the shapes differ, because such a fault cannot be
+    shown."""
     return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 
@@ -180,10 +185,10 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
     else:
         kept = ["GIVEN = [", *given, "]"]
     if case.judge is None:
-        judge = ["    # The clean module's result."]
+        judge = ["    # The result of a clean copy of the module."]
         judge.append("    return KEPT['wanted']" if heavy else f"    return {_literal(case.wanted)}")
     else:
-        same = "The same operator" if case.judge is case.call else "With the clean module's settings"
+        same = "The same operator" if case.judge is case.call else "With the arguments of a clean module copy"
         judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
     return [
         f'"""{_quotable(title)}: needs only torch; exits with 1 if the two differ and with 0 if they agree."""',
@@ -224,7 +229,7 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
 
 
 def _quotable(title: str) -> str:
-    """Escapes the title: a module's name in it must not end the docstring."""
+    """Replaces quotes and backslashes in the title, so that a module's name cannot end the docstring of the script."""
     return "".join(sign if sign.isprintable() and sign not in '"\\' else "'" for sign in title)
 
 
@@ -254,5 +259,5 @@ def _literal(tensor: torch.Tensor) -> str:
 
 
 def _number(value: Any) -> str:
-    # Python has no literals for nan and inf.
+    # Python has no literals for nan and inf, so they are written as float('nan') and float('inf').
     return repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')")

@@ -1,6 +1,6 @@
-"""Checks a replayed step against the recorded step, from the batch to the gradients.
+"""Compares a replayed step with the recorded step: batch, generation, rewards, log-probs, advantages, loss, gradients.
 
-The optimizer and the weights follow in `optimizer_checks.py`.
+`optimizer_checks.py` compares the optimizer step and the weights.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from lockstep.types import Rollout
 # The names of the log-prob checks whose values the loss uses.
 LOSS_INPUTS = ("old", "reference", "values")
 SCORE = 1e-4
-# Fractions of numbers that bf16 represents exactly. More than ROUNDED: the side was rounded to bf16. Less than FINE: it
-# was not. Of fp32 numbers one in 65,536 is exact by chance. Fewer than ENOUGH numbers prove nothing.
+# Limits for the fraction of a tensor's values that bf16 represents exactly. Above ROUNDED, the tensor was rounded to
+# bf16. Below FINE, it was not rounded. One of 65,536 fp32 values is exact in bf16 by chance. Tensors with fewer than
+# ENOUGH values are not tested.
 ROUNDED, FINE, ENOUGH = 0.99, 0.9, 32
 
 
 @dataclass(frozen=True)
 class TapeSide:
-    """One of the two compared tapes, with its manifest."""
+    """One of the two compared recordings (tapes), with its manifest."""
 
     tape: TapeFolder
     manifest: dict[str, Any]
@@ -57,7 +58,7 @@ class TapeSide:
 
     @property
     def drawn_by(self) -> str:
-        """The source of the sampling noise of this side's responses."""
+        """The name of the sampler whose random numbers produced the responses of this run."""
         return drawn_by(self.recipe["rollout"].get("engine", "native"))
 
     @property
@@ -66,11 +67,12 @@ class TapeSide:
 
 
 def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, generated: bool) -> list[Check]:
-    """Returns all checks of one step. `generated`: B generated its responses, from the recorded weights."""
+    """Returns all checks of one step. `generated` is true if run B generated its responses with the recorded
+    weights."""
     one, other = a.tape.read_step(step), b.tape.read_step(step)
     checks = [*_batch(one, other)]
     if not all(check.passed for check in checks):
-        return checks  # because the values of different tokens cannot be compared
+        return checks  # values of different tokens cannot be compared
     if "rollout" in a.recipe:
         if generated and a.drawn_by == b.drawn_by:
             ours, theirs = (rollouts_of(side.tape.read_table(side.tape.rollouts_file(step))) for side in (a, b))
@@ -95,7 +97,8 @@ def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, gen
 
 
 def is_foreign(record: StepRecord) -> bool:
-    """Returns whether another framework's loop was recorded (`lockstep_record.py`), which may lack some tensors."""
+    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). Such a
+    recording may lack some tensors."""
     return "calls" in record.info
 
 
@@ -105,7 +108,7 @@ def is_foreign(record: StepRecord) -> bool:
 def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
     names = {"fed/lengths": "sequence", "fed/ids": "token", "fed/asked": "target", "fed/targets": "sequence"}
     if is_foreign(a) and not (len(a.tensors["fed/asked"]) and len(b.tensors["fed/asked"])):
-        # A recording of a framework whose output has no logits has no targets.
+        # If the framework's model output has no logits, its recording contains no target tokens.
         names = {"fed/lengths": "sequence", "fed/ids": "token"}
     for name, unit in names.items():
         x, y = a.tensors[name], b.tensors[name]
@@ -118,11 +121,12 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
-    """Compares the micro-batches that the models receive. A packing or padding fault changes these and not the rows."""
+    """Compares the micro-batches that the models receive. A packing or padding fault changes the micro-batches, but not
+    the data rows."""
     meaning = {
         "target": "the target token",
-        "position": "the position that the token is predicted from",
-        "context": "hash of the tokens and positions before it",
+        "position": "the position that the target token is predicted from",
+        "context": "hash of the tokens and positions before the target token",
     }
     counts: Counter[str] = Counter()
     for update in a.info["updates"]:
@@ -131,7 +135,7 @@ def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
         for name in RECEIVED:
             x, y = a.tensors.get(f"{key}/{name}"), b.tensors.get(f"{key}/{name}")
             if x is None or y is None:
-                continue  # an older tape, or only one side has this update
+                continue  # not recorded in both runs
             if not _equal(x, y):
                 differing = int((x != y).sum()) if x.shape == y.shape else len(x)
                 where = f"{worst_difference(x, y, 'target')}: {meaning[name]}; {differing} of {len(x)} targets differ"
@@ -150,7 +154,7 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 def check_responses(
     a: TapeSide, record: StepRecord, ours: Sequence[Rollout], theirs: Sequence[Rollout], tolerance: Tolerance
 ) -> Check:
-    """Compares responses to a recorded step's prompts with the recorded responses."""
+    """Compares the replay's responses to the prompts of a recorded step with the recorded responses."""
     return check_generation(
         record.step,
         ours,
@@ -182,16 +186,16 @@ def check_generation(
 ) -> Check:
     """Compares responses token by token up to the first different token.
 
-    Sampling adds noise to the log-probabilities and takes the token with the largest sum. The noise depends only on the
-    position and is the same on every device. So engines that agree draw the same tokens. Where they draw different
-    tokens, the two sums must be a tie within rounding. `first_key` is the data position of the step's first prompt,
-    which seeds the noise. Without `known_noise` (a serving engine) the first different token is not checked.
+    The native sampler adds Gumbel noise, which is equal on every device, to the log-probabilities and takes the token
+    with the largest sum. So correct engines sample the same tokens. Where the tokens differ, the sums of the two tokens
+    must be equal within rounding. `first_key`, the data position of the step's first prompt, seeds the noise. If
+    `known_noise` is false (a serving engine), the first different token is not checked.
     """
     ours, theirs = by_prompt_and_sample(a), by_prompt_and_sample(b)
     missing = sorted(ours.keys() ^ theirs.keys())
     if missing:
         prompt_index, sample = missing[0]
-        where = f"{len(missing)} responses are on one side only, the first to prompt {prompt_index}, sample {sample}"
+        where = f"{len(missing)} responses are in only one run, the first to prompt {prompt_index}, sample {sample}"
         return Check("generation", step, "responses", math.inf, allowed, where)
     differences: list[float] = []
     worst, where, diverged = 0.0, "", 0
@@ -201,7 +205,7 @@ def check_generation(
         errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
         if shared < max(len(one.ids), len(other.ids)):
             diverged += 1
-            # An end token is compared like any other. A side that stops without an end token is not a tie.
+            # End tokens are compared like any token. If one response stops without an end token, the error is infinite.
             ended = shared == min(len(one.ids), len(other.ids))
             if known_noise:
                 keys = sequence_keys(seed, first_key + key[0], key[1])
@@ -215,7 +219,7 @@ def check_generation(
             )
     size = torch.tensor(differences, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
-    unjudged = "" if known_noise else ", not checked: the engine's sampling noise is not reproducible"
+    unjudged = "" if known_noise else "; first differences are not checked: this engine's sampling is not reproducible"
     what = f"tokens and the engine's log-probabilities ({diverged} of {len(ours)} responses diverge{unjudged})"
     return Check("generation", step, what, error, allowed, where)
 
@@ -232,7 +236,8 @@ def _token(rollout: Rollout, token: int) -> str:
 def _preference_gap(
     one: Rollout, other: Rollout, position: int, keys: tuple[int, int], vocabulary: int, greedy: bool
 ) -> float:
-    """Returns the difference of the two largest sums; 0 for a tie."""
+    """Returns the difference of the two tokens' sums of log-probability and sampling noise. It is near 0 if rounding
+    decided between the tokens."""
     scores = one.logprobs[position], other.logprobs[position]
     if greedy:
         return abs(scores[0] - scores[1])
@@ -251,7 +256,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
             named[f"{learner}/0/answers"] = f"{learner}, first update"
     for name, what in named.items():
         if (name in a.tensors) != (name in b.tensors):
-            # A recording of another framework has none if the framework's output has no logits.
+            # A recording of another framework lacks log-probs if the framework's model output has no logits.
             if not (is_foreign(a) or is_foreign(b)):
                 yield Check("log-probs", a.step, what, math.inf, tolerance.logprob, "on one side only")
         elif name in a.tensors:
@@ -265,7 +270,8 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
 
 
 def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
-    """Fits a line over all targets: a different temperature, scale or mean changes its slope or offset."""
+    """Fits a regression line to the replayed log-probs as a function of the recorded ones. A different temperature,
+    scale or mean changes its slope or offset."""
     found = line(x, y)
     if found is None:
         return
@@ -273,12 +279,12 @@ def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: L
     where = f"slope {1 + found.slope:.5f} over {found.count} targets"
     yield Check("log-probs", step, f"{what}: slope", abs(found.slope), allowed, where)
     allowed = limits.logprob_offset.allowed(found.rounding, found.count)
-    where = f"{found.offset:+.5f} in the mean of {found.count} targets"
+    where = f"a difference of {found.offset:+.5f} in the mean over {found.count} targets"
     yield Check("log-probs", step, f"{what}: offset", abs(found.offset), allowed, where)
 
 
 def _only_rank(b: StepRecord, name: str, x: torch.Tensor, y: torch.Tensor) -> str:
-    """Names the rank that computed the differing values, if there is only one."""
+    """Returns a text with the rank that computed the differing values, or "" if several ranks did."""
     owner = b.tensors.get(name.replace("/answers", "/owner"))
     if owner is None or x.shape != y.shape or owner.max() == 0:
         return ""
@@ -289,22 +295,24 @@ def _only_rank(b: StepRecord, name: str, x: torch.Tensor, y: torch.Tensor) -> st
 
 
 def bf16_share(numbers: torch.Tensor) -> float | None:
-    """Returns the fraction of the nonzero numbers that bf16 represents exactly; None for too few numbers."""
+    """Returns the fraction of the nonzero values that bf16 represents exactly, or None if there are too few values."""
     some = numbers[(numbers != 0) & torch.isfinite(numbers)].float()
     return float((some.bfloat16().float() == some).float().mean()) if len(some) >= ENOUGH else None
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """Fails if only B's numbers are rounded to bf16. The size of an error cannot reveal one additional rounding."""
+    """Fails if the values of run B are rounded to bf16 and those of run A are not. One additional rounding is too small
+    to be found by the size of the error."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return
-    where = f"bf16 represents {theirs:.1%} of the numbers exactly, and {ours:.1%} of the recorded ones"
+    where = f"bf16 represents {theirs:.1%} of the replay's values exactly, and {ours:.1%} of the recorded values"
     yield Check(stage, step, f"{what}: precision", theirs, ROUNDED, where)
 
 
 def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: Sequence[Check]) -> Iterator[Check]:
-    """Compares advantages, which are computed from rewards and log-probabilities and inherit their differences."""
+    """Compares advantages. They are computed from rewards and log-probabilities, so the tolerance includes the
+    differences of the log-probabilities."""
     before = max((c.error for c in checks if c.stage == "log-probs" and "update" not in c.what), default=0.0)
     for name in ("rewards", "advantages", "returns", "keep", "importance"):
         x, y = a.tensors.get(f"step/{name}"), b.tensors.get(f"step/{name}")
@@ -318,7 +326,8 @@ def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: Sequ
 
 @dataclass(frozen=True)
 class _Update:
-    """One update of a learner on both sides; `number` counts the learner's updates of the step from 0."""
+    """One update of a learner (policy or critic) in both runs. `number` counts the learner's updates within the step,
+    from 0."""
 
     one: StepRecord
     other: StepRecord
@@ -335,7 +344,7 @@ class _Update:
         return Check(stage, self.one.step, f"{self.what}: {what}", error, allowed, where, self.number)
 
     def _both(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns a tensor of both sides. Only recordings of other frameworks may lack it."""
+        """Returns a tensor of this update from both runs, or None if a recording of another framework lacks it."""
         key = f"{self.learner}/{self.number}/{name}"
         x, y = (r.tensors.get(key) if is_foreign(r) else r.tensors[key] for r in (self.one, self.other))
         return None if x is None or y is None else (x, y)
@@ -344,12 +353,14 @@ class _Update:
         return key in self.info[0] and key in self.info[1]
 
     def checks(self, manifest: dict[str, Any], before: Sequence[Check], *, restored: bool) -> Iterator[Check]:
-        """Yields all checks of this update. `before`: the step's checks so far. The optimizer checks use the rest."""
+        """Yields all checks of this update. `before` contains the earlier checks of the step. `manifest` and `restored`
+        are passed to the optimizer checks."""
         tolerance, outputs = self.tolerance, self._both("answers")
         answers = 0.0 if outputs is None else root_mean_square(*outputs)
         if self.number:
             yield from self._updated_answers()
-        # Later updates of a step run with updated weights, so differences of their outputs are not caused by the loss.
+        # Later updates of a step run with weights that already differ, so the tolerance of their loss includes the
+        # difference of their outputs.
         inherited = tolerance.growth * answers if self.number else 0.0
         slopes = self._both("pulls")
         if self._has("loss"):
@@ -364,7 +375,7 @@ class _Update:
             if tolerance.systematic is not None and not self.number:
                 allowed = tolerance.systematic.loss + self._loss_input_error(answers, before)
             where = worst_difference(*slopes, "target")
-            yield self._check("loss", "its slope at each target", slope_error, allowed, where)
+            yield self._check("loss", "gradient with respect to each target's log-prob", slope_error, allowed, where)
         if self._has("grad_norm"):
             yield from self._gradient(tolerance.gradient + inherited, slope_error)
         if self._has("lr"):
@@ -374,10 +385,11 @@ class _Update:
             )
 
     def _loss_input_error(self, answers: float, checks: Sequence[Check]) -> float:
-        """Returns how far the loss's slopes may differ because of its inputs. The loss itself is computed in fp32.
+        """Returns how far the gradients of the loss with respect to the log-probs may differ because the inputs of the
+        loss differ. The loss itself is computed in fp32.
 
-        A loss over sequences, such as a preference loss, sums the rounding of their tokens, which grows with the square
-        root of their length.
+        A loss over whole sequences, such as a preference loss, sums the rounding errors of their tokens. This sum grows
+        with the square root of the sequence length.
         """
         other = max((c.error for c in checks if c.stage == "log-probs" and c.what in LOSS_INPUTS), default=0.0)
         estimated = max((c.error for c in checks if c.stage == "advantages"), default=0.0)
@@ -386,7 +398,8 @@ class _Update:
         return max(1.0, 0.3 * longest**0.5) * (answers + other) + 1.5 * estimated
 
     def _gradient(self, allowed: float, slope_error: float) -> Iterator[Check]:
-        """Compares gradients. `slope_error`: the difference of the loss's slopes, which the gradient inherits."""
+        """Compares parameter gradients. `slope_error` is the difference of the loss's gradients with respect to the
+        log-probs, which the parameter gradients inherit."""
         x, y = self.info[0]["grad_norm"], self.info[1]["grad_norm"]
         norms = f"{x:.8g} against {y:.8g}"
         digests = self.one, self.other, f"{self.learner}/{self.number}/gradient/"
@@ -405,16 +418,17 @@ class _Update:
             yield self._check("gradient", "norm", finite(abs(x - y) / size), allowed, norms)
 
     def summed_in_fp32(self) -> Iterator[Check]:
-        """Checks that with fp32 master weights the sum over several micro-batches is kept in fp32."""
+        """Checks that gradients are summed in fp32 over the micro-batches, if the model has fp32 master weights."""
         if not self.number and all(info.get("micro_batches", 1) > 1 for info in self.info):
             sides = [_sampled_gradients(record, self.learner) for record in (self.one, self.other)]
             yield from check_precision("gradient", self.one.step, self.what, sides[0], sides[1])
 
     def _updated_answers(self) -> Iterator[Check]:
-        """Checks that the outputs of a later update changed by the same amount on both sides. If not, weights were
-        lost.
+        """Checks that earlier updates of the step changed the model's outputs by the same amount in both runs. If they
+        did not, an update of the weights was lost.
 
-        The tolerance is relative to that change, as for the weights.
+        The tolerance is relative to the change of the outputs, as the tolerance of the weights is relative to their
+        change.
         """
         key = f"{self.learner}/{self.number}/answers"
         before = [_before_updates(record, self.learner, self.number) for record in (self.one, self.other)]
@@ -424,21 +438,22 @@ class _Update:
         x, y = now[0] - before[0], now[1] - before[1]
         change = root_mean_square(x, torch.zeros_like(x))
         allowed = self.tolerance.logprob + (self.tolerance.update * change if change else 0.0)
-        where = f"{worst_difference(*now, 'target')}; the earlier updates changed them by {change:.3g}"
-        what = f"{self.what}: outputs after the update before it"
-        # The check is attributed to the update that should have changed the outputs.
+        where = f"{worst_difference(*now, 'target')}; the earlier updates changed the outputs by {change:.3g}"
+        what = f"{self.what}: outputs after the previous update"
+        # The check is reported for the previous update, because that update should have changed the outputs.
         yield Check("weights", self.one.step, what, root_mean_square(x, y), allowed, where, self.number - 1)
 
 
 def _sampled_gradients(record: StepRecord, learner: str) -> torch.Tensor:
-    """Returns the sampled gradients of the first update, of all parameters."""
+    """Returns the sampled gradient values of all parameters at the first update, as one vector."""
     samples = below(record.tensors, f"{learner}/0/sample/")
     found = [t.reshape(-1).float() for name, t in samples.items() if name.endswith("/gradient")]
     return torch.cat(found) if found else torch.zeros(0)
 
 
 def _before_updates(record: StepRecord, learner: str, number: int) -> torch.Tensor | None:
-    """Returns the outputs for an update's targets before the step's first update; None if they were not computed."""
+    """Returns the model's outputs for the targets of an update, computed before the first update of the step. Returns
+    None if they were not computed."""
     every = record.tensors.get("step/values" if learner == "critic" else "step/old")
     counts = [update["targets"] for update in record.info["updates"] if update["learner"] == learner]
     if every is None or not len(every):

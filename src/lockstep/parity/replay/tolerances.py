@@ -1,26 +1,31 @@
 """The tolerances of a replay: how far two correct computations may differ, for each pair of dtypes.
 
-Tolerances are relative to the size of the compared values; tolerances of log-probabilities are absolute.
+Tolerances are relative to the norm of the compared values. Only tolerances of log-probabilities are absolute.
 
-fp32: 5 to 30 times the worst of 50 clean repeats of small models (`tests/e2e/test_clean_repeats.py`: other
-micro-batches, packing, threads, engines, sums in double precision), each from recorded weights. The repeats showed:
-log-probs 2e-6, advantages 2e-6, loss 2e-7 and its slopes 2e-6 (4e-5 at the second update of a step), gradients 8e-6, a
-weight's movement by AdamW's formula 4e-7, weights 3e-3 of their movement, modules 2e-6 forward and 5e-6 backward. An
-error of 1e-4 or 1e-2 in the embedding grew at most 2 times per module forward and 4.4 times backward. fp32 against bf16
-showed log-probs 0.033, gradients 0.27 (of biases, in DPO, whose pairs nearly cancel) and weights 0.66.
+fp32: the tolerances are 5 to 30 times the largest difference of 50 correct replays of small models
+(`tests/e2e/test_clean_repeats.py`). These replays changed micro-batches, packing, threads, engines or the precision of
+sums, and each step started from recorded weights. The largest differences were: log-probs 2e-6, advantages 2e-6, loss
+2e-7, gradients of the loss with respect to log-probs 2e-6 (4e-5 at the second update of a step), parameter gradients
+8e-6, a weight's change compared with AdamW's formula 4e-7, weights 3e-3 of their change, module outputs 2e-6 forward
+and 5e-6 backward. An error of 1e-4 or 1e-2 that was added to the embedding grew at most 2 times per module forward and
+4.4 times backward. fp32 compared with bf16 showed differences of 0.033 in log-probs, 0.66 in weights and 0.27 in
+gradients. The difference of 0.27 occurred in gradients of biases in DPO, whose pairs nearly cancel.
 
-bf16: rounding hides faults, so systematic differences have separate limits (below). A module may differ by 1.5 % or by
-2.5 times its input's error: clean pairs showed growth of 1.8 forward, 2.4 backward, and 3.4 in the log-probs of trained
-models. If only one side is bf16, the limits are 5 % and 8 times.
+bf16: rounding hides faults, so systematic differences have separate limits (below). The output of a module may differ
+by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward, 2.4 times
+backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the limits are 5 %
+and 8 times.
 
-Systematic differences. Rounding has no direction: over n numbers it averages out as 1/sqrt(n). A fault does not. So
-five sums are compared in addition to the distance, each relative to the tensor's size: a factor of 1.01 has a slope of
-0.01. A sum may differ by
+Systematic differences. Rounding errors have random signs, so their mean over n values shrinks as 1/sqrt(n). The error
+of a fault does not shrink. So five statistics of two tensors are compared in addition to their distance: slope, spread,
+offset, columns and rows (see `Systematic`). Each is relative to the norm of the tensor. For example, a tensor that is
+1.01 times as large has a slope of 0.01. A statistic may differ by
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
-where `rounding` is the remaining difference of the two tensors, and `most` is the number of independent roundings: the
-same token or weight is rounded the same way each time. Floors and `most` come from clean pairs (`docs/replay.md`).
+where `rounding` is the difference of the two tensors without the systematic part, and `most` is the number of
+independent roundings. `most` limits n, because the same token or weight is rounded the same way each time. The values
+of `floor` and `most` were measured with pairs of correct runs (`docs/replay.md`).
 """
 
 from __future__ import annotations
@@ -34,9 +39,10 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
-# This fraction of a difference always counts as rounding. Column and row sums are estimates from a few projections.
+# At least this fraction of a difference is treated as rounding. It is larger for column and row sums, which are
+# estimated from a few projections.
 LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
-# With fewer numbers, rounding does not average out.
+# Tensors with fewer values are not tested for systematic differences, because their rounding does not average out.
 ENOUGH = 32
 
 
@@ -51,25 +57,29 @@ class Bound:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of systematic differences: of module outputs by kind of sum, and of gradients, movements and log-probs."""
+    """The limits of systematic differences in module outputs (for each statistic), gradients, weight changes and
+    log-probs."""
 
     forward: Mapping[str, Bound]
     backward: Mapping[str, Bound]
     gradient: Bound
-    """The bound of the slope of each parameter."""
+    """The limit of the slope of each parameter's gradient."""
     gradients: Bound
-    """The bound of the slope of all parameters together."""
+    """The limit of the slope of the gradients of all parameters together."""
     movement: Bound
     logprob_slope: Bound
     logprob_offset: Bound
     loss: float
-    """The bound for the loss's slopes, added to the differences of log-probabilities and advantages."""
+    """The allowed difference of the loss's gradients with respect to the log-probs. The differences of
+    log-probabilities and advantages are added to it."""
     answers: bool = True
-    """Whether the model's final outputs are checked like module outputs. In a trained model a few unlikely tokens
-    dominate their size, so rounding hardly averages out. The log-prob checks cover them in any case."""
+    """Whether the model's final outputs (log-probs) are tested for systematic differences like module outputs. In a
+    trained model a few unlikely tokens dominate the norm of the log-probs, so rounding hardly averages out. The
+    log-prob checks test the final outputs in any case."""
 
 
-# Floors are 2 to 3 times the largest value of 44 clean pairs of tiny models, bf16 against bf16 and against fp32.
+# The floors are 2 to 3 times the largest values in 44 pairs of correct runs of tiny models (bf16 compared with bf16,
+# and bf16 compared with fp32).
 BF16 = Limits(
     forward={
         "slope": Bound(3e-3, 1000),
@@ -92,9 +102,10 @@ BF16 = Limits(
     loss=2e-3,
 )
 
-# fp32 against bf16: the rounded weights are a different model, and that difference does not average out. Gradients that
-# nearly cancel (DPO pairs, queries and keys, biases) change most: clean replays of trained tiny models, SFT, DPO and
-# GRPO, on CPU and H200, showed slopes of 0.17 in biases, 0.07 in weights and 0.025 in all gradients together.
+# Limits for fp32 compared with bf16. The weights rounded to bf16 are a different model, so this difference does not
+# average out. Gradients that nearly cancel (of DPO pairs, queries and keys, biases) change most. Correct replays of
+# trained tiny models (SFT, DPO and GRPO, on CPU and H200) showed gradient slopes of 0.17 for biases, 0.07 for weights
+# and 0.025 for all gradients together.
 MIXED = replace(
     BF16,
     backward={**BF16.backward, "slope": Bound(0.15, 50), "columns": Bound(0.25, 100), "rows": Bound(0.3, 100)},
@@ -107,22 +118,23 @@ MIXED = replace(
 @dataclass(frozen=True)
 class Tolerance:
     logprob: float
-    """The allowed root mean square difference over tokens."""
+    """The allowed root mean square difference of log-probs over all tokens."""
     advantage: float
     loss: float
     gradient: float
     """The allowed error of a parameter's gradient, relative to its norm."""
     optimizer: float
-    """The allowed error of a single weight's movement, compared with AdamW's formula for the recorded gradient."""
+    """The allowed relative error of a single weight's change, compared with AdamW's formula for the recorded
+    gradient."""
     update: float
-    """The allowed error of a parameter's weights, relative to their movement. It is large, because Adam turns the
-    rounding of a gradient near 0 into a full step."""
+    """The allowed error of a parameter's weights, relative to their change in the update. The tolerance `update` is
+    large, because Adam turns the rounding of a gradient near 0 into a full step."""
     module: float
     """The allowed error of a module's output, relative to its norm."""
     growth: float
     """The factor by which an error may grow from a module's input to its output."""
     systematic: Limits | None = None
-    """The limits of systematic differences. fp32 needs none."""
+    """The limits of systematic differences. It is None for fp32, which needs no such limits."""
 
 
 TOLERANCES = {
@@ -131,14 +143,15 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
-# For single operators with identical inputs. These are bounds, not measurements: a result is rounded by up to half of
-# the dtype's spacing (2^-24, 2^-11, 2^-8), and the reference implementation rounds two to four times where a fused
-# operator rounds once.
+# The tolerances for single operators with identical inputs. They are derived, not measured. A result is rounded by up
+# to half of the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four times where a
+# fused operator rounds once.
 OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """Returns the tolerance for the coarser of the two sides' dtypes."""
+    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. It is larger if the dtypes
+    differ."""
     coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
     if len(set(dtypes)) == 1 or coarser.systematic is None:
         return coarser
@@ -146,15 +159,17 @@ def tolerance_of(*dtypes: str) -> Tolerance:
 
 
 def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
-    """Returns the tolerance for operators with identical inputs. A backward pass runs twice as many operators."""
+    """Returns the tolerance for operators with identical inputs. It is doubled for the backward pass, which runs twice
+    as many operators."""
     return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 
 def inherited(tolerance: Tolerance, step: int) -> Tolerance:
-    """Returns the tolerance for a step that does not start from recorded weights. It detects only abnormal differences.
+    """Returns the tolerance for a step that does not start from recorded weights. This tolerance detects only abnormal
+    differences.
 
-    0.01 in a log-probability is the value commonly used in the field; 2 % in a loss is from the Ascend documents. The
-    tolerance of the weights grows with the number of updates.
+    A tolerance of 0.01 for log-probabilities is a common threshold for abnormal differences. The tolerance of 2 % for
+    the loss is from the Ascend documents. The tolerance of the weights grows with the number of the step.
     """
     return replace(
         tolerance,
@@ -172,7 +187,7 @@ def inherited(tolerance: Tolerance, step: int) -> Tolerance:
 
 @dataclass(frozen=True)
 class Excess:
-    """A systematic difference and its limit."""
+    """A systematic difference of two tensors and its limit."""
 
     kind: str
     value: float
@@ -183,7 +198,7 @@ class Excess:
         return self.value / self.allowed if self.allowed else 0.0
 
     def __str__(self) -> str:
-        return f"{self.kind} differs by {self.value:.2g}, rounding explains {self.allowed:.2g}"
+        return f"{self.kind} differs by {self.value:.2g}, but rounding explains only {self.allowed:.2g}"
 
 
 NOTHING = Excess("", 0.0, 0.0)
@@ -191,26 +206,28 @@ NOTHING = Excess("", 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Systematic:
-    """The systematic differences of B from A, relative to A's size."""
+    """The systematic differences of tensor B from tensor A, relative to the norm of A."""
 
     noise: float
     """The total difference, including rounding."""
     values: Mapping[str, float]
-    """slope: of B by A, least squares, minus 1. spread: the same after subtracting the means. offset: difference of the
-    columns' means. columns, rows: difference of their sizes. The last three are root mean squares over columns or
-    rows."""
+    """`slope` is the least-squares slope of B as a function of A, minus 1. `spread` is this slope after the means are
+    subtracted. `offset` is the difference of the means of the columns. `columns` and `rows` are the differences of the
+    norms of columns and rows. `offset`, `columns` and `rows` are root mean squares over all columns or rows."""
     counts: Mapping[str, float]
-    """The number of elements that each value was computed from."""
+    """For each statistic, the number of elements over which its rounding averages out."""
     spread_share: float = 1.0
-    """The fraction of the squared size that is not due to the mean; the spread is relative to it."""
+    """The fraction of A's squared norm that remains after the mean is subtracted. `spread` is relative to this
+    remainder."""
 
     def rounding(self, kind: str) -> float:
-        """Returns the difference that remains without this kind, but at least the fraction `LEAST` of all."""
+        """Returns the difference that remains without the systematic difference `kind`, but at least the fraction
+        `LEAST` of the total difference."""
         noise = self.noise / math.sqrt(self.spread_share) if kind == "spread" else self.noise
         return _rest(noise, self.values[kind], LEAST[kind])
 
     def excess(self, bounds: Mapping[str, Bound]) -> Excess:
-        """Returns the value that is largest relative to its limit."""
+        """Returns the systematic difference that is largest relative to its limit."""
         every = [
             Excess(kind, self.values[kind], bound.allowed(self.rounding(kind), self.counts[kind]))
             for kind, bound in bounds.items()
@@ -220,7 +237,8 @@ class Systematic:
 
 
 def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
-    """Compares two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too small."""
+    """Computes the systematic differences of two tensors from their digests. Returns None if a digest has no row and
+    column profiles, or if a tensor is 0, not finite or has too few elements."""
     ours, theirs = profiles(a), profiles(b)
     size, difference = norm(a), distance(a, b)
     if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + difference):
@@ -247,13 +265,13 @@ def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> System
 def excess_of(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], bounds: Mapping[str, Bound]
 ) -> Excess:
-    """Returns the worst systematic difference of several tensors."""
+    """Returns the systematic difference that is largest relative to its limit, over several pairs of tensors."""
     found = [systematic(x, y, shape) for x, y, shape in zip(a, b, shapes, strict=True)]
     return max((one.excess(bounds) for one in found if one is not None), key=lambda one: one.times, default=NOTHING)
 
 
 def slope(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the least-squares slope of B by A, minus 1.
+    """Returns the least-squares slope of tensor B as a function of tensor A, minus 1, from their digests.
 
     |b|^2 = |a|^2 + 2 <a, b - a> + |b - a|^2, and the slope is 1 + <a, b - a> / |a|^2.
     """
@@ -261,7 +279,8 @@ def slope(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _spread(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[float, float] | None:
-    """Returns the slope after subtracting the means, and the fraction of the size not due to them; None if small."""
+    """Returns the deviation of the slope from 1 after the means are subtracted, and the fraction of A's squared norm
+    that then remains. Returns None if this fraction is below 1 %."""
     means = float(a[1]), float(b[1])
     inner = (norm(a) ** 2 + norm(b) ** 2 - distance(a, b) ** 2) / 2
     variance = norm(a) ** 2 - count * means[0] ** 2
@@ -272,12 +291,12 @@ def _spread(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[float, float]
 
 
 def slope_excess(a: torch.Tensor, b: torch.Tensor, bound: Bound, inherited: float = 0.0) -> Excess:
-    """Returns the slope of one gradient. `inherited` is added to the limit."""
+    """Returns the slope of one pair of gradients and its limit. `inherited` is added to the limit."""
     return overall_slope([(a, b)], bound, inherited)
 
 
 def overall_slope(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], bound: Bound, inherited: float) -> Excess:
-    """Returns the slope of many tensors as one vector."""
+    """Returns the slope and its limit for many pairs of tensors, treated as one pair of long vectors."""
     usable = [(a, b) for a, b in pairs if profiles(a) is not None and profiles(b) is not None]
     size = sum(norm(a) ** 2 for a, _ in usable)
     difference = sum(distance(a, b) ** 2 for a, b in usable)
@@ -289,9 +308,10 @@ def overall_slope(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], bound: Bou
 
 
 def movement_slope(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> tuple[float, float, int] | None:
-    """Returns the slope of B's movement by A's minus 1, the rounding and the count, from the digests before and after.
+    """Compares how an update changed a parameter in run A and run B, from the digests before and after the update.
+    Returns the slope of B's change as a function of A's change minus 1, the rounding, and the number of projections.
 
-    A sketch is linear, so the sketch of a movement is the difference of two sketches.
+    The sketch (random projections) in a digest is linear, so the sketch of a change is the difference of two sketches.
     """
     ours, theirs = (sketch(y) - sketch(x) for x, y in zip(before, after, strict=True))
     size = float(ours.square().sum())
@@ -304,7 +324,7 @@ def movement_slope(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Line:
-    """The least-squares line of B's numbers by A's, from complete vectors."""
+    """The least-squares line of the values of vector B as a function of those of vector A."""
 
     slope: float
     offset: float
@@ -314,7 +334,7 @@ class Line:
 
 
 def line(a: torch.Tensor, b: torch.Tensor) -> Line | None:
-    """Fits the line; None for vectors that are not finite, too short or constant."""
+    """Fits a line to B as a function of A. Returns None if a vector is not finite or too short, or if A is constant."""
     if a.shape != b.shape or len(a) < ENOUGH or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return None
     x, y = a.double() - a.double().mean(), b.double() - b.double().mean()

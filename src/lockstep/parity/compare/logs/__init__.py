@@ -14,7 +14,8 @@ __all__ = ["read_log", "read_names"]
 
 
 def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
-    """Reads the curves of a run folder or log file. `names` (name in the log -> lockstep's) override the tables."""
+    """Reads the curves of a run folder or log file. `names` maps names in the log to lockstep's metric names and
+    overrides the built-in tables."""
     found = find_log(source)
     points = found.read()
     if not points:

@@ -1,6 +1,7 @@
 """Readers of binary logs: wandb's and SwanLab's files of offline runs, and tensorboard's event files.
 
-wandb and SwanLab write LevelDB log blocks of 32 KiB that contain records. Neither package has a public reader.
+wandb and SwanLab write LevelDB log blocks of 32 KiB that contain records. Neither wandb nor SwanLab has a public reader
+for these files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _EXPORT = "export its metrics as csv"
 
 
 def _records(file: str, content: bytes) -> Iterator[bytes]:
-    """Yields the records of LevelDB's log blocks. An incomplete last record is left out."""
+    """Yields the records of LevelDB's log blocks. An incomplete last record is skipped."""
     offset, parts = _FILE_HEADER, b""
     while offset + _HEADER.size <= len(content):
         left = _BLOCK - offset % _BLOCK
@@ -47,7 +48,7 @@ def _records(file: str, content: bytes) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
-    """Yields number and value of each field of a protobuf message."""
+    """Yields the field number and the value of each field of a protobuf message."""
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)
@@ -62,7 +63,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
         elif kind == _BYTES:
             length, offset = _varint(message, offset)
             if offset + length > len(message):
-                raise ValueError("a field is longer than its message")
+                raise ValueError("a protobuf field is longer than its message")
             value, offset = message[offset : offset + length], offset + length
         else:
             raise ValueError(f"unknown wire type {kind}")
@@ -80,19 +81,19 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
 
 
 def _damaged(file: str, record: int) -> Refusal:
-    return Refusal.at(f"{file} record {record}", "not a record of this kind of file", _EXPORT, code="damaged-file")
+    return Refusal.at(f"{file} record {record}", "the record cannot be decoded", _EXPORT, code="damaged-file")
 
 
 # wandb ---------------------------------------------------------------------------------------------------------------
 
 WANDB_MAGIC = b":W&B"
-# Field numbers of wandb's messages.
+# Protobuf field numbers in wandb's records.
 _RECORD_HISTORY, _HISTORY_ITEM = 2, 1
 _ITEM_KEY, _ITEM_NESTED_KEY, _ITEM_INTEGER, _ITEM_NUMBER, _ITEM_JSON = 1, 2, 5, 6, 16
 
 
 def wandb_rows(file: str, content: bytes) -> Iterator[LogRow]:
-    """Yields the rows of the run's history; other records are skipped."""
+    """Yields the metric rows that the run logged (wandb's history records). Other records are skipped."""
     for index, record in enumerate(_records(file, content), start=1):
         try:
             for number, history in _fields(record):
@@ -124,8 +125,8 @@ def _history_row(history: bytes) -> dict[str, Any]:
 # SwanLab -------------------------------------------------------------------------------------------------------------
 
 SWANLAB_MAGIC = b":SWL"
-_SWANLAB_VERSION = 6  # the byte of the format version in the file header
-# Field numbers of SwanLab's messages.
+_SWANLAB_VERSION = 6  # the offset of the format version in the file header
+# Protobuf field numbers in SwanLab's records.
 _RECORD_SCALAR = 13
 _KEY, _STEP, _VALUE, _NUMBER = 1, 2, 5, 1
 _MACHINE_METRICS = "__swanlab__."
@@ -137,7 +138,8 @@ def swanlab_points(file: str, content: bytes) -> Points:
     """Reads every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are
     skipped.
 
-    Format 1 contains JSON records, format 2 protobuf records. Steps are the user's; SwanLab counts from 0.
+    Files of format version 1 contain JSON records, and files of version 2 contain protobuf records. Steps are the
+    user's; SwanLab counts from 0.
     """
     version = content[_SWANLAB_VERSION] if len(content) > _SWANLAB_VERSION else 0
     readers = {1: _json_scalar, 2: _protobuf_scalar}
@@ -168,7 +170,7 @@ def _json_scalar(record: bytes) -> Scalar | None:
 def _protobuf_scalar(record: bytes) -> Scalar | None:
     for number, scalar in _fields(record):
         if number == _RECORD_SCALAR and isinstance(scalar, bytes):
-            # Protobuf omits a field with the value 0.
+            # Protobuf omits fields with the value 0, so a missing field means 0.
             fields: dict[int, Any] = dict(_fields(scalar))
             value = dict(_fields(fields.get(_VALUE, b""))).get(_NUMBER, 0.0)
             return fields[_KEY].decode(), int(fields.get(_STEP, 0)), float(value)
@@ -185,15 +187,15 @@ def tensorboard_points(path: Path) -> Points:
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise missing_extra("tensorboard", "track", f"reading {path}") from None
-    # 0 keeps every event; by default the package keeps only a sample.
+    # The size 0 keeps every event. By default the tensorboard package keeps only a sample of the events.
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-    # The package warns about repeated steps, which are normal in a resumed run.
+    # The tensorboard package logs warnings about repeated steps, which are normal in a resumed run.
     logger = logging.getLogger("tensorboard")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         events.Reload()
-    except Exception as error:  # on a damaged file the package raises arbitrary parser errors
+    except Exception as error:  # tensorboard raises various errors for a damaged file
         raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file", code="unreadable") from error
     finally:
         logger.setLevel(level)

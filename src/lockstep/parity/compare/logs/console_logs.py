@@ -1,4 +1,4 @@
-"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. The first update is step 1."""
+"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. The first update becomes step 1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _WRAPPED = re.compile(rf"(?:(?:np|numpy|torch)\.)?\w*\(?\s*({_NUMBER})\s*(?:,[^)
 
 
 def decoded(content: bytes) -> str | None:
-    """Decodes UTF-8, or UTF-16 with a byte order mark as Windows shells write it; None for binary content."""
+    """Decodes a log as UTF-8, or as UTF-16 if it begins with a byte order mark, as Windows shells write it. Returns
+    None for binary content."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         text = content.decode("utf-16", errors="replace")
         return None if "\0" in text[:4096] else text
@@ -31,7 +32,8 @@ def decoded(content: bytes) -> str | None:
 
 
 def parse_number(text: str) -> float | None:
-    """Parses `1e-05`, `nan`, `np.float64(0.25)`, `tensor(0.25)` as a number; None for anything else."""
+    """Parses texts such as `1e-05`, `nan`, `np.float64(0.25)` and `tensor(0.25)` as a number. Returns None for other
+    texts."""
     try:
         return float(text)
     except ValueError:
@@ -49,7 +51,8 @@ def damaged(file: str, line: int, text: str, expected: str) -> Refusal:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields the lines without colours and process names. A last line without its line break is left out."""
+    """Yields the lines without colour codes and Ray's process names. A last line without a line break is skipped,
+    because it is incomplete."""
     if "\x1b" in text:
         text = _COLOUR.sub("", text)
     *complete, rest = _BREAK.split(text)
@@ -63,7 +66,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the lines with the numbers that an editor shows; an incomplete last line is left out."""
+    """Yields each line with its line number in an editor. An incomplete last line is skipped."""
     for row, raw in enumerate(text.split("\n")[:-1], start=1):
         for line in _lines(raw + "\n"):
             yield row, line
@@ -77,25 +80,27 @@ class PairLine:
     """The format of a line that contains a step number and name-value pairs."""
 
     marker: str
-    """A text that every such line contains; it is tested before the slower pattern."""
+    """A text that every line of this format contains. It is searched first, because the regular expression is
+    slower."""
     pattern: re.Pattern[str]
-    """A pattern with two groups: the step and the pairs."""
+    """A regular expression with two groups: the step and the name-value pairs."""
     between: str
     colon: str
     strict: bool
-    """Whether a value that is not a number means a damaged line; otherwise the pair is skipped."""
+    """If True, a line with a value that is not a number is refused as damaged. If False, such a name-value pair is
+    skipped."""
 
 
-# step:7 - critic/rewards/mean:0.25 - ...; a validation before the first update has step 0.
+# verl's console line is `step:7 - critic/rewards/mean:0.25 - ...`. A validation before the first update has step 0.
 VERL_LINE = PairLine("step:", re.compile(r"(?<![\w/])step:(\d{1,18}) - (\S.*)$"), " - ", ":", strict=False)
-# [2025-06-01 10:00:00] iteration: 3 / 200 | grpo/rewards/mean : 0.2500 | ...
+# MindSpeed-RL's console line is `[2025-06-01 10:00:00] iteration: 3 / 200 | grpo/rewards/mean : 0.2500 | ...`.
 MINDSPEED_RL_LINE = PairLine(
     "iteration: ", re.compile(r"(?:^|\] )iteration: (\d{1,18}) / \d{1,18} \| (\S.*)$"), " | ", " : ", strict=True
 )
 
 
 def pair_line_points(file: str, text: str, form: PairLine) -> Points:
-    """Reads every metric of the matching lines; other output is skipped."""
+    """Reads every metric of the lines that match the format `form`. Other lines are skipped."""
     found = Points()
     for row, line in _numbered_lines(text):
         parts = form.pattern.search(line) if form.marker in line else None
@@ -108,7 +113,7 @@ def pair_line_points(file: str, text: str, form: PairLine) -> Points:
             if name and value is not None:
                 values[name.strip()] = value
             elif form.strict:
-                raise damaged(file, row, line.strip(), f"line of numbers, at {pair.strip()!r}")
+                raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {pair.strip()!r}")
         found.add(int(parts.group(1)), values)
     return found
 
@@ -126,9 +131,10 @@ _FIGURE = re.compile(rf"([A-Za-z_][\w ./-]*)=({_NUMBER})\s*(?:,|$)", re.IGNORECA
 
 
 def openrlhf_points(text: str) -> Points:
-    """Reads the most exact source in the log: `Global step 3: {...}`, statuses in order, bars of steps, bars of epochs.
+    """Reads the most exact values in an OpenRLHF log. The order of preference is: lines `Global step 3: {...}`, printed
+    status dictionaries, progress bars of steps, progress bars of epochs.
 
-    A progress bar shows three digits, and counts micro-batches when gradients are accumulated.
+    A progress bar is less exact: it shows three digits, and it counts micro-batches when gradients are accumulated.
     """
     with_step, statuses, bars = Points(), Points(), _Bars()
     count = 0
@@ -156,7 +162,8 @@ def _items(text: str) -> dict[str, float]:
 
 @dataclass
 class _Shown:
-    """New values of a progress bar, its position, and how many bars with this title were complete before."""
+    """New values that a progress bar shows, its position and length, and the number of earlier bars with the same
+    title."""
 
     round: int
     at: int
@@ -173,7 +180,7 @@ class _Title:
 
 
 class _Bars:
-    """The progress bars of one log. A bar shows the values of a step before it advances to that step."""
+    """The progress bars of one log. A bar shows the values of a step before its counter reaches that step."""
 
     def __init__(self) -> None:
         self._titles: dict[str, _Title] = {}
@@ -182,7 +189,7 @@ class _Bars:
         title, bracket, epoch, at, total, tail = bar.groups()
         state = self._titles.setdefault(title, _Title())
         name, position = bracket or epoch or "", int(at)
-        # A bar of a later epoch, or one whose count decreased, is a new bar.
+        # If the epoch in the title changes or the counter decreases, a new progress bar has begun.
         if state.last != ("", 0) and (name != state.last[0] or position < state.last[1]):
             if title != "Train epoch" or name in ("", "1"):
                 state.round += 1
@@ -222,23 +229,24 @@ def _mean(values: list[float]) -> float:
 # The rank prefixes of torchrun --tee, torch, srun --label and mpirun --tag-output.
 _LABEL = r"(?:\[(?:default|rank) ?(\d{1,6})\]:?|\[\d+,(\d{1,6})\]<std\w+>:?|(?<!\S)(\d{1,6}):(?= ))"
 _RANK = re.compile(_LABEL, re.I)
-# The start of a process's output, which may follow another process's output on the same line.
+# Matches the start of one process's output, which may follow another process's output on the same line.
 _BEGINS = re.compile(
     rf"(?:{_LABEL}\s*)?\b(?:iteration +\d{{1,18}}/ *\d{{1,18}} *\||validation loss at iteration \d)", re.I
 )
-# Megatron's last field. Any text after it was printed by another process.
+# Megatron prints this field last. Any text after it on the line was printed by another process.
 _LAST_FIELD = "number of nan iterations"
 _TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *(\d{1,18}) *\|(.*)$")
 _VALIDATED = re.compile(r"(?:^|\s)validation loss at iteration (\d{1,18})( on (validation|test) set)? *\|(.*)$")
-# Every iteration has these fields; if one has no number, the line is damaged.
+# Every iteration line has fields whose names end with these words. If such a field has no number, the line is damaged.
 _REQUIRED = ("loss", "norm", "learning rate")
 
 
 def megatron_points(file: str, text: str) -> Points:
-    """Reads ` iteration  10/ 100 | lm loss: 1.234000E+00 | ... |`: every field with a number; other output is skipped.
+    """Reads every field with a number from Megatron's lines ` iteration 10/ 100 | lm loss: 1.234000E+00 | ... |`. Other
+    lines are skipped.
 
-    Losses are means over the iterations since the previous line. Several ranks may print on one line of text. Ranks
-    that print the same values are read as one log; different values are refused.
+    Losses are means over the iterations since the previous printed line. Several ranks may print on one line of text.
+    If all ranks print the same values, they are read as one log. If ranks print different values, the log is refused.
     """
     found, ranks = Points(), _Ranks(file)
     for row, line in _one_process_lines(text):
@@ -260,7 +268,8 @@ def megatron_points(file: str, text: str) -> Points:
 
 
 class _Ranks:
-    """The values of each rank per iteration. Equal values count once; different values are refused."""
+    """The values that each rank printed per iteration. If ranks print equal values, they are kept once. If they print
+    different values, the log is refused."""
 
     def __init__(self, file: str):
         self.file = file
@@ -274,7 +283,7 @@ class _Ranks:
         values = {name: value for name, value in fields.items() if "time" not in name and "throughput" not in name}
         first, before = self.by_step.setdefault((step, frozenset(fields)), (rank, values))
         if rank == first:
-            self.by_step[step, frozenset(fields)] = rank, values  # a resumed run logs a step again
+            self.by_step[step, frozenset(fields)] = rank, values  # a resumed run logs some steps again
             return True
         for name, value in values.items():
             if before[name] != value and not (before[name] != before[name] and value != value):
@@ -288,7 +297,7 @@ class _Ranks:
 
 
 def _one_process_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields numbered lines; a line that several processes share is split."""
+    """Yields lines with their line numbers. A line on which several processes printed is split."""
     for row, line in _numbered_lines(text):
         starts = [match.start() for match in _BEGINS.finditer(line)] if line.count("iteration") > 1 else []
         if len(starts) < 2:
@@ -312,7 +321,7 @@ def _megatron_fields(file: str, row: int, line: str, text: str) -> dict[str, flo
         if value is not None:
             found[name] = value
         elif not colon or name.endswith(_REQUIRED):
-            raise damaged(file, row, line.strip(), f"line of numbers, at {each.strip()!r}")
+            raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {each.strip()!r}")
     return found
 
 
@@ -327,9 +336,10 @@ _RATE = re.compile(rf"(\w+)=({_NUMBER})(?:GB)?", re.IGNORECASE)
 
 
 def deepspeed_points(text: str) -> Points:
-    """Reads the progress report, the throughput timer and the wall clock breakdown.
+    """Reads DeepSpeed's progress report, throughput timer and wall clock breakdown.
 
-    Times have no step number: optimizer times precede the report of their step, other times follow it.
+    DeepSpeed prints times without a step number. The optimizer times of a step precede its progress report, and its
+    other times follow the report.
     """
     found, step = Points(), 0
     timed: set[str] = set()
@@ -346,7 +356,8 @@ def deepspeed_points(text: str) -> Points:
             values = {f"time_ms/{name}": value for name, value in _pairs(_TIME, times.group(1)).items()}
             early |= {name: value for name, value in values.items() if name.startswith(_OPTIMIZER)}
             if step:
-                # Unreported steps follow; their times belong to no reported step.
+                # Only the first times after a progress report belong to its step. Later times belong to steps without a
+                # report.
                 new = {name for name in values if not name.startswith(_OPTIMIZER)} - timed
                 found.add(step, {name: values[name] for name in values if name in new})
                 timed |= new

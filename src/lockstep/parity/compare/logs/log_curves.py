@@ -1,4 +1,4 @@
-"""The contents of a training log: metric curves, a run folder's evidence, and the points that a reader collects."""
+"""The contents of a training log: metric curves, the set-up of the run, and the points that a reader collects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# How JSON files write NaN and infinity, which JSON does not have.
+# The texts that JSON logs contain for NaN and infinity, because JSON itself has no such numbers.
 NON_FINITE = {
     "NaN": math.nan,
     "nan": math.nan,
@@ -20,7 +20,8 @@ NON_FINITE = {
 }
 LARGEST_STEP = 2**62
 MAX_REPEATED_STEPS = 2
-"""A resumed run may repeat this many steps, because it had logged a step but not saved it when it stopped."""
+"""A resumed run may log this many steps a second time directly after the first time. The interrupted run had logged the
+step but had not saved a checkpoint of it."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +39,27 @@ class Evidence:
     recipe: dict[str, Any]
     env: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """The first training lines of samples.jsonl."""
+    """The first lines of samples.jsonl that contain training samples."""
     earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Recipes used before a resume, by the last step trained with each. `recipe` is the newest."""
+    """The recipes that the run used before it was resumed, keyed by the last step trained with each recipe. `recipe` is
+    the newest recipe."""
 
     @property
     def planned(self) -> int | None:
-        """The last step according to the recipe; None if the run is counted in epochs or may stop early."""
+        """The last step according to the recipe, or None if the recipe sets epochs instead of steps or allows early
+        stopping."""
         run = self.recipe.get("run", {})
         return None if run.get("early_stopping") else run.get("steps")
 
     def recipe_at(self, step: int) -> dict[str, Any]:
-        """Returns the recipe that trained this step."""
+        """Returns the recipe with which this step was trained."""
         return next((self.earlier[last] for last in sorted(self.earlier) if step <= last), self.recipe)
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log as curves under lockstep's metric names. `written` maps each name to the name in the log."""
+    """The curves of a log, keyed by lockstep's metric names. `written` maps lockstep's metric names to the names in the
+    log."""
 
     source: str
     kind: str
@@ -63,19 +67,21 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """Metrics whose values are means over the steps since the previous value; None if unspecified."""
+    """The metrics whose values are means over the steps since the previous logged value. None if the format does not
+    specify which metrics are means."""
     planned: int | None = None
-    """The last planned step; None if the log does not contain it."""
+    """The last planned step, or None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)
-    """Metrics with several values for one step that a resume does not explain, each with an example."""
+    """Metrics that have several values for one step although the run was not resumed there. Each metric is mapped to an
+    example."""
 
     def is_mean(self, metric: str) -> bool | None:
         return None if self.means is None else metric in self.means
 
 
 class Points:
-    """The points of each metric in file order. A resumed run logs some steps twice. `source` is the rank that wrote a
-    point, if the log contains it."""
+    """The points (step and value) of each metric in the order of the file. A resumed run logs some steps twice.
+    `source` names the rank that logged a point, or is empty if the log does not name ranks."""
 
     def __init__(self) -> None:
         self._points: dict[str, tuple[list[int], list[float]]] = {}
@@ -109,16 +115,19 @@ class Points:
             self._differing.setdefault(name, example)
 
     def ambiguity(self, name: str) -> str:
-        """Returns an example of a step with two values that a resume does not explain; "" if there is none."""
+        """Returns a description of a step with two values that a resumed run does not explain, or "" if there is no
+        such step."""
         return self._differing.get(name) or _unexplained_repeat(*self._points[name])
 
     def series(self) -> dict[str, Series]:
-        """Returns each metric sorted by step. Of a repeated step the last value counts."""
+        """Returns the curve of each metric, sorted by step. If a step was logged several times, its last value is
+        used."""
         return {name: _series(steps, values) for name, (steps, values) in self._points.items()}
 
 
 def numbers(row: Mapping[str, Any], without: frozenset[str] = frozenset(), prefix: str = "") -> Mapping[str, float]:
-    """Returns the numbers of a JSON object; a nested object gives `outer/inner`. Other values are skipped."""
+    """Returns the numbers in a JSON object. A number in a nested object gets the name `outer/inner`. Other values are
+    skipped."""
     if without and not without.isdisjoint(row):
         row = {name: value for name, value in row.items() if name not in without}
     if not prefix and set(map(type, row.values())) == {float}:
@@ -138,7 +147,7 @@ def numbers(row: Mapping[str, Any], without: frozenset[str] = frozenset(), prefi
 
 
 def as_step(value: Any) -> int | None:
-    """Returns a step as an integer; None if the value is not a whole number."""
+    """Returns a step as an integer, or None if the value is not a whole number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if abs(value) > LARGEST_STEP or value != value or value != int(value):
@@ -158,9 +167,9 @@ def _same(one: float, other: float) -> bool:
 
 
 def _unexplained_repeat(steps: list[int], values: list[float]) -> str:
-    """Returns an example of a repeated step that a resume does not explain. A resumed run returns to an earlier step
-    and continues, or restarts and gets further than before. If several ranks or runs write to one file, each step
-    repeats at once, or all steps repeat."""
+    """Returns a description of a repeated step that a resumed run does not explain, or "" if there is none. A resumed
+    run goes back to an earlier step and continues, or it restarts and then exceeds the last step of before. If several
+    ranks or runs write to one file, each step appears several times in a row, or all steps are repeated."""
     step = np.asarray(steps, dtype=np.int64)
     back = np.flatnonzero(step[1:] <= step[:-1]) + 1
     if not len(back):
@@ -171,7 +180,8 @@ def _unexplained_repeat(steps: list[int], values: list[float]) -> str:
     further = [step[start:].max() > step[:start].max() for start in back]
     covers = [step[start:stop].max() >= step[:start].max() for start, stop in zip(back, stops, strict=True)]
     all_repeat = any(r and c and not f for r, c, f in zip(restarts, covers, further, strict=True))
-    # A job that saves every step repeats one step per restart; rows of several ranks repeat nearly all.
+    # A job that saves every step repeats one step per restart. A file with rows of several ranks repeats nearly all
+    # steps.
     if at_once <= max(MAX_REPEATED_STEPS, len(np.unique(step)) // 10) and not all_repeat:
         return ""
     first: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""The table of log formats: how each one is recognised, its reader, and which of its values are means."""
+"""The table of log formats: how each is recognised, its reader, and which values are means over several steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ TENSORBOARD, TENSORBOARD_CSV = "tensorboard", "tensorboard csv"
 WANDB, SWANLAB, MSPROBE = "wandb", "SwanLab", "msprobe"
 
 Averaging = Literal["none", "trainer", "megatron"]
-"""Values that are means over the steps since the previous value."""
+"""Which logged values are means over the steps since the previous logged value: none, those of transformers' Trainer,
+or those of Megatron."""
 
 
 @dataclass(frozen=True)
 class LogFormat:
-    """The properties of a format. Formats without an entry use other metric names and do not specify means."""
+    """The properties of a log format. Formats without an entry in FORMATS do not use verl's metric names, and it is
+    unknown which of their values are means."""
 
     averaging: Averaging
     verl_names: bool = False
@@ -51,13 +53,13 @@ FORMATS: dict[str, LogFormat] = {
     MEGATRON: LogFormat("megatron"),
 }
 
-# Recognised by one JSON object per line.
+# Formats with one JSON object per line, which are recognised by the keys of the objects.
 ROW_FORMATS: dict[str, table_logs.RowFormat] = {
     VERL_FILE: table_logs.VERL_ROWS,
     LLAMA_FACTORY: table_logs.LLAMA_FACTORY_ROWS,
     SWIFT: table_logs.SWIFT_ROWS,
 }
-# Recognised by the first bytes of the file.
+# Binary formats, which are recognised by the first bytes of the file.
 BINARY_FORMATS: dict[bytes, tuple[str, Callable[[str, bytes], Points]]] = {
     binary_logs.WANDB_MAGIC: (
         WANDB,
@@ -65,8 +67,8 @@ BINARY_FORMATS: dict[bytes, tuple[str, Callable[[str, bytes], Points]]] = {
     ),
     binary_logs.SWANLAB_MAGIC: (SWANLAB, binary_logs.swanlab_points),
 }
-# Recognised if the reader finds points. The order matters: Megatron's lines appear between DeepSpeed's, which contain
-# no loss.
+# Console formats. A format is recognised if its reader finds metric values. Megatron is tried before DeepSpeed, because
+# a log may contain both, and DeepSpeed's lines contain no loss.
 CONSOLE_FORMATS: dict[str, Callable[[str, str], Points]] = {
     VERL_CONSOLE: lambda file, text: console_logs.pair_line_points(file, text, console_logs.VERL_LINE),
     OPENRLHF: lambda file, text: console_logs.openrlhf_points(text),
@@ -84,19 +86,20 @@ SUPPORTED = (
 )
 _TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
 _EVENTS = "tfevents"
-# JSON lines may begin with lines that are not steps, such as the settings of the run.
+# The format of JSON lines is determined from this many lines, because the first lines may be the settings of the run.
 _HEAD_LINES = 20
 
-# transformers' Trainer logs means since the previous log, except for these metrics.
+# transformers' Trainer logs each metric as the mean since its previous logged value, except for these metrics.
 _TRAINER_OF_STEP = {"grad_norm", "learning_rate", "lr", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
 _TRAINER_OF_STEP |= {"throughput", "total_tokens", "vram_allocated", "vram_reserved", "memory(GiB)", "MFU"}
 _TRAINER_OTHER_GROUPS = ("eval_", "predict_", "train_")
-# Megatron logs means of the losses and of these metrics.
+# Megatron logs losses and these metrics as means since the previous logged value.
 _MEGATRON_TIMES = ("elapsed time per iteration", "throughput per GPU")
 
 
 def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | None:
-    """Returns the metrics (lockstep's names) whose values are means since the previous value; None if unspecified."""
+    """Returns lockstep's names of the metrics whose values are means since the previous logged value. Returns None if
+    the log format does not specify this."""
     if kind not in FORMATS:
         return None
     averaging = FORMATS[kind].averaging
@@ -115,7 +118,7 @@ def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | No
 
 @dataclass(frozen=True)
 class FoundLog:
-    """A log whose format is recognised."""
+    """A log file or folder, its recognised format, and the function that reads it."""
 
     path: Path
     kind: str
@@ -151,15 +154,19 @@ def _in_folder(path: Path) -> FoundLog | None:
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
         raise Refusal.at(
-            path, f"contains {len(candidates)} logs: {names}", "give the path of one of them", code="several-candidates"
+            path,
+            f"contains {len(candidates)} logs: {names}",
+            "give the path of one of these logs",
+            code="several-candidates",
         )
     return candidates[0] if candidates else None
 
 
 def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
-    """Selects the log of a trainer's states and log lines, which belong together. The state outside the checkpoints has
-    the complete run; without it the lines are used, which continue after the last checkpoint; without these the last
-    checkpoint's state."""
+    """Selects one log if all candidates (trainer_state.json files and JSON lines) belong to one run. The first choice
+    is the trainer_state.json outside the checkpoint folders, because it contains the complete run. The second choice is
+    the JSON lines, which continue after the last checkpoint. The last choice is the trainer_state.json of the last
+    checkpoint."""
     lines = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
     states = [found for found in candidates if found.path.name == table_logs.STATE_FILE]
     if len(lines) > 1 or len(lines) + len(states) != len(candidates):
@@ -171,7 +178,8 @@ def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
 
 
 def _candidates(path: Path) -> list[FoundLog]:
-    """Returns the logs in a folder and in its direct subfolders. A link to a log in the folder is not counted again."""
+    """Returns the logs in a folder and in its direct subfolders. A symbolic link to a log that was already found is
+    skipped."""
     seen: set[Path] = set()
     candidates = []
     for folder in (path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
@@ -207,7 +215,8 @@ def _file(path: Path) -> FoundLog | None:
 
 
 def matching_formats(path: Path, text: str) -> Iterator[FoundLog]:
-    """Yields every text format that matches, lazily: the first one is used."""
+    """Yields every text format that matches the file. The caller uses only the first match, so later formats are not
+    tried."""
     yield from _json_formats(path, text)
     yield from _csv_formats(path, text)
     for kind, read in CONSOLE_FORMATS.items():
@@ -224,7 +233,8 @@ def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
     if text.lstrip()[:1] not in ("{", "["):
         return
     first = [row for line in islice(io.StringIO(text), _HEAD_LINES) if isinstance(row := _parsed(line), dict)]
-    # A complete history is a trainer state, or the last line of a log that already contains the history.
+    # An object with the key `log_history` is a trainer state, or the last line of a log whose earlier lines already
+    # contain this history.
     rows = [row for row in first if table_logs.HISTORY not in row]
     found = [
         FoundLog(path, kind, partial(table_logs.row_points, file, text, form))
@@ -238,7 +248,7 @@ def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
 
 
 def _json_values(path: Path, text: str) -> Iterator[FoundLog]:
-    """Yields formats that are a single JSON value, on one line or on many."""
+    """Yields the matching formats of a file that contains one JSON value, on one line or on many lines."""
     file = str(path)
     try:
         value = json.loads(text)

@@ -11,7 +11,8 @@ import yaml
 from lockstep.errors import Problem, Refusal
 from lockstep.parity.compare.logs.table_logs import VALUE
 
-# Name in the log, without a leading `train/` -> lockstep's name. `eval_` and `eval/` before a name become `val/`.
+# Maps a metric name in the log (without a leading `train/`) to lockstep's metric name. `eval_` and `eval/` before a
+# name become `val/`.
 NAMES: dict[str, str] = {
     # transformers, TRL
     "loss": "train/loss",
@@ -39,7 +40,8 @@ NAMES: dict[str, str] = {
     "learning rate": "train/lr",
 }
 
-# MindSpeed-RL: the scores of GRPO and DAPO, and of early PPO, start with the method; newer PPO uses verl's names.
+# MindSpeed-RL: the metric names of scores start with the method (GRPO, DAPO, and PPO of older versions). Newer versions
+# of PPO use verl's names.
 _METHODS = ("grpo", "dapo", "ppo")
 _MINDSPEED_RL = {
     **{
@@ -58,9 +60,9 @@ _MINDSPEED_RL = {
 _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
 
 
-# A log that contains the key comes from this kind of training, and these names replace those of NAMES.
+# Maps a metric name to a table of names. If the log contains the metric, the names of its table replace those of NAMES.
 KINDS: dict[str, dict[str, str]] = {
-    # TRL's GRPO, RLOO and the like; OpenRLHF's PPO family
+    # TRL's online trainers such as GRPO and RLOO; OpenRLHF's PPO family
     "reward": {
         "reward": "critic/rewards/mean",
         "loss": "actor/loss",
@@ -70,11 +72,11 @@ KINDS: dict[str, dict[str, str]] = {
         "learning_rate": "actor/lr",
         "actor_lr": "actor/lr",
         "actor_grad_norm": "actor/grad_norm",
-        # Per token, against the reference. If the KL penalty is part of the reward, map it to
+        # The mean KL per token against the reference model. If the KL penalty is part of the reward, map `kl` to
         # `actor/reward_kl_penalty` with --names.
         "kl": "actor/kl",
         "entropy": "actor/entropy",
-        # OpenRLHF's name for the mean entropy, before its coefficient.
+        # OpenRLHF's name for the mean entropy, which is not multiplied by the entropy coefficient.
         "entropy_loss": "actor/entropy",
         "ppo_kl": "actor/ppo_kl",
         "ppo_clip_ratio": "actor/pg_clipfrac",
@@ -97,7 +99,7 @@ KINDS: dict[str, dict[str, str]] = {
         "act_lr": "actor/lr",
         "gen_len": "response_length/mean",
     },
-    # Progress bars of older OpenRLHF
+    # Names in the progress bars of older OpenRLHF versions
     "rm": {
         "rm": "critic/rewards/mean",
         "pg": "actor/pg_loss",
@@ -122,15 +124,17 @@ _TAG = re.compile(r"-tag-(.+?)(?: ?\(\d+\))?$")
 
 
 def map_names(written: Iterable[str], verl_names: bool, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns lockstep's name -> name in the log, for each metric. `names` override the tables; verl's names need none.
+    """Returns a mapping from lockstep's metric names to the names in the log. `names` overrides the built-in tables. No
+    table is used if `verl_names` is true, because lockstep uses verl's names.
 
-    If two metrics map to one name, the first gets it and the other keeps its name in the log.
+    If two metrics of the log map to one name, the first metric gets that name, and the second keeps its name in the
+    log.
     """
     listed = list(written)
     table = {} if verl_names else _table(listed)
     mapped = {name: names.get(name) or _translated(name, table) for name in listed}
     found: dict[str, str] = {}
-    # Names that do not change come first, so that no other metric takes them.
+    # Metrics that keep their name are added first, so that no renamed metric takes their name.
     for name in sorted(listed, key=lambda name: mapped[name] != name):
         target = mapped[name] if mapped[name] not in found else name
         while target in found:
@@ -157,7 +161,7 @@ def read_names(path: str | Path) -> dict[str, str]:
         Problem(
             f"{where}, {name!r}",
             f"has the value {target!r}",
-            "both sides must be names; put them in quotes",
+            "a line must map a name to a name; put both names in quotes",
             code="wrong-type",
         )
         for name, target in table.items()
@@ -169,7 +173,8 @@ def read_names(path: str | Path) -> dict[str, str]:
 
 
 def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns `names` plus the metric of the column `Value`: from `names`, otherwise from the file name."""
+    """Returns `names` with an entry for the column `Value` of a tensorboard csv export. If `names` has no such entry,
+    the metric name comes from the file name."""
     if VALUE in names:
         return dict(names)
     tag = _TAG.search(path.stem)
@@ -178,7 +183,7 @@ def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str
         raise Refusal.at(
             path,
             f"a csv export of tensorboard, which does not contain the metric name of its column {VALUE}",
-            "set it with --value (for example --value train/loss), or name the file as tensorboard does: "
+            "set the metric name with --value (for example --value train/loss), or name the file as tensorboard does: "
             "run-X-tag-NAME.csv",
             code="unnamed-metric",
         )
@@ -186,7 +191,8 @@ def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str
 
 
 def name_of_file(flat: str) -> str | None:
-    """Returns the metric whose name is `flat` with `/` in place of some `_`; None if no table contains it."""
+    """Returns the known metric name that equals `flat` after `/` is replaced by `_`, or None if no table contains such
+    a name."""
     tables = (NAMES, *KINDS.values())
     here = {name.replace("/", "_"): name for table in tables for name in table.values()}
     theirs = {name.replace("/", "_"): name for table in tables for name in table}

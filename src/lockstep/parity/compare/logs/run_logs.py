@@ -27,11 +27,14 @@ def is_run_folder(path: Path) -> bool:
 
 
 def refuse_lost_metrics(path: Path) -> None:
-    """Refuses a run folder without its metrics; otherwise another file in it would be read as the log."""
+    """Refuses a run folder without metrics.jsonl. Otherwise another file in the folder would be read as the log."""
     folder = RunFolder(path)
     if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
         raise Refusal.at(
-            folder.metrics, "is missing; it contains the curves of the run", "restore the file", code="missing-file"
+            folder.metrics,
+            "is missing, and this file contains the curves of the run",
+            "restore the file",
+            code="missing-file",
         )
 
 
@@ -47,7 +50,7 @@ def run_points(path: Path) -> Points:
 
 
 def recording_ranks(folder: Path) -> dict[int, Path]:
-    """Returns the folders of a recording by rank; empty if the folder is not a recording."""
+    """Returns the folders of a recording by rank, or an empty result if the folder is not a recording."""
     if _is_recording(folder):
         return {0: folder}
     inner = {path.name[5:]: path for path in folder.glob("rank_*")} if folder.is_dir() else {}
@@ -63,7 +66,7 @@ def _is_recording(folder: Path) -> bool:
 
 
 def recording_points(path: Path) -> Points:
-    """Returns the curves of a recording: the mean over the ranks, at the steps that all ranks have."""
+    """Returns the curves of a recording. Each value is the mean over the ranks, at steps that all ranks recorded."""
     sides = []
     for folder in recording_ranks(path).values():
         file = folder / _CURVES
@@ -95,14 +98,15 @@ def read_evidence(path: Path) -> Evidence:
         if not isinstance(content, dict):
             raise Refusal.at(file, "contains no keys", "restore the file", code="damaged-file")
     env = read_object(folder.env) if folder.env.is_file() else {}
-    # An earlier version may have stored secrets; they must not appear in a report.
+    # An earlier version of lockstep may have stored secrets in the run folder. Secrets must not appear in a report.
     recipes, env = {path: stored_recipe(masked_tree(recipe)) for path, recipe in recipes.items()}, masked_tree(env)
     earlier = {last: recipes[path] for path, last in files.items() if last is not None}
     return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """Reads the first training lines. An incomplete last line is left out; other damage is refused."""
+    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. Any other damaged line is
+    refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []
@@ -118,7 +122,7 @@ def _samples(file: Path) -> list[dict[str, Any]]:
                     f"{file} line {number}", why, "restore the file, or remove the line", code="damaged-file"
                 )
             if isinstance(sample, dict) and sample.get("kind") == "train":
-                sample.pop("token_details", None)  # the page and the support table show responses, not tokens
+                sample.pop("token_details", None)  # reports show only text
                 found.append(sample)
             if len(found) == MAX_SAMPLES:
                 break

@@ -1,7 +1,7 @@
-"""Readers of tables with a step column: JSON lines, JSON, csv, msprobe's dumps.
+"""Readers of logs that are tables with a step column: JSON lines, JSON, csv and msprobe's dumps.
 
-The step is a column (`global_step`), or a text such as `10/93`. The first update is step 1, except in wandb's `_step`
-and msprobe, which count from 0.
+The step number is a column such as `global_step`, or a text such as `10/93` (step 10 of 93). The first update is step
+1, except in wandb's `_step` and msprobe, which count from 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.console_logs import damaged, parse_number
 from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_step, numbers
 
-# The first of these columns in a row is its step. `_step` comes last, because wandb increments it at each log call.
+# The first of these columns that a row contains is its step number. wandb's `_step` is used only if no row contains one
+# of these columns, because wandb increments it at each log call.
 STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
 # Columns that identify the process that wrote the row.
@@ -30,7 +31,7 @@ _RANGE_COLUMNS = ("__MIN", "__MAX")
 
 Row = Mapping[str, Any]
 LogRow = tuple[int, dict[str, Any]]
-"""A line number, for messages, and the values of the line."""
+"""A line number for messages, and the values of the line by column name."""
 
 
 def has_step(names: Collection[str]) -> bool:
@@ -38,7 +39,8 @@ def has_step(names: Collection[str]) -> bool:
 
 
 def json_lines(file: str, text: str) -> Iterator[LogRow]:
-    """Yields the objects of JSON lines. An incomplete last line is left out; other damage is refused."""
+    """Yields the objects of a JSON lines file. An incomplete last line is skipped. Any other damaged line is
+    refused."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -54,7 +56,8 @@ def json_lines(file: str, text: str) -> Iterator[LogRow]:
 
 
 def csv_rows(file: str, text: str) -> Iterator[LogRow]:
-    """Yields the rows of a csv file by column name. A last line without its line break is incomplete and left out."""
+    """Yields each row of a csv file as a dictionary by column name. A last line without a line break is skipped as
+    incomplete."""
     reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]), delimiter=delimiter(text))
     try:
         header = _without_run_name(next(reader, []))
@@ -77,8 +80,8 @@ def delimiter(text: str) -> str:
 
 
 def _without_run_name(header: list[str]) -> list[str]:
-    """Removes the run name from columns `run - metric` of a chart exported from wandb, and the columns for the
-    range."""
+    """Removes the run name from the columns `run - metric` of a chart exported from wandb. Columns that end with
+    `__MIN` or `__MAX` keep their names."""
     header = [name.strip() for name in header]
     runs = {name.partition(" - ")[0] for name in header if " - " in name}
     if len(runs) != 1:
@@ -91,7 +94,8 @@ def _without_run_name(header: list[str]) -> list[str]:
 
 
 def table_points(file: str, rows: Iterator[LogRow]) -> Points:
-    """Reads the metrics of the rows. If wandb's count of log calls is the only step, its first call becomes step 1."""
+    """Reads the metrics of all rows. If wandb's `_step` is the only step column and counts updates from 0, its step 0
+    becomes step 1."""
     rows_, found = list(rows), Points()
     counted = not any(name in row for _, row in rows_ for name in STEP_COLUMNS)
     columns = (WANDB_COUNT,) if counted else STEP_COLUMNS
@@ -105,7 +109,7 @@ def table_points(file: str, rows: Iterator[LogRow]) -> Points:
             raise Refusal.at(
                 f"{file} line {line}",
                 f"its step is {written!r}",
-                "a step is a whole number; remove the row",
+                "a step must be a whole number; remove the row",
                 code="not-a-number",
             )
         found.add(step + first, numbers(row, _NO_METRICS), _rank_of(row))
@@ -113,7 +117,7 @@ def table_points(file: str, rows: Iterator[LogRow]) -> Points:
 
 
 def _rank_of(row: Row) -> str:
-    """Returns the rank that wrote the row, if a column contains it."""
+    """Returns the rank or process that wrote the row, or "" if no column names it."""
     parts = [
         f"{name} {row[name]:g}" if isinstance(row[name], float) else f"{name} {row[name]}"
         for name in _RANK_COLUMNS
@@ -123,7 +127,8 @@ def _rank_of(row: Row) -> str:
 
 
 def _counts_from_zero(rows: Sequence[Row]) -> bool:
-    """Returns whether wandb's step 0 is an update, not a validation: it has half of the next step's metrics or more."""
+    """Returns whether wandb's step 0 is an update. A step 0 with less than half of the next step's metrics is a
+    validation."""
     counted = list(islice((row for row in rows if WANDB_COUNT in row), 2))
     if not counted or as_step(counted[0][WANDB_COUNT]) != 0:
         return False
@@ -134,7 +139,7 @@ def _counts_from_zero(rows: Sequence[Row]) -> bool:
 # JSON lines of specific trainers --------------------------------------------------------------------------------------
 
 HISTORY = "log_history"
-"""A row with this key repeats the contents of all rows before it."""
+"""A row with this key repeats the metrics of all rows before it."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +148,10 @@ class RowFormat:
 
     is_row: Callable[[Row], bool]
     step: Callable[[Row], tuple[int | None, int | None]]
-    """Returns the step of a row and the last planned step; None for a missing one."""
+    """Returns the step of a row and the last planned step. A missing number is None."""
     metrics: Callable[[Row], Mapping[str, float]]
     expected: str
-    """A description of a correct line, for messages."""
+    """A description of a correct line, which error messages contain."""
 
 
 def row_points(file: str, text: str, form: RowFormat) -> Points:
@@ -175,7 +180,7 @@ def _swift_step(row: Row) -> tuple[int | None, int | None]:
 
 
 def _swift_metrics(row: Row) -> Mapping[str, float]:
-    """Returns the metrics; numbers may be written as strings."""
+    """Returns the metrics of a row. ms-swift may write numbers as strings."""
     plain = {
         name: parsed if isinstance(value, str) and (parsed := parse_number(value)) is not None else value
         for name, value in row.items()
@@ -234,7 +239,8 @@ def refuse_cut_state(file: str, error: ValueError) -> Points:
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Returns the state outside the checkpoints of one run, otherwise that of its last checkpoint."""
+    """Returns the path of the trainer_state.json outside the checkpoint folders. If there is none, returns that of the
+    last checkpoint. Returns None if the files belong to several runs."""
     if not files or any(file.name != STATE_FILE for file in files):
         return None
     numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}
@@ -265,10 +271,10 @@ def tensorboard_csv_points(file: str, text: str) -> Points:
 # msprobe, the accuracy tool of Ascend's mstt ------------------------------------------------------------------------
 #
 #     step0/rank0/dump.json        inputs and outputs of every module or operator: Max, Min, Mean, Norm
-#     grad_reduced_0-4.csv         its monitor: vpp_stage, name, step, micro_step of activations, then the statistics
-#     rank0/grad_summary_0.csv     its gradient probe: Param_name, Max, Min, Norm ...
+#     grad_reduced_0-4.csv         the monitor: vpp_stage, name, step, micro_step of activations, then the statistics
+#     rank0/grad_summary_0.csv     the gradient probe: Param_name, Max, Min, Norm ...
 #
-# A metric is `<tensor>/<statistic>`, with the prefix `rank3/` if there are several ranks.
+# The metric name is `<tensor>/<statistic>`, with a prefix such as `rank3/` if there are several ranks.
 
 _DUMP = "dump.json"
 _STATISTICS = ("Max", "Min", "Mean", "Norm")
@@ -289,7 +295,8 @@ def is_msprobe_header(names: Sequence[str]) -> bool:
 
 
 def msprobe_files(folder: Path) -> list[Path]:
-    """Returns the files of one dump, monitor or gradient probe; empty for any other folder."""
+    """Returns the files that msprobe's dump, monitor or gradient probe wrote to this folder, or an empty list if there
+    are none."""
     dumps = [*folder.glob(f"step*/rank*/{_DUMP}"), *folder.glob(f"rank*/{_DUMP}"), *folder.glob(_DUMP)]
     tables = [*folder.glob("rank*/grad_summary_*.csv"), *folder.glob("*.csv"), *folder.glob("rank*/*.csv")]
     found = sorted(set(dumps)) or sorted({path for path in tables if _has_msprobe_header(path)})
@@ -302,7 +309,7 @@ def _has_msprobe_header(path: Path) -> bool:
 
 
 def msprobe_points(files: Sequence[Path]) -> Points:
-    """Reads all files and sorts their points by step."""
+    """Reads all msprobe files and sorts their values by step."""
     several = len({_rank_folder(path) for path in files}) > 1
     rows = [
         (step, f"rank{_rank_folder(path)}/{name}" if several else name, value)
@@ -325,7 +332,10 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
         dump = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Refusal.at(
-            path, f"is cut short: {error}", "msprobe writes it at debugger.stop(); dump again", code="damaged-file"
+            path,
+            f"is cut short: {error}",
+            "msprobe writes this file at debugger.stop(); dump again",
+            code="damaged-file",
         ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]
     step = next((int(part[1]) for part in reversed(parts) if part), 0)
@@ -338,7 +348,8 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, Row]]:
-    """Yields every tensor with statistics: arguments, outputs and parameters, also in lists."""
+    """Yields the name and the statistics of every tensor in a dump: arguments, outputs and parameters, also inside
+    lists."""
     if isinstance(value, dict) and "Norm" in value:
         yield place, value
     elif isinstance(value, (dict, list)):
