@@ -61,7 +61,8 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
         ([f"{A}.loss_agg_mode=token-sum"], {"aggregation": "token_sum"}),
         (
             ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"],
-            {"dynamic_sampling.metric": None},
+            # verl's default of max_num_gen_batches, 0, has no limit.
+            {"dynamic_sampling.metric": None, "dynamic_sampling.max_gen_batches": 10},
         ),
         (
             [

@@ -312,3 +312,8 @@ def test_flags_that_start_with_a_minus_are_values() -> None:
 )
 def test_the_nearest_name_is_the_most_similar_or_has_the_same_last_component(name: str, expected: str | None) -> None:
     assert nearest_name(name, ["data.seed", "trainer.total_epochs", "data.max_tokens"]) == expected
+
+
+def test_a_row_has_the_fields_of_its_entry() -> None:
+    row = next(row for row in table_rows("verl", "main_ppo") if row.key == "trainer.save_freq")
+    assert row == KeyRow("trainer.save_freq", "mapped", ("checkpoint.every",), row.note, default=-1, unit="steps")
