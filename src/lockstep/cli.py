@@ -206,7 +206,7 @@ def doctor(
 def cache(
     clear: Annotated[
         str | None,
-        typer.Option(metavar="PART|all", help="Delete this part of the cache: rows, folders, models, or all."),
+        typer.Option(metavar="PART|all", help="Delete this part of the cache: rows, folders, models, runs, or all."),
     ] = None,
 ) -> None:
     """Show the cache (encoded rows, converted models) and its size, or delete it."""
