@@ -138,9 +138,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
     for span, part in in_processes(work, missing, processes_here(len(missing))):
         if part.elsewhere and _found(work, span, parts, advance):
             continue
-        made = (
-            work(span) if part.elsewhere else part
-        )  # the cache entry was deleted in the meantime, so encode the rows here
+        made = work(span) if part.elsewhere else part  # the cache entry was deleted in the meantime
         if cache is not None and made.data is not None:
             made = RowPart(cache.put(span, made.data), made.items, made.about)
         parts[span] = made
