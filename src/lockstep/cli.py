@@ -64,7 +64,7 @@ def train(
         bool, typer.Option("--smoke", help="Test RECIPE: two small steps with validation, checkpoint, export and tape.")
     ] = False,
 ) -> None:
-    """Train RECIPE, or resume it."""
+    """Train RECIPE, or resume its interrupted run."""
     from lockstep.commands.maintenance import with_beginning
     from lockstep.recipe import load_recipe
 
@@ -216,7 +216,7 @@ def cache(
         write(line)
 
 
-# These commands are registered here so that `--help` lists the commands in the order of use.
+# The order of registration is the order of the commands in `--help`: the order of use.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)
@@ -308,8 +308,8 @@ def replay(
 ) -> None:
     """Replay RUN on another device, dtype, engine or number of processes, and report the first difference.
 
-    Exit code 0: no difference exceeds the tolerance; 1: a difference exceeds it. KEY=VALUE changes the recipe, for
-    example model.dtype=bf16 or rollout.engine=hf.
+    Exit code 0: no difference exceeds the tolerance; 1: a difference exceeds the tolerance. KEY=VALUE changes the
+    recipe, for example model.dtype=bf16 or rollout.engine=hf.
     """
     from lockstep.parity.replay.replay_command import ReplayRequest, replay_run
 

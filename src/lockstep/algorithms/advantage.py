@@ -227,10 +227,10 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
 
 
 def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GDPO (arXiv 2601.05242): normalise each reward per group as in `grpo`, sum them by weight, whiten.
+    """GDPO (arXiv 2601.05242): normalise each reward per group as in `grpo`, sum the rewards by weight, whiten the sum.
 
-    So a reward with a small spread has the same influence as a reward with a large spread. A KL penalty in the reward
-    is not included.
+    So a reward with a small spread has as much influence as a reward with a large spread. A KL penalty in the reward is
+    not included.
     """
     if not signals.rewards:
         raise Refusal.at(

@@ -1,8 +1,8 @@
 """Rollout correction for the difference between the log-probs of engine and trainer.
 
-It uses truncated importance sampling (IMPALA, arXiv 1802.01561), or rejects tokens and sequences whose log-probs differ
-too much. Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine, clamped to +-20, the ratio
-is e^d.
+The correction is truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences whose
+log-probs differ too much. Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine, clamped to
++-20, the ratio is e^d.
 """
 
 from __future__ import annotations

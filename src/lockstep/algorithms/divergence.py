@@ -86,12 +86,12 @@ LEAST_REST = -100.0
 def distribution_divergence(
     student_RV: torch.Tensor, teacher_RV: torch.Tensor, *, kind: str, mix: float = 0.5
 ) -> torch.Tensor:
-    """The divergence at each position, in nats, differentiable in both inputs.
+    """The divergence of student and teacher at each position, in nats, differentiable in both inputs.
 
     - `forward`: KL(teacher, student).
     - `reverse`: KL(student, teacher). A token of teacher probability 0 would make the divergence infinite, so it adds
-      the student's probability instead. (The result is the generalised KL divergence, sum of p log(p/q) - p + q, over
-      the other tokens. It is never negative, and the student still learns to avoid tokens of teacher probability 0.)
+      the student's probability instead. The result is never negative: over the other tokens it is the generalised KL
+      divergence, the sum of p log(p/q) - p + q. The student still learns to avoid tokens of teacher probability 0.
     - `jsd`: mix KL(teacher, m) + (1 - mix) KL(student, m) with m = mix teacher + (1 - mix) student, the generalised
       Jensen-Shannon divergence of GKD (arXiv 2306.13649) with the paper's beta as `mix`.
 

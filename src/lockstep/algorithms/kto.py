@@ -31,8 +31,8 @@ def kto_loss(
 
     An undesirable row has the loss `undesirable` (1 - sigmoid(beta (kl - log-ratio))). Log-ratios come from
     `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the update. Metrics are sums over rows: the numbers of
-    desirable and undesirable rows, their rewards (beta x log-ratio), and `accuracy`. A row is accurate if its log-ratio
-    is above `kl` and it is desirable, or below and undesirable; an equal log-ratio adds 0.5.
+    desirable and undesirable rows, their rewards (beta x log-ratio), and `accuracy`. A desirable row is accurate if its
+    log-ratio is above `kl`, an undesirable row if it is below; an equal log-ratio adds 0.5.
     """
     above_N = logratios_N - kl
     toward_N = torch.where(desirable_N, above_N, -above_N)
@@ -57,7 +57,7 @@ def row_logratios(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Te
 
 
 def row_means(policy_N: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
-    """The mean log-prob of the tokens of each row. It replaces the log-ratio if there is no reference model."""
+    """The mean log-prob of the tokens of each row, used instead of the log-ratio if there is no reference model."""
     return floor_logprobs(policy_N, LEAST_SUM) / lengths_N
 
 
@@ -71,8 +71,8 @@ def kl_estimate(logratios: torch.Tensor) -> float:
 def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
     """Returns for each row the row that provides the mismatched completion.
 
-    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. If there is no
-    such row, it is the next row whose completion differs. Always using the neighbour would give a matched pair if
+    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. Without such a
+    row, the partner is the next row whose completion differs. Always using the neighbour would give a matched pair if
     neighbours share a prompt.
     """
     prompt, completion = _runs(prompts), _runs(completions)
@@ -129,7 +129,7 @@ def _partner(row: int, prompt: _Runs, completion: _Runs) -> int:
     if found is None:
         found = _next_other(row, [completion])
     if found is None:
-        raise ValueError(f"row {row} has no mismatched completion: every row of the batch has the same one")
+        raise ValueError(f"row {row} has no mismatched completion: all rows of the batch have the same completion")
     return found
 
 

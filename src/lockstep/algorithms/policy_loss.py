@@ -43,7 +43,8 @@ class PolicyTokens:
 def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -> Sums:
     """PPO (arXiv 1707.06347): max(-A r, -A clip(r, 1 - low, 1 + high)), with separate bounds as in DAPO.
 
-    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729); None leaves it unbounded.
+    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729); with None the loss has no
+    bound.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp()
@@ -131,9 +132,9 @@ def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
 def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
     """DPPO (arXiv 2602.04879) with a bound on the total variation |p - p_old|: -min(r, cap) A log p, with r detached.
 
-    A token has no loss if it moved too far in the direction of its advantage: A > 0 and p - p_old > `high`, or A < 0
-    and p - p_old < -`low`. The bounds apply to the probability, not to the ratio, so the ratio of a rare token may be
-    large.
+    The loss of a token is 0 if its probability moved too far in the direction of its advantage: A > 0 and p - p_old >
+    `high`, or A < 0 and p - p_old < -`low`. The bounds apply to the probability, not to the ratio, so the ratio of a
+    rare token may be large.
     """
     tokens = _counted(tokens)
     moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
@@ -170,9 +171,9 @@ def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
 def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
     """The policy gradient of samples from the old policy: -min(w, cap) A log p, with a detached weight w.
 
-    With `of` = `token` the weight w is the ratio of the token (IMPALA's truncation, arXiv 1802.01561). With `sequence`
-    it is the product of the ratios of its sequence, whose logarithm is clamped to +-20. If the old log-probs are those
-    of the rollout engine, the loss is verl's `reinforce`.
+    With `of` = `token` the weight w is the ratio of the token (IMPALA's truncation, arXiv 1802.01561). With `sequence`,
+    w is the product of the ratios of the sequence; the logarithm of the product is clamped to +-20. If the old
+    log-probs are those of the rollout engine, the loss is verl's `reinforce`.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens).detach()
@@ -188,7 +189,7 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
 
 
 def policy_gradient(tokens: PolicyTokens) -> Sums:
-    """REINFORCE, -A log p (Williams 1992). It has no ratio, so the tokens must be sampled from the current policy."""
+    """REINFORCE, -A log p (Williams 1992), without a ratio: the tokens must be sampled from the current policy."""
     tokens = _counted(tokens)
     loss_K = -tokens.advantages_K * tokens.logprobs_K
     return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))

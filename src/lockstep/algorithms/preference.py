@@ -14,8 +14,8 @@ from lockstep.errors import Refusal
 from lockstep.types import Sums
 
 # Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a function of the log-ratio); for
-# losses without a reference it is log p. It is a sum or a mean over the tokens. h is the chosen score minus the
-# rejected score.
+# losses without a reference it is log p. Scores are sums or means over tokens. h is the chosen score minus the rejected
+# score.
 
 # Maximum exponent of a ratio: e^40 squared is finite in float32. A response with a larger exponent has no gradient.
 EXPONENT_BOUND = 40.0
@@ -50,7 +50,7 @@ def hinge(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> t
 def robust(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """Robust DPO (arXiv 2403.00409): unbiased if the fraction e = `label_smoothing` of the labels is flipped.
 
-    The loss is (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e). It can be negative.
+    The loss can be negative: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e).
     """
     logits_P = beta * (chosen_P - rejected_P)
     kept_P = -(1 - label_smoothing) * logsigmoid(logits_P)
@@ -97,8 +97,8 @@ def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) 
 def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-zero (arXiv 2408.06266, equation 7): 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
 
-    APO-zero increases the chosen and decreases the rejected likelihood. It suits chosen responses that are better than
-    the model's own.
+    APO-zero increases the chosen and decreases the rejected likelihood. Use APO-zero if the chosen responses are better
+    than the model's own responses.
     """
     return (-beta * chosen_P).sigmoid() + (beta * rejected_P).sigmoid()
 
@@ -106,8 +106,8 @@ def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-down (arXiv 2408.06266, equation 8): sigmoid(beta chosen) + 1 - sigmoid(beta h).
 
-    APO-down decreases both likelihoods, the rejected one more. It suits chosen responses that are worse than the
-    model's own.
+    APO-down decreases the chosen likelihood, and the rejected one more. Use APO-down if the chosen responses are worse
+    than the model's own responses.
     """
     return (beta * chosen_P).sigmoid() + (-beta * (chosen_P - rejected_P)).sigmoid()
 
@@ -184,7 +184,8 @@ RANKED: dict[str, Callable[..., torch.Tensor]] = {"aot": aot, "aot_unpaired": ao
 REFERENCE_FREE = ("simpo", "orpo", "cpo")
 ALWAYS_MEANS = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo", "aot", "aot_unpaired")
-# Losses that depend only on h = chosen score - rejected score; they support f-DPO's other divergences.
+# Losses that depend only on h = chosen score - rejected score; these losses support f-DPO's divergences other than
+# reverse KL.
 DIVERGENT = ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "discopop")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
@@ -275,10 +276,10 @@ def preference_loss(
 ) -> Sums:
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
-    `average` divides every score by the length of its response; `simpo` and `orpo` always divide by it. `nll` is a mean
-    over the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the
-    divergence of f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT)
-    need `partners`, computed over all pairs of the update.
+    `average` divides every score by the length of its response; `simpo` and `orpo` always do this. `nll` is a mean over
+    the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the divergence of
+    f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT) need `partners`,
+    computed over all pairs of the update.
 
     Metrics are sums over pairs: `chosen` and `rejected` are the implicit rewards (beta times the score), `margin` is
     chosen minus rejected, `accuracy` is 1 for a positive margin (0.5 for a tie), and `nll`, if used, is the loss term

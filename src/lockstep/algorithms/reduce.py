@@ -58,8 +58,8 @@ def _identity(numbers: torch.Tensor) -> torch.Tensor:
 class StepReduce:
     """Reduces the values of a rank's tokens over all ranks.
 
-    The methods are collectives: every rank must call them in the same order. With a single process they return the
-    local result.
+    The methods are collectives: every rank must call them in the same order. With a single process, the methods return
+    the local result.
     """
 
     sum_tensor: Callable[[torch.Tensor], torch.Tensor] = _identity

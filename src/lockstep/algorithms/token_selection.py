@@ -13,8 +13,8 @@ from lockstep.errors import Refusal
 # A)(log p - mean log p), with means over the kept tokens of the update.
 #
 # Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
-# clips. Here tokens are selected once per update, from the log-probs before the update. So the selection does not
-# depend on micro-batches or devices, and at that time no token is clipped.
+# clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the selection does
+# not depend on micro-batches or devices, and at that time no token is clipped.
 
 
 def select_clip_cov(
@@ -29,8 +29,8 @@ def select_clip_cov(
 ) -> torch.Tensor:
     """1 at randomly chosen tokens whose covariance is in [low, high]. `share` is their fraction of all kept tokens.
 
-    At least one token is chosen, unless `share` is 0 or no token is in the range. If the range has too few tokens, all
-    of them are chosen. With the same seed all ranks choose the same tokens.
+    At least one token is chosen, unless `share` is 0 or no token is in the range. If the range [low, high] has too few
+    tokens, all its tokens are chosen. With the same seed all ranks choose the same tokens.
     """
     covariance_K = _covariance(old_K, advantages_K, keep_K)
     band = torch.nonzero((keep_K > 0) & (covariance_K >= low) & (covariance_K <= high)).flatten()
@@ -82,8 +82,8 @@ def _marked(like_K: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 # Policy filtration (PF-PPO, arXiv 2409.06957): the paper resamples the S responses of a step with replacement, weighted
-# by reward. Here a response stays in its update, and its loss is multiplied by the number of times it was sampled,
-# which gives the same sum. verl instead shuffles the copies over the updates of a step.
+# by reward. In lockstep a response stays in its update, and its loss is multiplied by the number of times it was
+# sampled, which gives the same sum. verl instead shuffles the copies over the updates of a step.
 
 METHODS = ("none", "pow", "max_min", "max_random")
 # Minimum sampling weight, as in verl.
@@ -94,8 +94,8 @@ def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: t
     """How often each of the S responses is sampled in S weighted draws with replacement.
 
     The weight of a response with score s is |s|^power for `pow`; 1 for the best and worst scores of the step, else 0,
-    for `max_min`; 0.4 for the best score, else 0.1, for `max_random`. With the same seed every rank gets the same
-    result.
+    for `max_min`; 0.4 for the best score, else 0.1, for `max_random`. All ranks use the same seed, so they sample the
+    same responses.
     """
     scores_S = scores_S.double()
     if method == "pow":

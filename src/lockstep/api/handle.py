@@ -205,8 +205,8 @@ class Handle:
     def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
         """Returns the log-probabilities of the trained tokens: one CPU vector per sequence (two for a preference pair).
 
-        With `reference`, the reference model computes them: the frozen copy or, with LoRA, the model without its
-        adapter.
+        With `reference`, the reference model computes the log-probabilities: the frozen copy or, with LoRA, the model
+        without its adapter.
         """
         data = as_data(examples)
         found: dict[int, list[torch.Tensor]] = {}
@@ -327,7 +327,7 @@ class Handle:
         return checkpoints.save(Path(folder), state, tensors)
 
     def restore(self, folder: str | Path) -> None:
-        """Restores a checkpoint of `save`, or the newest in a folder. The handle needs the same model and settings."""
+        """Restores a checkpoint of `save`, or the newest in a folder. Model and settings must match the checkpoint."""
         steps = checkpoints.steps_in(Path(folder))
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
@@ -344,7 +344,7 @@ class Handle:
             if saved[key] != current[key]:
                 raise Refusal.at(
                     str(path),
-                    f"was saved with {key}={saved[key]!r}, and the handle has {key}={current[key]!r}",
+                    f"was saved with {key}={saved[key]!r}, and the handle has {current[key]!r}",
                     "call lockstep.load with the settings of the checkpoint",
                     code="changed-setting",
                 )

@@ -34,8 +34,8 @@ PromptLike = str | Sequence[Message] | Sequence[int]
 class Datum:
     """The input of one loss call: one sequence, or several (chosen and rejected), with named columns.
 
-    `scoring` defines the distribution (temperature, truncation) of the log-probabilities. For a sampled response it is
-    the sampling distribution.
+    `scoring` defines the distribution (temperature, truncation) of the log-probabilities. For a sampled response,
+    `scoring` is the sampling distribution.
     """
 
     sequences: tuple[Example, ...]
@@ -56,7 +56,7 @@ class Datum:
         return sum(sequence.targets for sequence in self.sequences)
 
     def having(self, **columns: Any) -> Datum:
-        """Returns the same sequences with more columns."""
+        """Returns a copy of this example with additional columns."""
         return replace(self, columns={**self.columns, **columns})
 
 

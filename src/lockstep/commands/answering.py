@@ -1,6 +1,6 @@
 """Commands that generate text with a model or use its responses: generate, serve, eval, sample, pairs.
 
-Each command imports what it needs when it is called, so that `--help` is fast.
+Each command imports its modules when it runs, so that `--help` is fast.
 """
 
 from __future__ import annotations

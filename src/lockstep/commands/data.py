@@ -1,4 +1,4 @@
-"""`lockstep data ...`: generates and shows rows. Each command imports what it needs when it is called."""
+"""`lockstep data ...`: generates and shows rows. Each command imports its modules only when it runs."""
 
 from __future__ import annotations
 

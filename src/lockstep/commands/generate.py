@@ -95,7 +95,10 @@ class Conversation:
             refuse_dropped_by_template(text, messages, (), _HERE)
         except Refusal as refusal:
             raise Refusal.at(
-                "the prompt", refusal.problems[0].why, "put it into the user message", code=refusal.problems[0].code
+                "the prompt",
+                refusal.problems[0].why,
+                "put the dropped text into the user message",
+                code=refusal.problems[0].code,
             ) from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 

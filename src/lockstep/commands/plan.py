@@ -98,11 +98,15 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 def _memory(rollout: RolloutSettings) -> str:
     """Describes how much device memory an inference server takes if it shares the devices of the run."""
     flag, default = SHARES[rollout.engine]
-    when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases it)"
+    when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases the memory)"
     value = _flag_value(rollout.server.args, flag)
     if value is not None:
         return f"{flag} {value} of the memory of the run's devices, {when}"
-    share = "most of it" if default is None else f"{default:g}, which leaves {1 - default:.0%} of the memory to the run"
+    share = (
+        "most of the memory"
+        if default is None
+        else f"{default:g}, which leaves {1 - default:.0%} of the memory to the run"
+    )
     return (
         f"the engine's default fraction of device memory, {share}, {when}: lower it with rollout.server.args "
         f'[{flag}, "0.5"], or use other devices with rollout.server.devices'

@@ -199,7 +199,7 @@ class Parts:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary file that replaces `path` after it is complete and on disk."""
+    """Yields a temporary file that replaces `path` when the temporary file is complete and on disk."""
     try:
         with written_aside(path) as aside:
             yield aside
@@ -236,7 +236,7 @@ class SamplingPace:
 
 
 def sample_responses(job: Job, device_name: str) -> None:
-    """Samples, scores and stores responses. If the same job is started again after an interruption, it resumes."""
+    """Samples, scores and stores responses. An interrupted job resumes if it is started again with the same options."""
     refuse_options(job.dtype, job.n, job.sampling.temperature)
     device, sentence = explain(device_name)
     with joined(device) as world:

@@ -64,7 +64,7 @@ def refuse_judge(folder: str, model: str) -> None:
     """Rejects a reward model: it has no output head for tokens, so generation would be noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         why = "is a reward model: it scores answers and does not generate"
-        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
+        raise Refusal.at(model, why, "use the model with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:

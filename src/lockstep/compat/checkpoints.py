@@ -175,7 +175,7 @@ def read_deepspeed(folder: Path) -> Weights:
         raise Refusal.at(
             folder,
             f"the model is split over {len(files)} devices (tensor parallel)",
-            "merge it first",
+            "merge the shards first",
             code="unsupported-format",
         )
     return _module(read_pickle(files[0]), files[0])
@@ -184,7 +184,7 @@ def read_deepspeed(folder: Path) -> Weights:
 def _module(state: Any, file: Path) -> Weights:
     module = state.get("module") if isinstance(state, dict) else None
     if not isinstance(module, dict):
-        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote it", code="damaged-checkpoint")
+        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote the file", code="damaged-checkpoint")
     return {name: tensor for name, tensor in module.items() if _is_weight(name, tensor)}
 
 

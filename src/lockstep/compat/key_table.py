@@ -33,7 +33,7 @@ class KeyRow:
     """The recipe keys that this key sets, directly (if `cast` is set) or through a rule."""
     note: str = ""
     default: Any = None
-    """The other trainer's default."""
+    """The default of this key in the other trainer."""
     unit: str = ""
     cast: str | None = None
     """The type of the recipe value; None if a rule converts the key."""

@@ -1,4 +1,4 @@
-"""`lockstep migrate SCRIPT.sh`: converts the training commands of a script to recipes. It does not run the script."""
+"""`lockstep migrate SCRIPT.sh`: converts the training commands of a script to recipes. The script is not run."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """Returns the script in `bash -c "..."` and `eval "..."`. The variables in it are already expanded."""
+    """Returns the inner script of `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
     texts = [word.text for word in words]
     if texts[:1] == ["eval"] and len(texts) > 1:
         inner = read_script(" ".join(texts[1:]))

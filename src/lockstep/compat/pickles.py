@@ -1,8 +1,9 @@
-"""A restricted unpickler for checkpoints of other programs. It does not import or run code that a checkpoint refers to.
+"""A restricted unpickler for checkpoints of other programs.
 
-`torch.load` without `weights_only` would pass a TorchScript archive to `torch.jit.load`, which runs methods of the
-archive. This reader creates only tensors and plain containers. An object of any other class becomes an empty stand-in.
-A file that refers to a function of Python's standard library is refused.
+Code that a checkpoint refers to is not imported and not run. `torch.load` without `weights_only` would pass a
+TorchScript archive to `torch.jit.load`, which runs methods of the archive. This reader creates only tensors and plain
+containers. An object of any other class becomes an empty stand-in. A file that refers to a function of Python's
+standard library is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _REBUILDS = [
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
 ]
-# Standard library modules whose classes appear in a trainer's settings and counters. They become stand-ins.
+# Standard library modules whose classes appear in a trainer's settings and counters. Objects of these classes become
+# stand-ins.
 _DATA = [
     "argparse",
     "collections",

@@ -1,7 +1,7 @@
 """A shell interpreter that expands the commands of a script and runs none of them.
 
-It evaluates variables, defaults, positional parameters, arrays, here-documents and arithmetic. Values that exist only
-at run time (the output of a program, an unset variable) are marked as unknown.
+The interpreter evaluates variables, defaults, positional parameters, arrays, here-documents and arithmetic. Values that
+exist only at run time (the output of a program, an unset variable) are marked as unknown.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class _Shell:
         elif first in ("elif", "else") and self.chosen:
             before = self.chosen[-1]
             now = True if first == "else" else self._holds(words[1:])
-            # If an earlier branch ran, this branch does not run. If it is unknown whether an earlier one ran, it is
-            # unknown here.
+            # If an earlier branch ran, this branch does not run. If that is unknown, it is also unknown whether this
+            # branch runs.
             self.branches[-1] = False if before else now if before is False or now is False else None
             self.chosen[-1] = True if before or self.branches[-1] else None if None in (before, now) else False
             if first == "else" and len(words) > 1:

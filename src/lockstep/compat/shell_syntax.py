@@ -1,8 +1,8 @@
 """Parses shell scripts into commands and raw words with line numbers; evaluates conditions and `${X%...}` operations.
 
 The parser handles comments, quotes, line continuations, `;` `&&` `||` `|` `&`, here-documents, arrays, redirections,
-functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. It skips the patterns of
-`case` branches. It does not expand variables.
+functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. The parser skips the patterns
+of `case` branches and does not expand variables.
 """
 
 from __future__ import annotations

@@ -74,9 +74,10 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def shared_beginnings(examples: Sequence[Example]) -> list[int]:
-    """Returns for each example the length of the prefix that it shares with its head.
+    """Returns for each example the length of the prefix that it shares with its head, an earlier example.
 
-    The head is the latest earlier example that shares no prefix itself. The last token of an example is never shared.
+    The head of an example is the latest earlier example that shares no prefix itself. The last token of an example is
+    never shared.
     """
     head: Sequence[int] = ()
     shares = []

@@ -319,7 +319,7 @@ def unseparated_rows(
 
 
 class Loader(Generic[T]):
-    """Selects the rows of each update. They depend only on seed and position, so a run can resume at any update.
+    """Selects the rows of each update. The selection depends only on seed and position: a run can resume at any update.
 
     An update may span two epochs. Every row is visited once per epoch. Only the last update may be smaller, if
     `total_rows` is set. With `drop_last`, an epoch ends after its last full update.

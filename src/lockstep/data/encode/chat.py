@@ -125,7 +125,7 @@ def _fast_template(template: str) -> _FastTemplate | None:
 
 
 # Only assistant turns are trained. The template's generation markers (`{% generation %}`) delimit the trained text.
-# Without markers, it is the text that the template adds after the generation prompt.
+# Without markers, the trained text is what the template adds after the generation prompt.
 
 Tools = Sequence[dict[str, Any]]
 """Tools of a chat, as JSON schemas."""

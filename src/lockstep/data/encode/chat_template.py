@@ -51,7 +51,7 @@ def template_text(name: str) -> str:
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
         raise Refusal.at(
             f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template", code="unreadable"
         ) from error
@@ -128,7 +128,7 @@ def _near_word(name: str, template: str) -> str:
 def with_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, bool | int | float | str]
 ) -> PreTrainedTokenizerBase:
-    """Sets template variables at the beginning of the tokenizer's template. An exported model does not include them."""
+    """Sets variables at the beginning of the tokenizer's template. An exported model does not include the variables."""
     if not arguments:
         return tokenizer
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""

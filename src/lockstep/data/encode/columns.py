@@ -195,7 +195,7 @@ def filled(row: Row, key: str, origin: Origin) -> Any:
     """Returns the value at `key`, which must not be empty."""
     value = lookup(row, key, origin)
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in", code="empty-field")
+        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill in the value", code="empty-field")
     return value
 
 

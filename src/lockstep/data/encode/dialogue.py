@@ -33,8 +33,9 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
     """Returns the prompt, and each response without the prompt.
 
-    If `prompt` is None, it is the responses' common prefix. Responses are texts or chats. A chat that does not start
-    with the assistant is a full chat and must begin with the prompt. `names` are the columns of the responses.
+    If `prompt` is None, the prompt is the common prefix of the responses. Responses are texts or chats. A chat that
+    does not start with the assistant is a full chat and must begin with the prompt. `names` are the columns of the
+    responses.
     """
     responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
     if len({type(response) for response in responses}) > 1:
@@ -122,7 +123,7 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
 def _filled(name: str, response: Any, origin: Origin) -> Turns:
     turns = as_turns(response, name, origin)
     if not turns or (isinstance(turns, str) and not turns.strip()):
-        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in", code="empty-field")
+        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill in the value", code="empty-field")
     return turns
 
 
@@ -130,7 +131,10 @@ def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
     if isinstance(rest, str):
         if not rest.strip():
             raise Refusal.at(
-                origin, f"{name} has no answer after the prompt", "remove the row or fill it in", code="no-answer"
+                origin,
+                f"{name} has no answer after the prompt",
+                "remove the row or fill in the value",
+                code="no-answer",
             )
     elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
         raise Refusal.at(
@@ -225,7 +229,7 @@ def _listed(names: Sequence[str]) -> str:
 class SpecialText:
     """Finds special tokens of a tokenizer in texts.
 
-    The tokenizer converts them to special tokens: an `<|im_end|>` in a user's text ends the user's turn. Rows that
+    The tokenizer converts such text to special tokens: an `<|im_end|>` in a user's text ends the user's turn. Rows that
     contain special tokens are counted and reported.
     """
 

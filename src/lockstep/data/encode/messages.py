@@ -126,7 +126,7 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
 def _content(content: Any, where: str, origin: Origin) -> Any:
     """Returns the text of a message content, which may be a list of text parts.
 
-    Returns other values unchanged; they are refused later.
+    Returns content of other types unchanged; it is refused later.
     """
     if not isinstance(content, list):
         return content
