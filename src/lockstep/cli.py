@@ -279,7 +279,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve a web page with runs: metrics, samples, recipes, reports. Local and read-only."""
+    """Serve a web page with runs: metrics, samples, recipes, reports. The page is local and read-only."""
     from lockstep.commands.view import view_runs
 
     view_runs(folder, port, open_browser)

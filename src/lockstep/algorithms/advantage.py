@@ -129,7 +129,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages for the policy and returns for the critic, in the type of the rewards."""
+    """Advantages for the policy and returns for the critic, in the dtype of the rewards."""
 
     advantages_K: torch.Tensor
     returns_K: torch.Tensor
@@ -247,10 +247,11 @@ def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """The optimal token baseline (arXiv 2602.07078): return to go minus a group baseline per position.
 
-    B_t = sum_i G_t W_t / sum_i W_t over the sequences of the group that reach position t. W_t is the energy of a
-    sequence up to t: the sum of the squared gradient norms of log p (1 - 2 p + the sum of squared vocabulary
-    probabilities), times the squared importance weight. If only one sequence of a group reaches position t, its
-    baseline is 0 (verl's `handle_zero_tail`). Positions count policy tokens.
+    The baseline is B_t = sum_i G_t W_t / sum_i W_t over the sequences i of the group that reach position t, with the
+    return to go G_t. W_t is the energy of a sequence up to t: the sum of the squared gradient norms of log p (1 - 2
+    p + the sum of squared vocabulary probabilities), times the squared importance weight. If only one sequence of a
+    group reaches position t, its baseline is 0 (verl's `handle_zero_tail`). A position counts only tokens that the
+    policy generated.
     """
     energy_K = _needed(
         signals.energy_K, "optimal_token_baseline", "the squared probabilities of the vocabulary"
@@ -315,7 +316,7 @@ def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
 
 
 class _Groups:
-    """Group statistics of the scores of the sequences that have a token."""
+    """Statistics of the scores per group, over the sequences that have a token."""
 
     def __init__(self, signals: Signals, scores_S: torch.Tensor | None = None):
         """`scores_S`, if given, is used instead of the sums of the token rewards."""

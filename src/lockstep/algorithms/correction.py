@@ -1,8 +1,8 @@
 """Rollout correction for the difference between the log-probs of engine and trainer.
 
 The correction is truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences whose
-log-probs differ too much. Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine, clamped to
-+-20, the ratio is e^d.
+log-probs differ too much. Shapes: K tokens of the step, S sequences. The ratio of a token is e^d with d = log
+p_trainer - log p_engine, clamped to +-20.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ COIN_FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Band:
-    """Accepts tokens whose statistic `by` is in [low, high]. `over`: `token`, or `sum`, `mean`, `max` of the sequence.
+    """Accepts tokens whose statistic `by` is in [low, high].
 
-    The statistics, with d = log q - log p, p the engine's probability and q the trainer's: `ratio` is e^d (over a
-    sequence: e to the sum, mean or maximum of its d), `k2` is d^2 / 2, `k3` is e^d - d - 1, `binary_kl` is the KL
-    divergence of the Bernoulli distributions KL((p, 1 - p), (q, 1 - q)), and `tv` is |p - q|.
+    `over` is `token`, or `sum`, `mean` or `max` for a statistic over the tokens of a sequence. The statistics, with
+    d = log q - log p, p the engine's probability and q the trainer's: `ratio` is e^d (over a sequence: e to the sum,
+    mean or maximum of its d), `k2` is d^2 / 2, `k3` is e^d - d - 1, `binary_kl` is the KL divergence of the Bernoulli
+    distributions KL((p, 1 - p), (q, 1 - q)), and `tv` is |p - q|.
     """
 
     over: str

@@ -76,11 +76,11 @@ def adapt_coefficient(coefficient: float, measured: float, target: float, horizo
 
 
 # Divergences between the next-token distributions of student and teacher, full or top-k. Shapes: R positions, V
-# vocabulary, k tokens kept at a position. All tensors hold log-probs.
+# vocabulary, k tokens kept at a position. All tensors contain log-probs.
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 LEAST_REST = -100.0
-"""The log-prob of the tokens outside the top k, if there are none."""
+"""The log-prob of "all other tokens" if the chosen tokens are the full vocabulary."""
 
 
 def distribution_divergence(

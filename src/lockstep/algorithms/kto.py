@@ -62,7 +62,7 @@ def row_means(policy_N: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(logratios: torch.Tensor) -> float:
-    """The mean log-ratio of mismatched pairs, at least 0 and detached."""
+    """KTO's KL estimate: the mean log-ratio of mismatched pairs, at least 0 and detached."""
     if not len(logratios):
         raise ValueError("the KL estimate of KTO is a mean over mismatched pairs, and there are none")
     return max(float(logratios.detach().double().mean()), 0.0)
@@ -80,7 +80,7 @@ def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequ
 
 
 def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The paper's ranges of the desirable weight (with undesirable = 1) and of the undesirable one (desirable = 1)."""
+    """KTO's recommended ranges of the desirable weight (undesirable = 1) and of the undesirable one (desirable = 1)."""
     if not desirable or not undesirable:
         raise ValueError("weights balance two kinds of rows, desirable and undesirable, and one kind has no rows")
     scarce = undesirable / desirable

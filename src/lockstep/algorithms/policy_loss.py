@@ -60,8 +60,9 @@ def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -
 def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """GSPO in its token form (arXiv 2507.18071): clipped as in PPO, with one ratio per sequence.
 
-    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. Its gradient is that of
-    the token's own log-prob. With the aggregation `seq_mean_token_mean` this is the objective of the GSPO paper.
+    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. The gradient of this log
+    ratio is that of the token's own log-prob. With the aggregation `seq_mean_token_mean` this is the objective of the
+    GSPO paper.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
@@ -74,8 +75,8 @@ def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """CISPO (arXiv 2506.13585): -clip(r, 1 - low, 1 + high) A log p. The clipped ratio is a detached weight.
 
-    The paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts the tokens whose
-    ratio is clipped.
+    The CISPO paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts the tokens
+    whose ratio is clipped.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp().detach()
@@ -86,7 +87,7 @@ def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 def sapo(tokens: PolicyTokens, *, positive: float, negative: float) -> Sums:
     """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau. The temperature tau depends on the sign of A.
 
-    A soft gate replaces the clip: at r = 1 the gradient equals the gradient of -A r. `pg_clipfrac` is 0.
+    A soft gate replaces the clip: at r = 1 the gradient equals the gradient of -A r. The metric `pg_clipfrac` is 0.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp()
@@ -145,8 +146,8 @@ def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
 def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
     """DPPO (arXiv 2602.04879) as in `dppo_tv`, but with a bound on the Bernoulli KL((p_old, 1 - p_old), (p, 1 - p)).
 
-    The maximum of this KL is `high` if A > 0 and p increased, and `low` if A < 0 and p decreased. Probabilities
-    above 1 - 1e-6 are replaced by 1 - 1e-6.
+    The loss of a token is 0 if this KL exceeds `high` (for A > 0 and increased p) or `low` (for A < 0 and decreased p).
+    Probabilities above 1 - 1e-6 are replaced by 1 - 1e-6.
     """
     tokens = _counted(tokens)
     logprobs_K, old_K = tokens.logprobs_K.detach(), tokens.old_K

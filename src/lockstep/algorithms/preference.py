@@ -61,7 +61,7 @@ def robust(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, lab
 def exo_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """EXO for a pair (arXiv 2402.00856, equation 16): KL(q, p), q = sigmoid(+-beta h), p = (1 - e, e).
 
-    q_w (log q_w - log(1 - e)) + q_l (log q_l - log e); `label_smoothing` e must be above 0.
+    The loss is q_w (log q_w - log(1 - e)) + q_l (log q_l - log e); `label_smoothing` e must be above 0.
     """
     logits_P = beta * (chosen_P - rejected_P)
     won_P = logits_P.sigmoid() * (logsigmoid(logits_P) - math.log1p(-label_smoothing))
@@ -72,7 +72,8 @@ def exo_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, l
 def nca_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """NCA for a pair (arXiv 2402.05369): compares each reward with zero, so that the chosen likelihood does not fall.
 
-    With the rewards w, l = beta times the scores: -log sigmoid(w) - (log sigmoid(-w) + log sigmoid(-l)) / 2.
+    With the rewards w (chosen) and l (rejected), beta times the scores, the loss is -log sigmoid(w) - (log
+    sigmoid(-w) + log sigmoid(-l)) / 2.
     """
     chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
     return -logsigmoid(chosen_P) - 0.5 * (logsigmoid(-chosen_P) + logsigmoid(-rejected_P))
@@ -87,9 +88,9 @@ def bco_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 
 
 def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """SPPO (arXiv 2405.00675, equation 4.7) with certain labels: P = 1 for the chosen, 0 for the rejected.
+    """SPPO (arXiv 2405.00675, equation 4.7) for labels that are certain (win probability 1 for the chosen response).
 
-    (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2; the paper's eta is 1 / `beta`.
+    The loss is (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2; the paper's eta is 1 / `beta`.
     """
     return (chosen_P - 0.5 / beta).square() + (rejected_P + 0.5 / beta).square()
 
@@ -115,7 +116,7 @@ def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def discopop(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, discopop_tau: float) -> torch.Tensor:
     """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, equation 5), with x = beta h and m = sigmoid(x / tau).
 
-    -(1 - m) log sigmoid(x) + m e^-x.
+    The loss is -(1 - m) log sigmoid(x) + m e^-x.
     """
     logits_P = beta * (chosen_P - rejected_P)
     modulation_P = (logits_P / discopop_tau).sigmoid()
@@ -132,8 +133,8 @@ def simpo(
 def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """The odds-ratio term of ORPO (arXiv 2403.07691) on mean log-probs m; for ORPO's likelihood term set `nll` to 1.
 
-    -beta log sigmoid(log odds chosen - log odds rejected), log odds = m - log(1 - e^m). `log_rest` limits the certainty
-    of a response.
+    The term is -beta log sigmoid(log odds chosen - log odds rejected), with log odds = m - log(1 - e^m). `log_rest`
+    limits e^m to about 1 - 1e-6.
     """
     log_odds_P = (chosen_P - log_rest(chosen_P)) - (rejected_P - log_rest(rejected_P))
     return -beta * logsigmoid(log_odds_P)
@@ -179,7 +180,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     # CPO (arXiv 2401.08417) is DPO's loss without the reference; CPO's likelihood term is the setting `nll` = 1.
     "cpo": sigmoid,
 }
-# These losses compare a pair with other pairs of its update.
+# The ranked losses compare a pair with other pairs of its update.
 RANKED: dict[str, Callable[..., torch.Tensor]] = {"aot": aot, "aot_unpaired": aot_unpaired}
 REFERENCE_FREE = ("simpo", "orpo", "cpo")
 ALWAYS_MEANS = ("simpo", "orpo")
@@ -236,7 +237,7 @@ def unpaired_partners(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partn
 
 
 def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tensor:
-    """For each value, the index of the value of equal rank in `others_P`. Of equal values the first ranks lower."""
+    """For each value, the index of the value of equal rank in `others_P`. Of equal values, the first ranks lower."""
     order_P, other_order_P = values_P.argsort(stable=True), others_P.argsort(stable=True)
     partner_P = torch.empty_like(order_P)
     partner_P[order_P] = other_order_P
@@ -315,8 +316,8 @@ def preference_loss(
 def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_alpha: float) -> torch.Tensor:
     """LD-DPO (arXiv 2409.06411): weight `ld_alpha` for tokens past the shorter response of a pair, else 1.
 
-    Sequences come in pairs. A smaller `ld_alpha` reduces the effect of the extra tokens of the longer response. 1 is
-    plain DPO; 0 has the effect of truncating both responses to the same length.
+    Every two successive sequences are a pair. A smaller `ld_alpha` reduces the effect of the extra tokens of the longer
+    response. `ld_alpha` 1 is plain DPO; 0 has the effect of truncating both responses to the same length.
     """
     shared_S = lengths_S.view(-1, 2).amin(1).repeat_interleave(2)
     starts_S = lengths_S.cumsum(0) - lengths_S

@@ -83,7 +83,7 @@ def ranking_loss(
 
 
 def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the better and the worse response of each pair. One pass collects all pairs of one rank distance."""
+    """Indices of the better and the worse response of each pair, collected by the distance of the two ranks."""
     longest = int(sizes_R.max()) if len(sizes_R) else 0
     better = [(ranking_S[:-distance] == ranking_S[distance:]).nonzero()[:, 0] for distance in range(1, longest)]
     worse = [positions + distance for distance, positions in enumerate(better, start=1)]
@@ -94,7 +94,7 @@ def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor
 def _plackett_luce(
     scores_S: torch.Tensor, ranking_S: torch.Tensor, sizes_R: torch.Tensor, margins_R: torch.Tensor
 ) -> torch.Tensor:
-    """-sum_i log(exp s_i / sum_{j >= i} exp s_j) of each ranking."""
+    """Negative log-likelihood of each ranking by its scores s: -sum_i log(exp s_i / sum_{j >= i} exp s_j)."""
     count, longest = len(sizes_R), int(sizes_R.max()) if len(sizes_R) else 1
     first_R = sizes_R.cumsum(0) - sizes_R
     rank_S = torch.arange(len(scores_S), device=scores_S.device) - first_R[ranking_S]

@@ -27,10 +27,11 @@ def select_clip_cov(
     high: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """1 at randomly chosen tokens whose covariance is in [low, high]. `share` is their fraction of all kept tokens.
+    """1 at randomly chosen tokens whose covariance is in [low, high].
 
-    At least one token is chosen, unless `share` is 0 or no token is in the range. If the range [low, high] has too few
-    tokens, all its tokens are chosen. With the same seed all ranks choose the same tokens.
+    `share` is the fraction of all kept tokens to choose. At least one token is chosen, unless `share` is 0 or no token
+    is in the range. If the range [low, high] has too few tokens, all its tokens are chosen. With the same seed all
+    ranks choose the same tokens.
     """
     covariance_K = _covariance(old_K, advantages_K, keep_K)
     band = torch.nonzero((keep_K > 0) & (covariance_K >= low) & (covariance_K <= high)).flatten()
@@ -56,7 +57,7 @@ def select_kl_cov(
     return _marked(old_K, kept[order[: _count(share, keep_K)]])
 
 
-# Selection functions by loss.
+# The selection function of each loss.
 SELECTORS: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 

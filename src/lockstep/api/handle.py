@@ -116,7 +116,7 @@ class Handle:
             raise Refusal.at(
                 "trained",
                 f"{len(trained)} entries for {len(ids)} tokens, or values other than 0 and 1",
-                "give one per token",
+                "give one 0 or 1 per token",
                 code="wrong-count",
             )
         return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)

@@ -24,13 +24,13 @@ def generate(
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Exclude tokens below this fraction of the most likely one.")
+        float, typer.Option(min=0, max=1, help="Exclude tokens less likely than this fraction of the likeliest one.")
     ] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option(min=0.01, help="A value above 1 makes tokens that already occurred less likely.")
@@ -76,8 +76,8 @@ def generate(
 
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on; a non-local one needs --api-key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 means any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; a non-local address needs --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 means any free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="LOCKSTEP_API_KEY", help="Key that requests must send: Authorization: Bearer KEY."),
@@ -90,17 +90,19 @@ def serve(
     cache_gb: Annotated[
         float | None, typer.Option(min=1e-6, help="Size of the KV cache in GB [at most half of the free memory].")
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Maximum waiting or running sequences; more get status 429.")] = 256,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Maximum waiting or running sequences; further requests get status 429.")
+    ] = 256,
     max_body: Annotated[
-        float, typer.Option(min=0, help="Maximum request size in MiB; larger ones get status 413.")
+        float, typer.Option(min=0, help="Maximum request size in MiB; larger requests get status 413.")
     ] = 16.0,
     request_seconds: Annotated[
-        float, typer.Option(min=0, help="Maximum request time; longer ones get status 504.")
+        float, typer.Option(min=0, help="Maximum request time; longer requests get status 504.")
     ] = 600.0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the dtype of the stored weights.")] = "auto",
     device: str = "auto",
 ) -> None:
-    """Serve MODEL over HTTP with an OpenAI-compatible API: chat, completions, models. A reward model serves rewards."""
+    """Serve MODEL over HTTP: OpenAI-compatible chat, completions and models, or the rewards of a reward model."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
@@ -120,7 +122,7 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(min=1, help="Use only this many rows from the start.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length in tokens.")] = 256,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers per question, for pass@k and maj@k.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: int = 0,
     reference: Annotated[
         str | None, typer.Option(help="For pairs: score by the log-ratio to this model, as in DPO.")
@@ -166,13 +168,13 @@ def sample(
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Output file, one response per row.")],
     # The short form is needed because torchrun would take `--n` as one of its own options.
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per question.")] = 8,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Exclude tokens below this fraction of the most likely one.")
+        float, typer.Option(min=0, max=1, help="Exclude tokens less likely than this fraction of the likeliest one.")
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum response length in tokens.")] = 256,
     rows: Annotated[int | None, typer.Option(min=1, help="Number of rows to use.")] = None,
@@ -180,9 +182,11 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the responses.")] = 0,
     reward_function: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Your reward function.")] = None,
     reward_model: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of a reward model.")] = None,
-    reward_remote: Annotated[str | None, typer.Option(metavar="URL", help="An HTTP endpoint that scores.")] = None,
+    reward_remote: Annotated[
+        str | None, typer.Option(metavar="URL", help="HTTP endpoint that scores responses.")
+    ] = None,
     format: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Reward 1 if the full response matches, otherwise 0.")
+        str | None, typer.Option(metavar="REGEX", help="Reward 1 if the full response matches REGEX, otherwise 0.")
     ] = None,
     rule: Annotated[
         list[str] | None,
@@ -200,7 +204,8 @@ def sample(
 ) -> None:
     """Sample and score responses of MODEL to DATA, or resume an interrupted run.
 
-    Without a reward option, the rule of each data source scores the responses. Several rewards are added.
+    Without a reward option, the rule of each data source scores the responses. If several rewards are set, their scores
+    are added.
     """
     from lockstep.commands.sample import Job, sample_responses
     from lockstep.commands.without_recipe import NamedColumns
@@ -228,7 +233,7 @@ def pairs(
         str,
         typer.Option(
             metavar="pairs|sft|kto|conditional",
-            help="Rows: best and worst response; best response; each with a label; each with its reward in the prompt.",
+            help="pairs: best and worst response; sft: the best; kto: all, labelled; conditional: all, with rewards.",
         ),
     ],
     per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: maximum rows per question [1].")] = None,

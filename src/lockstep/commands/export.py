@@ -38,7 +38,7 @@ def refuse_no_hub(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: bool) -> str:
-    """Pushes a folder as one commit; creates the repository if needed. `kept`: the folder is not temporary."""
+    """Pushes a folder as one commit, to a new repository if needed. `kept`: the folder is not deleted afterwards."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)

@@ -36,7 +36,7 @@ KINDS = {
     "prm": find_step_columns,
     "grpo": lambda finder: find_question_columns(finder, frozenset()),
 }
-# For each column key that identifies a kind of rows: the kind, as a key of `KINDS`. The most specific is first.
+# For each column key that identifies a kind of rows: the kind, as a key of `KINDS`. The most specific key is first.
 _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 

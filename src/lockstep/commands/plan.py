@@ -37,8 +37,8 @@ from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
-# For each engine, the flag that sets its fraction of device memory, and the default of that flag. The vLLM default is
-# that of 0.26 and 0.32; SGLang computes its default from the memory size and its settings.
+# For each engine, the flag that sets its fraction of device memory, and the default of that flag. The default of vLLM
+# is that of versions 0.26 and 0.32; SGLang computes its default from the memory size and its settings.
 SHARES: dict[str, tuple[str, float | None]] = {
     "vllm": ("--gpu-memory-utilization", 0.92),
     "sglang": ("--mem-fraction-static", None),

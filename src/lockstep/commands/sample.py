@@ -223,7 +223,7 @@ class Job:
     chunk: int = 64
     """The number of questions per saved chunk."""
     first: int = 0
-    """The index of the first row."""
+    """The index of the first row to use."""
     columns: NamedColumns = BY_NAME
 
 
@@ -302,7 +302,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
 
 
 def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
-    """Returns one problem per prompt that a stored row cannot represent: it has more than role and content."""
+    """Returns one problem per prompt with message keys other than role and content, which a stored row would lose."""
     problems: list[Problem] = []
     for prompt in prompts:
         keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}

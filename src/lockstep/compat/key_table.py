@@ -231,7 +231,7 @@ class Conversion:
             raise Unreadable(key, f"{self[key]!r} is not a list of numbers") from error
 
     def lookup(self, key: str, value: Any = None) -> Any:
-        """Returns the recipe value for the key's value, from its table row. Without one, adds a problem."""
+        """Returns the recipe value for the key's value, from its table row; adds a problem if the row has none."""
         value, values = self[key] if value is None else value, self.rows[key].values
         if isinstance(value, list) or value not in values:
             self.refuse(key, f"{value} is not supported", f"use one of {', '.join(map(str, values))}")

@@ -111,8 +111,8 @@ class _Shell:
         elif first in ("elif", "else") and self.chosen:
             before = self.chosen[-1]
             now = True if first == "else" else self._holds(words[1:])
-            # If an earlier branch ran, this branch does not run. If that is unknown, it is also unknown whether this
-            # branch runs.
+            # If an earlier branch ran, this branch does not run. If it is unknown whether an earlier branch ran, it is
+            # also unknown whether this branch runs.
             self.branches[-1] = False if before else now if before is False or now is False else None
             self.chosen[-1] = True if before or self.branches[-1] else None if None in (before, now) else False
             if first == "else" and len(words) > 1:
@@ -196,7 +196,7 @@ class _Shell:
             return
         value = " ".join(self.expand(RawWord(word.text[match.end() :], word.line), split=False))
         if name in self.given and (self.branches or MARK in value):
-            # The caller's value replaces one that is set in a branch or is the output of a program.
+            # The caller's value replaces a value that is set in a branch or is the output of a program.
             self.variables[name] = self.given[name]
             return
         if None in self.branches and not adds:

@@ -81,7 +81,7 @@ def _micro_batch(done: Conversion) -> None:
     if done[dynamic]:
         ranks = done.integer(ulysses) if done[ulysses] else 1
         done.write("batch.tokens", done.integer(most) * ranks, most, dynamic, *([ulysses] if ranks > 1 else []))
-        done.ignore("use_dynamic_bsz counts tokens instead", per_device, overall)
+        done.ignore("use_dynamic_bsz counts tokens instead of rows", per_device, overall)
         return
     done.ignore("verl reads this key only with use_dynamic_bsz", most)
     if done.is_set(per_device):

@@ -185,7 +185,7 @@ def sft_batch_rule(done: Conversion) -> None:
     if done["data.use_dynamic_bsz"]:
         tokens = max(done.integer(most), done.integer("data.max_length"))
         done.write("batch.tokens", tokens, most, "data.use_dynamic_bsz")
-        done.ignore("use_dynamic_bsz counts tokens instead", per_device, overall)
+        done.ignore("use_dynamic_bsz counts tokens instead of rows", per_device, overall)
         return
     done.write_integer(
         "batch.micro_batch_size", overall if done.is_set(overall) and not done.is_set(per_device) else per_device

@@ -61,9 +61,10 @@ def template_text(name: str) -> str:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
-    """Returns the token that ends an answer in the template of `data`, by rendering a chat; None if not required.
+    """Returns the token that ends an answer in the template of `data`, found by rendering a chat.
 
-    Generation must stop at this token, even if the model has another end token.
+    Generation must stop at this token, even if the model has another end token. Returns None if `data` sets no
+    template, or if the answer has no end token and `data.require_end` is false.
     """
     if not is_named(data):
         return None

@@ -26,7 +26,10 @@ class OverLimit(Refusal):
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """Returns the range of tokens that `data.overlong` keeps; None if the row is dropped. Raises `over` for `error`."""
+    """Returns the range of tokens that `data.overlong` keeps; None if the row is dropped.
+
+    If `overlong` is `error`, raises `over`.
+    """
     if tokens <= limit:
         return slice(0, tokens)
     if overlong == "drop":
