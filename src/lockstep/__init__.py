@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Must come before any import of torch: a device plug-in that torch loads automatically could break that import.
+# This must run before any import of torch: a device plug-in that torch loads automatically could break the import.
 import lockstep.device  # noqa: F401
 from lockstep.version import __version__ as __version__
 
@@ -40,7 +40,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "train":
-        # `lockstep.train` is a package that is also callable; see its __init__.py.
+        # `lockstep.train` is a package that can also be called like a function; see lockstep/train/__init__.py.
         return import_module("lockstep.train")
     if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

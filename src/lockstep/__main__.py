@@ -6,7 +6,7 @@ import signal
 
 
 def main() -> None:
-    """Runs the command line. While it is being imported, Ctrl-C ends the process without a traceback."""
+    """Runs the command line; during its imports, Ctrl-C ends the process without a traceback."""
     waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if waits:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -43,7 +43,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options that come before a command."""
+    """Options of `lockstep` itself, written before the command name."""
 
 
 @app.command()
@@ -61,10 +61,10 @@ def train(
         bool, typer.Option("--accept-changed", help="Resume even if the files of a model have changed.")
     ] = False,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Run two small steps that exercise validation, checkpoint, export and tape.")
+        bool, typer.Option("--smoke", help="Test RECIPE: two small steps with validation, checkpoint, export and tape.")
     ] = False,
 ) -> None:
-    """Train RECIPE, or resume it."""
+    """Train RECIPE, or resume its interrupted run."""
     from lockstep.commands.maintenance import with_beginning
     from lockstep.recipe import load_recipe
 
@@ -97,17 +97,20 @@ def train(
 def plan(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Devices to plan for [parallel.devices, or 1].")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices to plan for [parallel.devices, or 1].")
+    ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices, which need not be present.")
+        str | None,
+        typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices each, without access to them."),
     ] = None,
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="With --cluster: mean response length [rollout.max_tokens].")
     ] = None,
 ) -> None:
-    """Show batches and memory of RECIPE without loading the model; fail if it does not fit.
+    """Show batches and memory of RECIPE without loading the model; fail if they do not fit.
 
-    With --cluster, also show the step time, for listed devices: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    With --cluster, also show the step time if the device is known. Examples: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
     """
     if cluster is None and response_tokens is not None:
         raise typer.BadParameter("needs --cluster", param_hint="--response-tokens")
@@ -165,7 +168,7 @@ def init(
 ) -> None:
     """Write a first recipe with comments; prompt for values that the options do not give.
 
-    Existing rows are checked: the recipe gets the keys they need, or the command fails.
+    Rows that exist are checked: the recipe gets the keys that the rows need, or the command fails.
     """
     from lockstep.commands.init import choose, write_recipe
 
@@ -189,7 +192,8 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
     pins: Annotated[
-        str | None, typer.Option(metavar="STACK", help="Print requirements and install steps of a tested stack.")
+        str | None,
+        typer.Option(metavar="STACK", help="Print requirements and install steps of a tested software stack."),
     ] = None,
 ) -> None:
     """Show what is installed, whether the versions are compatible, and how to fix problems."""
@@ -200,7 +204,10 @@ def doctor(
 
 @app.command()
 def cache(
-    clear: Annotated[str | None, typer.Option(metavar="PART|all", help="Delete rows, folders, models, or all.")] = None,
+    clear: Annotated[
+        str | None,
+        typer.Option(metavar="PART|all", help="Delete this part of the cache: rows, folders, models, runs, or all."),
+    ] = None,
 ) -> None:
     """Show the cache (encoded rows, converted models) and its size, or delete it."""
     from lockstep.commands.maintenance import cache_lines
@@ -209,7 +216,7 @@ def cache(
         write(line)
 
 
-# Registered here so that `--help` lists the commands in the order of use.
+# The order of registration is the order of the commands in `--help`: the order of use.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)
@@ -223,7 +230,7 @@ def compare(
     b: Annotated[str, typer.Argument(metavar="B", help="The run or log to compare with A.")],
     repeat: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN", help="A repetition of A or B, for the noise floor; may be repeated."),
+        typer.Option(metavar="RUN", help="A repetition of run A or B, to measure the noise; may be repeated."),
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -233,23 +240,26 @@ def compare(
         list[str] | None, typer.Option(metavar="NAME=PERCENT", help="Threshold for a metric; may be repeated.")
     ] = None,
     names: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="More metric names: foreign name to lockstep name.")
+        Path | None,
+        typer.Option(metavar="FILE.yaml", help="File that maps metric names of another framework to lockstep's."),
     ] = None,
     value: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Metric in the Value column of a tensorboard csv export.")
+        str | None, typer.Option(metavar="NAME", help="Name of the metric in the Value column of a tensorboard csv.")
     ] = None,
-    shift: Annotated[int, typer.Option(metavar="N", help="Add this to B's steps if the two count differently.")] = 0,
+    shift: Annotated[
+        int, typer.Option(metavar="N", help="Add N to B's step numbers if A and B count differently.")
+    ] = 0,
     steps: Annotated[
-        str | None, typer.Option(metavar="FIRST:LAST", help="Compare only these steps, as if no more were planned.")
+        str | None, typer.Option(metavar="FIRST:LAST", help="Compare only these steps, as if the runs ended at LAST.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Path of the HTML report [B's run folder].")
+        Path | None, typer.Option(metavar="FILE.html", help="Path of the HTML report [default: in B's run folder].")
     ] = None,
-    record: Annotated[bool, typer.Option("--record", help="Add the result to the support table.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Add the result to the support table in --support.")] = False,
     support: Annotated[Path, typer.Option(metavar="FILE.md", help="The support table.")] = Path("docs/support.md"),
 ) -> None:
-    """Compare two runs. Exit code 0: they train alike; 1: they differ; 2: undecided."""
+    """Compare two runs. Exit code 0: the runs train alike; 1: they differ; 2: undecided."""
     from lockstep.parity.compare.compare_runs import CompareOptions, compare_logs
 
     bars = dict(_bar(words) for words in bar or [])
@@ -269,7 +279,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve a web page with runs: metrics, samples, recipes, reports. Local and read-only."""
+    """Serve a web page with runs: metrics, samples, recipes, reports. The page is local and read-only."""
     from lockstep.commands.view import view_runs
 
     view_runs(folder, port, open_browser)
@@ -284,22 +294,22 @@ def replay(
         str,
         typer.Option(
             metavar="forced|chained|free",
-            help="Taken from the tape: weights and data, only data, or only the initial weights.",
+            help="What each step takes from the tape: weights and data; only data; only initial weights.",
         ),
     ] = "forced",
-    step: Annotated[list[int] | None, typer.Option(help="Only this step; may be repeated.")] = None,
+    step: Annotated[list[int] | None, typer.Option(help="Replay only this step; may be repeated.")] = None,
     checklist: Annotated[
         bool, typer.Option("--checklist", help="Run the manual checks of the vendor guides one by one.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="For a recording of another framework: the model it trained.")
+        str | None, typer.Option(metavar="FOLDER", help="For a recording of another framework: the trained model.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replay RUN on another device, dtype, engine or number of processes, and report the first difference.
 
-    Exit code 0: no difference beyond the tolerance; 1: a difference. KEY=VALUE changes the recipe, for example
-    model.dtype=bf16 or rollout.engine=hf.
+    Exit code 0: no difference exceeds the tolerance; 1: a difference exceeds the tolerance. KEY=VALUE changes the
+    recipe, for example model.dtype=bf16 or rollout.engine=hf.
     """
     from lockstep.parity.replay.replay_command import ReplayRequest, replay_run
 
@@ -321,13 +331,15 @@ def export(
         bool, typer.Option("--adapter", help="Write the adapter of a LoRA run as a PEFT folder, not merged.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Merge an adapter into its base model; the default for a run.")
+        bool, typer.Option("--merge", help="Merge an adapter into its base model (the default for a run).")
     ] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Base model of an adapter [the one in its config].")
+        str | None,
+        typer.Option(metavar="MODEL", help="Base model of the adapter [default: from the adapter's config]."),
     ] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Also push it to the hub, with a model card.")
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Also push the model to the Hugging Face hub, with a model card."),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Create a private hub repository.")] = False,
 ) -> None:
@@ -347,19 +359,21 @@ def migrate(
         ),
     ],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Variables and arguments of the script.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Shell variables and arguments to run the script with."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="PATH", help="The recipe's file, or the model's folder.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="Path to write: the recipe file, or the model folder."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Checkpoint: folder with config and tokenizer, if it has none.")
+        Path | None, typer.Option(metavar="DIR", help="Folder with config and tokenizer, if the checkpoint has none.")
     ] = None,
 ) -> None:
     """Convert a training script of another trainer to a recipe, or its checkpoint to a Hugging Face folder."""
     if source.is_dir():
         if out is None:
-            raise typer.BadParameter("give the folder to write", param_hint="--out")
+            raise typer.BadParameter("a checkpoint needs a folder to write to", param_hint="--out")
 
         from lockstep.compat.checkpoints import convert_checkpoint
 
@@ -389,7 +403,7 @@ def import_gguf(
 def _span(words: str) -> tuple[int, int]:
     first, _, last = words.partition(":")
     if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise typer.BadParameter(f"{words!r} is not two steps such as 1:200", param_hint="--steps")
+        raise typer.BadParameter(f"{words!r} is not a first and a last step such as 1:200", param_hint="--steps")
     return int(first), int(last)
 
 
@@ -405,7 +419,7 @@ def _bar(words: str) -> tuple[str, float]:
 
 
 def main() -> None:
-    """Entry point. A refusal is printed to stderr with exit code 2, or 75 if a retry can help."""
+    """Entry point. A `Refusal` (user error) is printed to stderr; the exit code is 2, or 75 if a retry can help."""
     from lockstep.errors import STALLED, Interrupted, LostProcess, Refusal, refusal_of_machine
 
     never_fail_to_encode()
@@ -425,7 +439,7 @@ def main() -> None:
         write(f"{stop}")
         sys.exit(130)
     except OSError as error:
-        # A full or read-only disk is a state of the machine, not a bug.
+        # A full or read-only disk is a problem of the machine, not a bug of lockstep.
         machine = refusal_of_machine(error)
         if machine is None:
             raise
@@ -434,7 +448,7 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Prints the warning about an old name of a recipe key as one line. Of several ranks, only one prints it."""
+    """Prints the warning about a renamed recipe key in one line, on one rank only."""
     from lockstep.errors import RenamedKey
 
     if not issubclass(category, RenamedKey):
@@ -449,8 +463,8 @@ def _report(refusal: Exception) -> None:
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # All ranks get the same bad input: rank 0 reports it and torchrun ends the rest. A rank that is still alive
-        # after this wait has a different problem and reports it.
+        # All ranks get the same bad input: rank 0 reports it, and torchrun ends the other ranks. A rank that is still
+        # alive after this wait has a different problem and reports it.
         time.sleep(60)
         write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)

@@ -109,7 +109,9 @@ def test_flags_as_argparse_reads_them() -> None:
 def test_a_prefix_is_enough_where_it_is_one_flags_alone() -> None:
     assert parse_flags(["--learn", "1e-5"], FLAGS).given["learning_rate"].value == 1e-5
     ambiguous = parse_flags(["--max_", "3"], FLAGS).problems
-    assert [(p.where, p.why) for p in ambiguous] == [("--max_", "may be any of --max_len, --max_norm")]
+    assert [(p.where, p.why) for p in ambiguous] == [
+        ("--max_", "is ambiguous: it may mean any of --max_len, --max_norm")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_the_divisor_of_sums_is_the_longest_response() -> None:
     same = convert_verl("main_ppo", [*GRPO, sum_norm, "data.max_response_length=64", f"+{scale}=64"])
     assert checked(same).algorithm.aggregation == "seq_mean_token_sum_norm"
     assert outcome_of(same, mode)[1] == ""
-    assert outcome_of(same, scale) == ("ignored", "the sums are divided by data.max_response_length")
+    assert outcome_of(same, scale) == ("ignored", "lockstep divides the token sums by data.max_response_length")
     # Without sums it has no effect, whatever the number.
     other = convert_verl("main_ppo", [*GRPO, f"+{scale}=7"])
     assert checked(other).algorithm.aggregation == "token_mean"
@@ -335,7 +335,7 @@ def test_the_loss_that_bypass_mode_reads() -> None:
     assert outcome_of(done, mode) == ("ignored", "with bypass_mode, loss_type sets the loss")
     done = convert_verl("main_ppo", [*GRPO, f"{kind}=reinforce"])
     assert checked(done).algorithm.loss == "clip"
-    assert outcome_of(done, kind) == ("ignored", "verl reads it only with bypass_mode")
+    assert outcome_of(done, kind) == ("ignored", "verl reads this key only with bypass_mode")
     one_update = ["data.train_batch_size=64", f"{A}.ppo_mini_batch_size=64"]
     plain = convert_verl("main_ppo", [*GRPO, *one_update, f"{C}.bypass_mode=true", f"{kind}=reinforce"])
     recipe = checked(plain)

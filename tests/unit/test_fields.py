@@ -49,8 +49,8 @@ def test_finds(key: str, value: Any) -> None:
         ("choices.2", "'choices' is a list of 2", ""),
         ("choices.-1", "'choices' is a list of 2", ""),
         ("choices.first", "'choices' is a list of 2", ""),
-        ("extra_info.index.deeper", "'extra_info.index' is null, with nothing inside", ""),
-        ("prompt.0", "'prompt' is a str, with nothing inside", ""),
+        ("extra_info.index.deeper", "'extra_info.index' is null, which has no inner values", ""),
+        ("prompt.0", "'prompt' is a str, which has no inner values", ""),
     ],
 )
 def test_refuses_what_is_missing(key: str, why: str, remedy: str) -> None:

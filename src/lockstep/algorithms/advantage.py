@@ -24,8 +24,8 @@ def generalized_advantages(
 ) -> torch.Tensor:
     """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), in float64, not whitened.
 
-    The value after the last token is 0. Environment tokens are not in the vectors, so they add neither a discount nor a
-    residual.
+    The value after the last token is 0. The vectors have no environment tokens (tool output), so such tokens add no
+    discount and no TD residual.
     """
     layout = _Layout(sequence_K)
     values_K = values_K.double()
@@ -74,13 +74,15 @@ def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch
     return layout.flat(sums_TS)
 
 
-# Rules for all estimators. A rank has all tokens of a sequence or none; means and deviations are over the full step, in
-# float64, reduced over ranks (`Signals.reduce`).
-# - A sequence without a token has no score and is in no baseline.
-# - In a group of one, every group method gives 0 before whitening. (verl gives the score in `grpo` and others.)
-# - Equal scores in a group give exactly 0: the smallest score of the group is subtracted before averaging.
-# - `returns_K` is the critic's target for `gae`, the return to go for methods on token rewards, and the score of the
-#   sequence for group methods. (verl repeats the advantage there.)
+# Rules for all estimators. All tokens of a sequence are on one rank. Means and standard deviations are computed in
+# float64 over the full training step, reduced over all ranks (`Signals.reduce`).
+# - A sequence without a generated token has no score, and no baseline includes it.
+# - In a group with a single sequence, every group-based estimator returns advantage 0 before whitening. (In verl,
+#   `grpo` and other estimators return the score.)
+# - If all scores of a group are equal, the advantages are exactly 0: the smallest score of the group is subtracted
+#   before averaging.
+# - `returns_K` is the critic's target for `gae`, the return to go for estimators on token rewards, and the score of the
+#   sequence for group-based estimators. (For group-based estimators, verl returns the advantage again.)
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
@@ -91,8 +93,9 @@ ENERGY_FLOOR = 1e-8
 class Whitening:
     """Whitening of advantages to mean 0 and standard deviation 1 over the tokens of the step.
 
-    `over`: `own` as in the estimator's paper, `none`, or `step` for every estimator. `biased` divides the variance by n
-    (OpenRLHF) instead of n - 1 (verl); without `divide` only the mean is subtracted.
+    `over` = `own` whitens only if the estimator's paper does, `none` never whitens, and `step` always whitens. `biased`
+    divides the variance by n (as OpenRLHF) instead of n - 1 (as verl). If `divide` is False, only the mean is
+    subtracted.
     """
 
     over: str = "own"
@@ -102,7 +105,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class Signals:
-    """The inputs of an estimator. `rewards_K` has the score at the last token of a sequence, and KL penalties."""
+    """The inputs of an estimator; `rewards_K` has the score at the last token of a sequence, plus any KL penalties."""
 
     rewards_K: torch.Tensor
     sequence_K: torch.Tensor
@@ -111,11 +114,11 @@ class Signals:
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
     energy_K: torch.Tensor | None = None
-    """1 - 2 p + sum of squared probabilities over the vocabulary: squared gradient of log p by the logits."""
+    """Squared norm of the gradient of log p by the logits: 1 - 2 p + the sum of squared vocabulary probabilities."""
     rewards: tuple[tuple[float, torch.Tensor], ...] = ()
-    """The separate rewards of `gdpo`: weight, and the scores of the sequences."""
+    """The separate rewards of `gdpo`: for each reward its weight and one score per sequence."""
     kl_penalty_K: torch.Tensor | None = None
-    """A KL penalty outside the group comparison: its return to go is subtracted from the advantages."""
+    """A KL penalty that is not in the scores of the groups: its return to go is subtracted from the advantages."""
     reduce: StepReduce = SINGLE_PROCESS
 
     @property
@@ -126,14 +129,14 @@ class Signals:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages for the policy and returns for the critic, in the type of the rewards."""
+    """Advantages for the policy and returns for the critic, in the dtype of the rewards."""
 
     advantages_K: torch.Tensor
     returns_K: torch.Tensor
 
 
 def gae(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """Generalised advantages (arXiv 1506.02438), whitened over the step; returns are A + V before the whitening."""
+    """Generalised advantages A (arXiv 1506.02438), whitened over the step; returns are A + V with the unwhitened A."""
     values_K = _needed(signals.values_K, "gae", "the critic's values")
     advantages_K = generalized_advantages(signals.rewards_K, values_K, signals.sequence_K, gamma, lam)
     return _estimate(signals, advantages_K, advantages_K + values_K.double(), whitens=True)
@@ -146,11 +149,11 @@ def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """FlashREINFORCE (OpenRLHF 0.11): s minus the mean score of the step; no groups, no whitening."""
+    """FlashREINFORCE (OpenRLHF 0.11): the score s minus the mean score of the step, without groups and whitening."""
     scores_S = signals.scores_S.double()
     present_S = signals.reduce.sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
     least = scores_S[present_S].min() if bool(present_S.any()) else scores_S.new_zeros(())
-    above_S = scores_S - least  # equal scores become exact zeros
+    above_S = scores_S - least  # if all scores are equal, the differences are exactly 0
     baseline = above_S[present_S].sum() / present_S.sum().clamp(min=1)
     return _estimate(signals, (above_S - baseline)[signals.sequence_K], scores_S[signals.sequence_K])
 
@@ -169,35 +172,35 @@ def remax(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def grpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GRPO (arXiv 2402.03300): (s - group mean) / (group deviation + 1e-6), the deviation with n - 1."""
+    """GRPO (arXiv 2402.03300): (score - group mean) / (standard deviation of the group, with n - 1, + 1e-6)."""
     groups = _Groups(signals)
     return groups.estimate(groups.centred_P / (groups.deviation_P + STD_FLOOR))
 
 
 def dr_grpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """Dr. GRPO (arXiv 2503.20783): s - group mean, not divided by the deviation."""
+    """Dr. GRPO (arXiv 2503.20783): score minus group mean, not divided by the standard deviation."""
     groups = _Groups(signals)
     return groups.estimate(groups.centred_P)
 
 
 def rloo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """RLOO (arXiv 2402.14740): s minus the mean of the others, which is (s - group mean) n / (n - 1)."""
+    """RLOO (arXiv 2402.14740): score minus mean score of the group's other responses = (s - group mean) n / (n - 1)."""
     groups = _Groups(signals)
     return groups.estimate(groups.centred_P * groups.size_P / (groups.size_P - 1).clamp(min=1))
 
 
 def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """OPO (arXiv 2505.23585): score minus the length-weighted mean score of the group, in generated tokens."""
+    """OPO (arXiv 2505.23585): score minus the group's mean score, weighted by response length (in generated tokens)."""
     groups = _Groups(signals)
     baseline_P = groups.total(groups.lengths_P * groups.above_least_P) / groups.total(groups.lengths_P)
     return groups.estimate(groups.above_least_P - baseline_P)
 
 
 def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GPG (arXiv 2504.02546): s - group mean, times all sequences / sequences in groups with unequal scores.
+    """GPG (arXiv 2504.02546): (score - group mean) x (all sequences / sequences in groups with unequal scores).
 
-    The factor compensates for groups without a gradient. verl counts the sequences of non-zero score instead, which
-    depends on a constant added to the rewards.
+    The factor compensates for groups without a gradient. verl divides by the number of sequences with non-zero score
+    instead; that number changes if a constant is added to all rewards.
     """
     groups = _Groups(signals)
     differing = int((groups.greatest_P > 0).sum())
@@ -207,7 +210,7 @@ def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def grpo_passk(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """Pass@k (arXiv 2503.19595): only the best response of a group gets (best - second best) / (deviation + 1e-6).
 
-    If several share the best score, the group gets 0.
+    If several responses share the best score, all advantages of the group are 0.
     """
     groups = _Groups(signals)
     best_P = groups.above_least_P == groups.greatest_P
@@ -224,9 +227,10 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
 
 
 def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GDPO (arXiv 2601.05242): each reward normalised in its group as by `grpo`, then summed by weight, then whitened.
+    """GDPO (arXiv 2601.05242): normalise each reward per group as in `grpo`, sum the rewards by weight, whiten the sum.
 
-    A reward with a small spread counts as much as one with a large spread. KL in the reward is not included.
+    So a reward with a small spread has as much influence as a reward with a large spread. A KL penalty in the reward is
+    not included.
     """
     if not signals.rewards:
         raise Refusal.at(
@@ -243,9 +247,11 @@ def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """The optimal token baseline (arXiv 2602.07078): return to go minus a group baseline per position.
 
-    B_t = sum_i G_t W_t / sum_i W_t over the sequences of the group that reach position t. W_t is the energy of a
-    sequence up to t: the sum of squared gradients 1 - 2 p + sum of squares, times the squared importance weight. If
-    only one sequence of a group is left, its baseline is 0 (verl's `handle_zero_tail`). Positions count policy tokens.
+    The baseline is B_t = sum_i G_t W_t / sum_i W_t over the sequences i of the group that reach position t, with the
+    return to go G_t. W_t is the energy of a sequence up to t: the sum of the squared gradient norms of log p (1 - 2
+    p + the sum of squared vocabulary probabilities), times the squared importance weight. If only one sequence of a
+    group reaches position t, its baseline is 0 (verl's `handle_zero_tail`). A position counts only tokens that the
+    policy generated.
     """
     energy_K = _needed(
         signals.energy_K, "optimal_token_baseline", "the squared probabilities of the vocabulary"
@@ -289,12 +295,12 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 def whiten(
     values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, reduce: StepReduce = SINGLE_PROCESS
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as in verl. One or equal values give 0.
+    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as in verl. A single value or equal values become 0.
 
-    `biased` divides the variance by n, as OpenRLHF does; without `divide` the result is x - mean.
+    `biased` divides the variance by n, as OpenRLHF does. If `divide` is False, the result is x - mean.
     """
     count = reduce.count(len(values_K))
-    # Equal values become exact zeros before the mean is rounded.
+    # Subtract the maximum first: if all values are equal they become exactly 0, whatever the rounding of the mean.
     shifted_K = values_K - reduce.max(values_K) if count else values_K
     centred_K = shifted_K - reduce.sum_tensor(shifted_K.sum()) / max(count, 1)
     if not divide:
@@ -304,23 +310,23 @@ def whiten(
 
 
 def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
-    """True for sequences of groups with unequal scores, which dynamic sampling (arXiv 2503.14476) keeps."""
+    """True for the sequences that DAPO's dynamic sampling (arXiv 2503.14476) keeps: groups with unequal scores."""
     group_S, groups = _numbered(group_S)
     return _extreme(scores_S, group_S, groups, "amax") > _extreme(scores_S, group_S, groups, "amin")
 
 
 class _Groups:
-    """Group statistics of the scores of the sequences that have a token."""
+    """Statistics of the scores per group, over the sequences that have a token."""
 
     def __init__(self, signals: Signals, scores_S: torch.Tensor | None = None):
-        """`scores_S` replaces the total scores."""
+        """`scores_S`, if given, is used instead of the sums of the token rewards."""
         self._signals = signals
         reduce, sequence_K, sequences = signals.reduce, signals.sequence_K, len(signals.group_S)
         lengths_S = reduce.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
         if scores_S is None:
             scores_S = reduce.sum_by(signals.rewards_K.double(), sequence_K, sequences)
         present_S = lengths_S > 0
-        # The index of a sequence among those that have a token.
+        # For each token, the index of its sequence among the sequences that have a token.
         self._index_K = (present_S.cumsum(0) - 1)[sequence_K]
         self._group_P, self._groups = _numbered(signals.group_S[present_S])
         self.scores_P, self.lengths_P = scores_S.double()[present_S], lengths_S[present_S]
@@ -332,7 +338,7 @@ class _Groups:
 
     @property
     def single_K(self) -> torch.Tensor:
-        """True at the tokens of a group of one."""
+        """True at the tokens of groups that have a single sequence."""
         return self.at_tokens(self.size_P == 1)
 
     def total(self, values_P: torch.Tensor) -> torch.Tensor:
@@ -349,7 +355,7 @@ class _Groups:
 
 
 def _numbered(group_S: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Group numbers without gaps, and how many there are."""
+    """The group of each sequence, with the groups renumbered 0, 1, 2, ..., and the number of groups."""
     names_G, number_S = torch.unique(group_S, return_inverse=True)
     return number_S, len(names_G)
 
@@ -363,7 +369,7 @@ def _extreme(values_S: torch.Tensor, group_S: torch.Tensor, groups: int, which: 
 def _estimate(
     signals: Signals, advantages_K: torch.Tensor, returns_K: torch.Tensor, *, whitens: bool = False
 ) -> Estimate:
-    """Builds the estimate. `whitens`: whether the estimator's paper whitens over the step."""
+    """Builds the estimate. `whitens` says whether the estimator's paper whitens advantages over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
     if signals.kl_penalty_K is not None:
         advantages_K = advantages_K - return_to_go(signals.kl_penalty_K, signals.sequence_K, 1.0)
@@ -375,6 +381,8 @@ def _estimate(
 def _needed(values: torch.Tensor | None, estimator: str, what: str) -> torch.Tensor:
     if values is None:
         raise Refusal.at(
-            "algorithm.advantage", f"{estimator} needs {what}, and the step has none", code="missing-input"
+            "algorithm.advantage",
+            f"the estimator {estimator} needs {what}, and the step has none",
+            code="missing-input",
         )
     return values

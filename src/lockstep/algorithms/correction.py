@@ -1,7 +1,8 @@
 """Rollout correction for the difference between the log-probs of engine and trainer.
 
-Truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences that differ too much.
-Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine, clamped to +-20, the ratio is e^d.
+The correction is truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences whose
+log-probs differ too much. Shapes: K tokens of the step, S sequences. The ratio of a token is e^d with d = log
+p_trainer - log p_engine, clamped to +-20.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
 CHOICES = ("none", "token", "sequence")
-# A value of `mask`, as `Band.over`.
+# For each value of `mask`, the value of `Band.over`.
 MASKS = {"token": "token", "sequence": "mean"}
-# Probabilities are clamped this far from 0 and 1.
+# Probabilities are clamped to [COIN_FLOOR, 1 - COIN_FLOOR].
 COIN_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
 class Band:
-    """An accepted range: the statistic `by` of a token, or `over` its sequence, from `low` to `high`.
+    """Accepts tokens whose statistic `by` is in [low, high].
 
-    With d as above, p the engine's probability and q the trainer's: `ratio` e^d (for a sequence: e to the sum, mean or
-    maximum of its d), `k2` d^2 / 2, `k3` e^d - d - 1, `binary_kl` KL of the Bernoulli distributions (q, 1 - q) and
-    (p, 1 - p), `tv` |p - q|.
+    `over` is `token`, or `sum`, `mean` or `max` for a statistic over the tokens of a sequence. The statistics, with
+    d = log q - log p, p the engine's probability and q the trainer's: `ratio` is e^d (over a sequence: e to the sum,
+    mean or maximum of its d), `k2` is d^2 / 2, `k3` is e^d - d - 1, `binary_kl` is the KL divergence of the Bernoulli
+    distributions KL((p, 1 - p), (q, 1 - q)), and `tv` is |p - q|.
     """
 
     over: str
@@ -40,7 +42,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Importance weights, the mask of kept tokens (0/1), and metrics. All are constants in the loss."""
+    """Importance weights, the mask of kept tokens (0/1), and metrics, all detached from the gradient."""
 
     weights_K: torch.Tensor
     keep_K: torch.Tensor
@@ -66,17 +68,18 @@ def correct(
 ) -> Corrected:
     """Importance weights, clamped to [floor, cap], and a mask of tokens outside the accepted ranges.
 
-    `weight`: `token` is the ratio of the token, `sequence` the product of the ratios of its sequence; `normalize`
-    divides them by their mean over the tokens or sequences of the step. `mask`: `token` checks the ratio of a token,
-    `sequence` the geometric mean of the ratios of its sequence, in [low, high]. `reject` are further ranges, which must
-    all hold. The mask does not change the weights of other tokens. A `rejected` token is `left_out` of the means, or
-    counts in them with weight `zero`.
+    `weight` = `token` uses the ratio p_trainer / p_engine of the token, `sequence` the product of the ratios of its
+    sequence. `normalize` divides the weights by their mean over the tokens or sequences of the step. `mask` = `token`
+    keeps a token whose ratio is in [low, high]; `sequence` keeps a sequence whose geometric mean of ratios is in [low,
+    high]. `reject` lists further ranges; a kept token must be inside every range. Masking a token does not change the
+    weights of other tokens. `rejected` = `left_out` excludes masked tokens from the mean of the loss; `zero` includes
+    them with weight 0.
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at(
             "algorithm.rollout_correction.rejected",
             f"{rejected!r} is not known",
-            "left_out or zero",
+            "use left_out or zero",
             code="unknown-name",
         )
     log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, reduce)
@@ -109,7 +112,7 @@ def correct(
 def logprob_difference(
     trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce: StepReduce
 ) -> tuple[float, float]:
-    """The mean of |d| over the step, and k3, which estimates KL(engine, trainer). Both are NaN if a log-prob is NaN."""
+    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). NaN if a log-prob is NaN."""
     log_ratio_K = log_ratio(trainer_K, rollout_logprobs_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return reduce.mean(log_ratio_K.abs()), reduce.mean(log_ratio_K.exp() - log_ratio_K - 1)
 
@@ -120,8 +123,8 @@ def _log_ratio(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce
     if unknown:
         raise Refusal.at(
             "rollout log-probabilities",
-            f"{unknown:,} of {tokens:,} tokens have none that can be compared with the trainer's",
-            "check that the engine returns the log-probability of every token it drew",
+            f"{unknown:,} of {tokens:,} tokens have no log-probability that can be compared with the trainer's",
+            "check that the rollout engine returns the log-probability of every token that it samples",
             code="missing-logprobs",
         )
     return difference_K.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -141,7 +144,7 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
 def _mean_weight(
     weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, reduce: StepReduce
 ) -> float:
-    """The mean over tokens, or over sequences that have a token; 1 if all weights are 0."""
+    """The mean weight over tokens, or over sequences that have a token; 1 if all weights are 0."""
     if weight == "token":
         mean = reduce.mean(weights_K)
     else:
@@ -160,7 +163,7 @@ def _inside(
     sequence_K: torch.Tensor,
     sequences: int,
 ) -> torch.Tensor:
-    """1 where the statistic is in the range. Ratios are compared as logarithms, because products of many overflow."""
+    """1 where the statistic is in the range; ratios are compared as logarithms, because products of ratios overflow."""
     statistic_K = _statistic(band.by, log_ratio_K, trainer_K, rollout_logprobs_K)
     if band.over != "token":
         statistic_K = _over(band.over, statistic_K, sequence_K, sequences)
@@ -189,8 +192,8 @@ def _statistic(
         return (p_K - q_K).abs()
     raise Refusal.at(
         "algorithm.rollout_correction.reject",
-        f"the statistic {by!r} is not known",
-        "ratio, k2, k3, ...",
+        f"the statistic {by!r} of a reject range is not known",
+        "use ratio, k2, k3, binary_kl or tv",
         code="unknown-name",
     )
 
@@ -206,12 +209,15 @@ def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequen
         )
         return largest_S[sequence_K]
     raise Refusal.at(
-        "algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
+        "algorithm.rollout_correction.reject",
+        f"{over!r} is not known",
+        "use token, sum, mean or max",
+        code="unknown-name",
     )
 
 
 def _disagreement(log_ratio_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
-    """`kl` estimates KL(engine, trainer) by k1, `k3` by k3. Both are 0 if engine and trainer agree."""
+    """The metrics `kl` (estimator k1) and `k3` estimate KL(engine, trainer); they are 0 if engine and trainer agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
         "rollout_corr/ratio_mean": reduce.mean(ratio_K),
@@ -222,13 +228,13 @@ def _disagreement(log_ratio_K: torch.Tensor, reduce: StepReduce) -> dict[str, fl
 
 
 def _effective_share(weights_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
-    """Effective sample size over the number of tokens: 1 if all weights are equal. Omitted if all weights are 0."""
+    """Effective sample size / number of tokens (1 if all weights are equal); no metric if all weights are 0."""
     squares, mean = reduce.mean(weights_K.double().square()), reduce.mean(weights_K)
     return {"rollout_corr/effective_share": mean**2 / squares} if squares > 0 else {}
 
 
 def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, reduce: StepReduce) -> float:
-    """The share of sequences with tokens, but no kept token."""
+    """The fraction of sequences of which every token is masked, among the sequences that have a token."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)
     return reduce.count(int(lost_S.sum())) / max(reduce.count(int(present_S.sum())), 1)

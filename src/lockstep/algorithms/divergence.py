@@ -13,13 +13,13 @@ from lockstep.errors import Refusal
 # KL estimates on sampled tokens.
 #
 # The estimators are Schulman's ("Approximating KL divergence", joschu.net, 2020): with d = log p - log q on tokens
-# drawn from p, the means of k1 = d and of k3 = e^-d + d - 1 are KL(p, q); k2 = d^2 / 2 is close to it when p is close
-# to q.
+# sampled from p, the means of k1 = d and of k3 = e^-d + d - 1 are KL(p, q). The mean of k2 = d^2 / 2 is close to
+# KL(p, q) if p is close to q.
 
 LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
 MOST_ADAPTATION = 0.2
-# Maximum weight of a token by its ratio of new to old probability.
+# Maximum importance weight (new / old probability) of a token.
 MOST_WEIGHT = 10.0
 
 
@@ -32,7 +32,7 @@ def _k2(log_ratio_K: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(log_ratio_K: torch.Tensor) -> torch.Tensor:
-    """Bounded as in verl: the exponent at +-20, the result at 10. Tokens beyond a bound have no gradient."""
+    """k3, clamped as in verl: the exponent to +-20, the result to 10. Clamped tokens have no gradient."""
     back_K = (-log_ratio_K).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (back_K.exp() - back_K - 1).clamp(-K3_BOUND, K3_BOUND)
 
@@ -44,12 +44,13 @@ _STRAIGHT_THROUGH = ("k1+", "abs+", "k2+", "k3+")
 def divergence(
     estimator: str, logprobs_K: torch.Tensor, reference_K: torch.Tensor, old_K: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The estimate at each token: `k1`, `abs`, `k2`, `k3`, or one of them with `+`.
+    """The KL estimate at each token. `estimator` is `k1`, `abs`, `k2`, `k3`, or one of these names with `+` appended.
 
-    As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence. (k1's mean gradient is
-    zero; k3's is that of the reverse divergence.) The forms with `+` have the estimator's value and k2's gradient.
-    With `old_K`, the log-probs of the sampling policy, that gradient is weighted by the detached ratio of new to old
-    (at most 10). A token that is impossible under both has divergence 0; see `floor_logprobs`.
+    If the estimate is a term of the loss, only k2 has a gradient whose mean is the gradient of KL(policy, reference).
+    (The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference, policy).) The estimators with `+` have
+    the value of the estimator and the gradient of k2. With `old_K`, the log-probs of the sampling policy, the gradient
+    of k2 is weighted by the detached ratio of new to old probability (at most 10). A token that is impossible under
+    policy and reference has divergence 0; see `floor_logprobs`.
     """
     log_ratio_K = log_ratio(logprobs_K, reference_K)
     if estimator in _FORWARD:
@@ -67,35 +68,35 @@ def divergence(
 def adapt_coefficient(coefficient: float, measured: float, target: float, horizon: int, sequences: int) -> float:
     """The next KL coefficient: larger if the measured KL is above its target, smaller if below.
 
-    Ziegler et al. 2019 (arXiv 1909.08593): proportional to the relative error, clamped to +-0.2; after `horizon`
-    sequences it was applied once in full.
+    As in Ziegler et al. 2019 (arXiv 1909.08593), the change is proportional to the relative error, clamped to +-0.2.
+    The factor is 1 + error x sequences / `horizon`.
     """
     error = min(max(measured / target - 1, -MOST_ADAPTATION), MOST_ADAPTATION)
     return coefficient * (1 + error * sequences / horizon)
 
 
-# Divergences between the next-token distributions of student and teacher, full or top-k.
-# Shapes: R positions, V vocabulary, k tokens kept at a position. All are log-probs.
+# Divergences between the next-token distributions of student and teacher, full or top-k. Shapes: R positions, V
+# vocabulary, k tokens kept at a position. All tensors contain log-probs.
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 LEAST_REST = -100.0
-"""Log-prob of the rest of the vocabulary if nothing is left."""
+"""The log-prob of "all other tokens" if the chosen tokens are the full vocabulary."""
 
 
 def distribution_divergence(
     student_RV: torch.Tensor, teacher_RV: torch.Tensor, *, kind: str, mix: float = 0.5
 ) -> torch.Tensor:
-    """The divergence at each position, in nats, differentiable in both inputs.
+    """The divergence of student and teacher at each position, in nats, differentiable in both inputs.
 
     - `forward`: KL(teacher, student).
-    - `reverse`: KL(student, teacher). A token of teacher probability 0 would make it infinite; it adds the student's
-      probability instead. (The generalised divergence sum p log(p/q) - p + q over the other tokens: it is never
-      negative, and the student still learns to avoid such tokens.)
+    - `reverse`: KL(student, teacher). A token of teacher probability 0 would make the divergence infinite, so it adds
+      the student's probability instead. The result is never negative: over the other tokens it is the generalised KL
+      divergence, the sum of p log(p/q) - p + q. The student still learns to avoid tokens of teacher probability 0.
     - `jsd`: mix KL(teacher, m) + (1 - mix) KL(student, m) with m = mix teacher + (1 - mix) student, the generalised
       Jensen-Shannon divergence of GKD (arXiv 2306.13649) with the paper's beta as `mix`.
 
-    A token of probability 0 adds 0 to a sum weighted by its probability, never NaN; a student probability of 0 counts
-    as e^-10000 in the forward divergence.
+    A token of probability 0 adds 0, never NaN, to a sum weighted by its probability. In the forward divergence, a
+    student probability of 0 is replaced by e^-10000.
     """
     student_RV, teacher_RV = floor_logprobs(student_RV), floor_logprobs(teacher_RV)
     if kind == "forward":
@@ -111,10 +112,11 @@ def distribution_divergence(
 
 
 def fold_rest(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
-    """The chosen tokens (distinct at a position), and the sum of all others as one more entry: R x (k + 1).
+    """Log-probs [R, k + 1]: those of the k chosen tokens (distinct at a position), then one for all other tokens.
 
-    The others are summed directly, not computed as 1 minus the chosen, so a tiny rest and its gradient are accurate.
-    If nothing is left (k = V, or underflow) the rest is about -100, without a gradient.
+    The probabilities of the other tokens are summed directly, not computed as 1 minus the chosen ones, so a tiny sum
+    and its gradient are accurate. If there are no other tokens (k = V) or the sum underflows, the last entry is about
+    -100, without a gradient.
     """
     chosen_Rk = logprobs_RV.gather(-1, ids_Rk)
     rest_R1 = logprobs_RV.scatter(-1, ids_Rk, LEAST_REST).logsumexp(-1, keepdim=True)
@@ -122,5 +124,5 @@ def fold_rest(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
-    """The terms of KL(p, q)."""
+    """The summands of KL(p, q), one per vocabulary token."""
     return p_RV.exp() * (p_RV - q_RV)

@@ -15,7 +15,7 @@ from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio
 from lockstep.types import Sums
 
 MOST_DESIRABLE = 4 / 3
-"""The paper recommends a total weight of the desirable rows of 1 to 4/3 times the undesirable rows' (equation 8)."""
+"""KTO paper, equation 8: the total weight of desirable rows should be 1 to 4/3 times that of undesirable rows."""
 
 
 def kto_loss(
@@ -27,11 +27,12 @@ def kto_loss(
     desirable: float,
     undesirable: float,
 ) -> Sums:
-    """desirable (1 - sigmoid(beta (lr - kl))) for the good rows, undesirable (1 - sigmoid(beta (kl - lr))) for others.
+    """KTO's loss. A desirable row has the loss `desirable` (1 - sigmoid(beta (log-ratio - kl))).
 
-    Log-ratios come from `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the update. Metrics are sums over
-    rows: the counts `desirable` and `undesirable`, their rewards beta lr, and `accuracy`: whether the log-ratio is on
-    the side of `kl` given by the label (equal: 0.5).
+    An undesirable row has the loss `undesirable` (1 - sigmoid(beta (kl - log-ratio))). Log-ratios come from
+    `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the update. Metrics are sums over rows: the numbers of
+    desirable and undesirable rows, their rewards (beta x log-ratio), and `accuracy`. A desirable row is accurate if its
+    log-ratio is above `kl`, an undesirable row if it is below; an equal log-ratio adds 0.5.
     """
     above_N = logratios_N - kl
     toward_N = torch.where(desirable_N, above_N, -above_N)
@@ -51,42 +52,43 @@ def kto_loss(
 
 
 def row_logratios(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
-    """log p - log p_ref of each row; 0 if the response is impossible under both (`floor_logprobs`)."""
+    """log p - log p_ref of each row; 0 if the response is impossible for policy and reference (`floor_logprobs`)."""
     return log_ratio(policy_N, reference_N, LEAST_SUM)
 
 
 def row_means(policy_N: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
-    """The mean log-prob of the tokens of each row, which replaces the log-ratio without a reference."""
+    """The mean log-prob of the tokens of each row, used instead of the log-ratio if there is no reference model."""
     return floor_logprobs(policy_N, LEAST_SUM) / lengths_N
 
 
 def kl_estimate(logratios: torch.Tensor) -> float:
-    """The mean log-ratio of mismatched pairs, at least 0 and detached."""
+    """KTO's KL estimate: the mean log-ratio of mismatched pairs, at least 0 and detached."""
     if not len(logratios):
-        raise ValueError("the KL estimate is a mean over mismatched pairs, and there are none")
+        raise ValueError("the KL estimate of KTO is a mean over mismatched pairs, and there are none")
     return max(float(logratios.detach().double().mean()), 0.0)
 
 
 def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
     """Returns for each row the row that provides the mismatched completion.
 
-    It is the next row (cyclic, never the row itself) with another prompt and another completion; if there is none, the
-    next with another completion. A shift by one would use a matched pair if neighbours share a prompt.
+    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. Without such a
+    row, the partner is the next row whose completion differs. Always using the neighbour would give a matched pair if
+    neighbours share a prompt.
     """
     prompt, completion = _runs(prompts), _runs(completions)
     return [_partner(row, prompt, completion) for row in range(len(completions))]
 
 
 def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The paper's range of the desirable rows' weight if the other weight is 1, and the reverse."""
+    """KTO's recommended ranges of the desirable weight (undesirable = 1) and of the undesirable one (desirable = 1)."""
     if not desirable or not undesirable:
-        raise ValueError("weights balance two kinds of rows, and one kind has no rows")
+        raise ValueError("weights balance two kinds of rows, desirable and undesirable, and one kind has no rows")
     scarce = undesirable / desirable
     return (scarce, MOST_DESIRABLE * scarce), (1 / (MOST_DESIRABLE * scarce), 1 / scarce)
 
 
 def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> str | None:
-    """A warning if the weights of the two kinds of rows violate the paper's rule; else None."""
+    """A warning if the weights of desirable and undesirable rows are outside the paper's range; else None."""
     if not desirable or not undesirable:
         kind = "desirable" if desirable else "undesirable"
         return f"All {desirable + undesirable:,} rows are {kind}; KTO learns from rows of both kinds."
@@ -98,15 +100,15 @@ def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> 
     if desirable > undesirable:
         raised, fixed, (low, high) = ("undesirable", "desirable", for_undesirable)
     return (
-        f"{desirable:,} desirable and {undesirable:,} undesirable rows weigh {ratio:.3g} to 1 where 1 to 1.33 is "
-        f"recommended: set preference.{fixed} to 1 and preference.{raised} between {_up(max(low, 1))} and "
+        f"In total, {desirable:,} desirable and {undesirable:,} undesirable rows weigh {ratio:.3g} to 1; the KTO paper "
+        f"recommends 1 to 1.33: set preference.{fixed} to 1 and preference.{raised} between {_up(max(low, 1))} and "
         f"{_down(high)}."
     )
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Equal rows have equal `numbers`; `ends` are the ends of runs of equal rows, over two cycles of the rows."""
+    """Runs of equal rows: equal rows have equal `numbers`; `ends` has the end of each row's run, over two cycles."""
 
     numbers: list[int]
     ends: list[int]
@@ -127,12 +129,12 @@ def _partner(row: int, prompt: _Runs, completion: _Runs) -> int:
     if found is None:
         found = _next_other(row, [completion])
     if found is None:
-        raise ValueError(f"row {row} has no mismatched completion: every row of the batch has the same one")
+        raise ValueError(f"row {row} has no mismatched completion: all rows of the batch have the same completion")
     return found
 
 
 def _next_other(row: int, differing: Sequence[_Runs]) -> int | None:
-    """The next row that differs in all of these; runs of equal rows are skipped at once."""
+    """The next row that differs from `row` in every list of `differing`. A run of equal rows is skipped in one step."""
     count = len(differing[0].numbers)
     index = row + 1
     while index < row + count:
@@ -144,7 +146,7 @@ def _next_other(row: int, differing: Sequence[_Runs]) -> int | None:
 
 
 def _up(weight: float) -> str:
-    """Rounded up to two digits."""
+    """The weight, rounded up to two decimals."""
     return f"{math.ceil(weight * 100 - 1e-6) / 100:g}"
 
 

@@ -1,12 +1,12 @@
 """Policy losses of online RL as weighted sums over tokens.
 
-Shapes: K tokens of a micro-batch of complete sequences. With d = log p - log p_old (clamped to +-20; tokens beyond have
-no gradient), r = e^d and the advantage A, each function computes one loss per token. `weights_K` contains mask,
-aggregation and importance weights; the step divides once.
+Shapes: K tokens of a micro-batch of complete sequences. Each function computes one loss per token from the advantage A
+and the ratio r = e^d, where d = log p - log p_old, clamped to +-20. Clamped tokens have no gradient. `weights_K` is the
+product of loss mask, aggregation weight and importance weight; the training step divides the sum once.
 
 Tokens of weight 0 have no effect, not even on the means of their sequence. An impossible token (log p = -inf) has no
-gradient; its ratio is 1 if it was impossible before (`floor_logprobs`). Metrics are sums over tokens of non-zero
-weight: `ppo_kl` sums -d, `pg_clipfrac` counts tokens whose gradient was changed by a bound.
+gradient; its ratio is 1 if log p_old is also -inf (`floor_logprobs`). Metrics are sums over tokens of non-zero weight:
+`ppo_kl` sums -d, and `pg_clipfrac` counts the tokens whose gradient a clip bound changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The inputs of a loss. `selected_K` (0/1) marks the tokens that `clip_cov` or `kl_cov` selected in the update."""
+    """The inputs of a policy loss. `selected_K` (0/1) marks the tokens selected for the loss `clip_cov` or `kl_cov`."""
 
     logprobs_K: torch.Tensor
     old_K: torch.Tensor
@@ -43,7 +43,8 @@ class PolicyTokens:
 def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -> Sums:
     """PPO (arXiv 1707.06347): max(-A r, -A clip(r, 1 - low, 1 + high)), with separate bounds as in DAPO.
 
-    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729); None leaves it unbounded.
+    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729); with None the loss has no
+    bound.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp()
@@ -59,8 +60,9 @@ def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -
 def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """GSPO in its token form (arXiv 2507.18071): clipped as in PPO, with one ratio per sequence.
 
-    The log ratio is the mean of d over the tokens of the sequence with non-zero weight, at most 10, with the gradient
-    of the token's log-prob. With `seq_mean_token_mean` this is the paper's objective.
+    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. The gradient of this log
+    ratio is that of the token's own log-prob. With the aggregation `seq_mean_token_mean` this is the objective of the
+    GSPO paper.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
@@ -71,9 +73,10 @@ def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """CISPO (arXiv 2506.13585): -clip(r, 1 - low, 1 + high) A log p, the clipped ratio a constant weight.
+    """CISPO (arXiv 2506.13585): -clip(r, 1 - low, 1 + high) A log p. The clipped ratio is a detached weight.
 
-    The paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts bounded weights.
+    The CISPO paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts the tokens
+    whose ratio is clipped.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp().detach()
@@ -82,9 +85,9 @@ def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def sapo(tokens: PolicyTokens, *, positive: float, negative: float) -> Sums:
-    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, the temperature tau by the sign of A.
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau. The temperature tau depends on the sign of A.
 
-    A soft gate instead of a clip: at r = 1 the gradient equals that of -A r. `pg_clipfrac` is 0.
+    A soft gate replaces the clip: at r = 1 the gradient equals the gradient of -A r. The metric `pg_clipfrac` is 0.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp()
@@ -94,11 +97,12 @@ def sapo(tokens: PolicyTokens, *, positive: float, negative: float) -> Sums:
 
 
 def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's token ratios, at each of its tokens.
+    """GMPO (arXiv 2507.20673): each token's loss is -A times the geometric mean of its sequence's token ratios.
 
-    Each d is bounded before the mean, at `high` if A > 0 and at -`low` if A < 0. The bounds apply to the log ratio as
-    in the paper (e^-0.4, e^0.4), not to the ratio. The mean is over tokens of non-zero weight and has gradients to all
-    of them. With `seq_mean_token_mean` this is the paper's mean over sequences.
+    Each token's log ratio d is clamped before the mean: to at most `high` if A > 0, and to at least -`low` if A < 0.
+    The bounds apply to the log ratio as in the paper (e^-0.4, e^0.4), not to the ratio. The geometric mean is over the
+    tokens of non-zero weight, and each of these tokens gets a gradient. With the aggregation `seq_mean_token_mean` this
+    is the mean over sequences of the GMPO paper.
     """
     tokens = _counted(tokens)
     d_K, advantages_K = _log_ratio(tokens), tokens.advantages_K
@@ -108,7 +112,7 @@ def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def clip_cov(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """Clip-Cov (arXiv 2505.22617): PPO's clip, without a loss at the selected tokens; see `token_selection`."""
+    """Clip-Cov (arXiv 2505.22617): PPO's clipped loss, but 0 at the tokens that `token_selection` selects."""
     selected_K = _selected(tokens)
     tokens = _counted(tokens)
     loss_K, clipped_K = _clipped(_log_ratio(tokens).exp(), tokens.advantages_K, low, high)
@@ -118,7 +122,7 @@ def clip_cov(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
-    """KL-Cov (arXiv 2505.22617): -A r without a clip, plus weight |d| at the selected tokens; see `token_selection`."""
+    """KL-Cov (arXiv 2505.22617): -A r without a clip, plus weight |d| at the tokens that `token_selection` selects."""
     selected_K = _selected(tokens)
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
@@ -127,10 +131,11 @@ def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
 
 
 def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
-    """DPPO with the total variation of a Bernoulli distribution (arXiv 2602.04879): -min(r, cap) A log p, r detached.
+    """DPPO (arXiv 2602.04879) with a bound on the total variation |p - p_old|: -min(r, cap) A log p, with r detached.
 
-    A token has no loss if it moved too far in the direction of its advantage: A > 0 and p - p_old > `high`, or A < 0
-    and p - p_old < -`low`. The bounds apply to the probability, not to the ratio, so rare tokens may change a lot.
+    The loss of a token is 0 if its probability moved too far in the direction of its advantage: A > 0 and p - p_old >
+    `high`, or A < 0 and p - p_old < -`low`. The bounds apply to the probability, not to the ratio, so the ratio of a
+    rare token may be large.
     """
     tokens = _counted(tokens)
     moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
@@ -139,10 +144,10 @@ def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
 
 
 def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
-    """DPPO with the Bernoulli divergence KL((p_old, 1 - p_old), (p, 1 - p)) (arXiv 2602.04879), else as `dppo_tv`.
+    """DPPO (arXiv 2602.04879) as in `dppo_tv`, but with a bound on the Bernoulli KL((p_old, 1 - p_old), (p, 1 - p)).
 
-    The bound is `high` if A > 0 and p increased, `low` if A < 0 and p decreased. Probabilities above 1 - 1e-6 count as
-    1 - 1e-6.
+    The loss of a token is 0 if this KL exceeds `high` (for A > 0 and increased p) or `low` (for A < 0 and decreased p).
+    Probabilities above 1 - 1e-6 are replaced by 1 - 1e-6.
     """
     tokens = _counted(tokens)
     logprobs_K, old_K = tokens.logprobs_K.detach(), tokens.old_K
@@ -156,8 +161,8 @@ def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
 def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
     """Direct reward optimisation on tokens (arXiv 2405.19107): -A log p + beta / 2 (log p - log p_old)^2.
 
-    The gradient of the paper's squared error between advantage and beta d is the same up to the factor beta. There is
-    no clip: only the squared term keeps the policy near the old one.
+    The paper's loss, the squared error between advantage and beta (log p - log p_old), has the same gradient up to the
+    factor beta. There is no clip: only the squared term keeps the policy near the old policy.
     """
     tokens = _counted(tokens)
     loss_K = -tokens.advantages_K * tokens.logprobs_K + 0.5 * beta * _log_ratio(tokens).square()
@@ -165,10 +170,11 @@ def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
 
 
 def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
-    """The policy gradient of samples from the old policy: -min(w, cap) A log p, the weight w a constant.
+    """The policy gradient of samples from the old policy: -min(w, cap) A log p, with a detached weight w.
 
-    `of`: `token` is the ratio of the token (IMPALA's truncation, arXiv 1802.01561), `sequence` the product over its
-    sequence, whose logarithm is clamped to +-20. With the engine's log-probs as old log-probs it is verl's `reinforce`.
+    With `of` = `token` the weight w is the ratio of the token (IMPALA's truncation, arXiv 1802.01561). With `sequence`,
+    w is the product of the ratios of the sequence; the logarithm of the product is clamped to +-20. If the old
+    log-probs are those of the rollout engine, the loss is verl's `reinforce`.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens).detach()
@@ -184,19 +190,19 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
 
 
 def policy_gradient(tokens: PolicyTokens) -> Sums:
-    """-A log p (Williams 1992): without a ratio, so the tokens must come from the current policy."""
+    """REINFORCE, -A log p (Williams 1992), without a ratio: the tokens must be sampled from the current policy."""
     tokens = _counted(tokens)
     loss_K = -tokens.advantages_K * tokens.logprobs_K
     return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
 
 
 def user_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
-    """Applies masks and weights to the losses per token that `function` returns."""
+    """Applies mask and weights to the per-token losses that the user's `function` returns."""
     tokens = _counted(tokens)
     return _sums(tokens, torch.where(tokens.counted_K, function(tokens), 0.0))
 
 
-own_loss = user_loss  # the earlier name, for plug-ins
+own_loss = user_loss  # the former name of user_loss, kept for plug-ins
 
 LOSSES: dict[str, Callable[..., Sums]] = {
     "clip": clip,
@@ -215,7 +221,7 @@ LOSSES: dict[str, Callable[..., Sums]] = {
 
 
 def _counted(tokens: PolicyTokens) -> PolicyTokens:
-    """Sets tokens of weight 0 to zero and removes infinities, which would make the sum or its gradient NaN."""
+    """Zeroes the tokens of weight 0 and replaces -inf log-probs, which would make the sum or its gradient NaN."""
     kept_K = tokens.counted_K
     return replace(
         tokens,
@@ -244,7 +250,7 @@ def _clipped(
 
 
 def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
-    """-min(r, cap) A log p with a constant weight; 0 at the tokens beyond their bound."""
+    """-min(r, cap) A log p with a detached ratio r; 0 at the tokens marked in `beyond_K`."""
     ratio_K = _log_ratio(tokens).exp().detach()
     loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
     return _sums(
@@ -257,7 +263,11 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
 
 def _selected(tokens: PolicyTokens) -> torch.Tensor:
     if tokens.selected_K is None:
-        raise Refusal.at("algorithm.loss", "a covariance loss needs selected tokens", code="missing-input")
+        raise Refusal.at(
+            "algorithm.loss",
+            "the losses clip_cov and kl_cov need selected tokens (selected_K), and got none",
+            code="missing-input",
+        )
     return tokens.selected_K > 0
 
 

@@ -13,16 +13,17 @@ from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio, log
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
-# Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (or f-DPO's function of it), or log p for
-# losses without a reference; summed over its tokens, or their mean. h is the chosen score minus the rejected one.
+# Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a function of the log-ratio); for
+# losses without a reference it is log p. Scores are sums or means over tokens. h is the chosen score minus the rejected
+# score.
 
-# Maximum exponent of a ratio: e^40 squared is finite in float32. Beyond it a response has no gradient.
+# Maximum exponent of a ratio: e^40 squared is finite in float32. A response with a larger exponent has no gradient.
 EXPONENT_BOUND = 40.0
 
 
 @dataclass(frozen=True)
 class Partners:
-    """The scores that the ranked losses (AOT) compare each pair with; constants."""
+    """The scores, detached, with which the ranked losses (AOT) compare each pair."""
 
     chosen_P: torch.Tensor
     rejected_P: torch.Tensor
@@ -31,7 +32,7 @@ class Partners:
 def sigmoid(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """DPO (arXiv 2305.18290): -log sigmoid(beta h).
 
-    With `label_smoothing` e it is Mitchell's conservative DPO: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
+    `label_smoothing` e gives Mitchell's conservative DPO: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
     """
     return _smoothed(beta * (chosen_P - rejected_P), label_smoothing)
 
@@ -47,9 +48,9 @@ def hinge(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> t
 
 
 def robust(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """Robust DPO (arXiv 2403.00409): unbiased when the share e = `label_smoothing` of the labels is flipped.
+    """Robust DPO (arXiv 2403.00409): unbiased if the fraction e = `label_smoothing` of the labels is flipped.
 
-    (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e); it can be negative.
+    The loss can be negative: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e).
     """
     logits_P = beta * (chosen_P - rejected_P)
     kept_P = -(1 - label_smoothing) * logsigmoid(logits_P)
@@ -60,7 +61,7 @@ def robust(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, lab
 def exo_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """EXO for a pair (arXiv 2402.00856, equation 16): KL(q, p), q = sigmoid(+-beta h), p = (1 - e, e).
 
-    q_w (log q_w - log(1 - e)) + q_l (log q_l - log e); `label_smoothing` e must be above 0.
+    The loss is q_w (log q_w - log(1 - e)) + q_l (log q_l - log e); `label_smoothing` e must be above 0.
     """
     logits_P = beta * (chosen_P - rejected_P)
     won_P = logits_P.sigmoid() * (logsigmoid(logits_P) - math.log1p(-label_smoothing))
@@ -69,9 +70,10 @@ def exo_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, l
 
 
 def nca_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """NCA for a pair (arXiv 2402.05369): each reward against zero; the chosen likelihood does not fall.
+    """NCA for a pair (arXiv 2402.05369): compares each reward with zero, so that the chosen likelihood does not fall.
 
-    With the rewards w, l = beta times the scores: -log sigmoid(w) - (log sigmoid(-w) + log sigmoid(-l)) / 2.
+    With the rewards w (chosen) and l (rejected), beta times the scores, the loss is -log sigmoid(w) - (log
+    sigmoid(-w) + log sigmoid(-l)) / 2.
     """
     chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
     return -logsigmoid(chosen_P) - 0.5 * (logsigmoid(-chosen_P) + logsigmoid(-rejected_P))
@@ -80,15 +82,15 @@ def nca_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def bco_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """BCO (arXiv 2404.04656) for a pair, without its shift: -log sigmoid(beta chosen) - log sigmoid(-beta rejected).
 
-    The paper's shift is a running mean of all rewards; it is 0 here, as in TRL's pair form.
+    The paper's shift is a running mean of all rewards; here the shift is 0, as in TRL's `bco_pair`.
     """
     return -logsigmoid(beta * chosen_P) - logsigmoid(-beta * rejected_P)
 
 
 def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """SPPO (arXiv 2405.00675, equation 4.7) with certain labels: P = 1 for the chosen, 0 for the rejected.
+    """SPPO (arXiv 2405.00675, equation 4.7) for labels that are certain (win probability 1 for the chosen response).
 
-    (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2; the paper's eta is 1 / `beta`.
+    The loss is (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2; the paper's eta is 1 / `beta`.
     """
     return (chosen_P - 0.5 / beta).square() + (rejected_P + 0.5 / beta).square()
 
@@ -96,7 +98,8 @@ def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) 
 def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-zero (arXiv 2408.06266, equation 7): 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
 
-    Increases the chosen and decreases the rejected likelihood: for chosen responses better than the model's.
+    APO-zero increases the chosen and decreases the rejected likelihood. Use APO-zero if the chosen responses are better
+    than the model's own responses.
     """
     return (-beta * chosen_P).sigmoid() + (beta * rejected_P).sigmoid()
 
@@ -104,7 +107,8 @@ def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-down (arXiv 2408.06266, equation 8): sigmoid(beta chosen) + 1 - sigmoid(beta h).
 
-    Decreases both likelihoods, the rejected one more: for chosen responses worse than the model's.
+    APO-down decreases the chosen likelihood, and the rejected one more. Use APO-down if the chosen responses are worse
+    than the model's own responses.
     """
     return (beta * chosen_P).sigmoid() + (-beta * (chosen_P - rejected_P)).sigmoid()
 
@@ -112,7 +116,7 @@ def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def discopop(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, discopop_tau: float) -> torch.Tensor:
     """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, equation 5), with x = beta h and m = sigmoid(x / tau).
 
-    -(1 - m) log sigmoid(x) + m e^-x.
+    The loss is -(1 - m) log sigmoid(x) + m e^-x.
     """
     logits_P = beta * (chosen_P - rejected_P)
     modulation_P = (logits_P / discopop_tau).sigmoid()
@@ -122,15 +126,15 @@ def discopop(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, d
 def simpo(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float, gamma: float
 ) -> torch.Tensor:
-    """SimPO (arXiv 2405.14734): -log sigmoid(beta h - gamma) on mean log-probabilities; smoothed as `sigmoid`."""
+    """SimPO (arXiv 2405.14734): -log sigmoid(beta h - gamma) on mean log-probs; label smoothing as in `sigmoid`."""
     return _smoothed(beta * (chosen_P - rejected_P) - gamma, label_smoothing)
 
 
 def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """The odds-ratio term of ORPO (arXiv 2403.07691) on mean log-probabilities m; its likelihood term is `nll` = 1.
+    """The odds-ratio term of ORPO (arXiv 2403.07691) on mean log-probs m; for ORPO's likelihood term set `nll` to 1.
 
-    -beta log sigmoid(log odds chosen - log odds rejected), log odds = m - log(1 - e^m). `log_rest` limits the
-    certainty of a response.
+    The term is -beta log sigmoid(log odds chosen - log odds rejected), with log odds = m - log(1 - e^m). `log_rest`
+    limits e^m to about 1 - 1e-6.
     """
     log_odds_P = (chosen_P - log_rest(chosen_P)) - (rejected_P - log_rest(rejected_P))
     return -beta * logsigmoid(log_odds_P)
@@ -139,9 +143,9 @@ def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> to
 def aot(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, partners: Partners, *, beta: float, label_smoothing: float
 ) -> torch.Tensor:
-    """AOT on pairs (arXiv 2406.05882): DPO's loss of sorted margins, the policy's i-th against the reference's i-th.
+    """AOT on pairs (arXiv 2406.05882): DPO's loss on sorted margins: the policy's i-th with the reference's i-th.
 
-    The margin of a pair is compared with the reference's margin of the same rank, not of the same pair.
+    A pair's policy margin is compared with the reference margin of the same rank, not with that of the same pair.
     """
     return _smoothed(beta * (chosen_P - rejected_P - partners.chosen_P + partners.rejected_P), label_smoothing)
 
@@ -149,10 +153,10 @@ def aot(
 def aot_unpaired(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, partners: Partners, *, beta: float, label_smoothing: float
 ) -> torch.Tensor:
-    """AOT without pairs (arXiv 2406.05882): the i-th smallest chosen score against the i-th smallest rejected one.
+    """AOT without pairs (arXiv 2406.05882): compares the i-th smallest chosen and the i-th smallest rejected score.
 
-    The two may be in different micro-batches, so each is compared with the other as a constant. The chosen one has
-    value and gradient of the loss, the rejected one only the gradient.
+    The two scores may be in different micro-batches, so each is compared with the detached value of the other. The term
+    of the chosen score adds value and gradient to the loss, the term of the rejected score only the gradient.
     """
     loss_P = _smoothed(beta * (chosen_P - partners.rejected_P), label_smoothing)
     opposite_P = _smoothed(beta * (partners.chosen_P - rejected_P), label_smoothing)
@@ -173,24 +177,26 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "discopop": discopop,
     "simpo": simpo,
     "orpo": orpo,
-    # CPO (arXiv 2401.08417) is DPO's loss without the reference; its likelihood term is `nll` = 1.
+    # CPO (arXiv 2401.08417) is DPO's loss without the reference; CPO's likelihood term is the setting `nll` = 1.
     "cpo": sigmoid,
 }
-# These losses compare a pair with other pairs of its update.
+# The ranked losses compare a pair with other pairs of its update.
 RANKED: dict[str, Callable[..., torch.Tensor]] = {"aot": aot, "aot_unpaired": aot_unpaired}
 REFERENCE_FREE = ("simpo", "orpo", "cpo")
 ALWAYS_MEANS = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo", "aot", "aot_unpaired")
-# Losses that depend on h only, which support divergences other than the reverse KL.
+# Losses that depend only on h = chosen score - rejected score; these losses support f-DPO's divergences other than
+# reverse KL.
 DIVERGENT = ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "discopop")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 
 def divergent_scores(ratios_P: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
-    """f-DPO (arXiv 2309.16240): f'(e^u) replaces the log-ratio u, where f is the divergence from the reference.
+    """f-DPO (arXiv 2309.16240): f'(e^u) replaces the log-ratio u; f defines the divergence from the reference.
 
-    `reverse_kl` u (DPO itself), `forward_kl` 1 - e^-u, `js` log 2 + log sigmoid(u), `alpha` (1 - e^(-alpha u)) / alpha,
-    which is forward KL at alpha = 1 and tends to reverse KL at 0. Constants that cancel in h are as in TRL.
+    The replacements: `reverse_kl` is u (DPO itself), `forward_kl` is 1 - e^-u, `js` is log 2 + log sigmoid(u), and
+    `alpha` is (1 - e^(-alpha u)) / alpha, which is forward KL at alpha = 1 and tends to reverse KL at alpha = 0.
+    Additive constants, which cancel in chosen minus rejected, are as in TRL.
     """
     if divergence == "reverse_kl":
         return ratios_P
@@ -204,8 +210,8 @@ def _smoothed(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     return -(1 - label_smoothing) * logsigmoid(logits_P) - label_smoothing * logsigmoid(-logits_P)
 
 
-# Ranked losses (AOT, arXiv 2406.05882). Ranks are over all P pairs of the update, from the log-probs before it, so they
-# do not depend on micro-batches or devices. (TRL sorts within the micro-batch of a device.)
+# Ranked losses (AOT, arXiv 2406.05882). All P pairs of an update are ranked by the log-probs before the update, so
+# ranks do not depend on micro-batches or devices. (TRL ranks the pairs within the micro-batch of a device.)
 
 
 def paired_partners(
@@ -214,10 +220,10 @@ def paired_partners(
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """Partners of `aot`: the difference between the reference's log-probs of the pair of the same rank and this pair's.
+    """Partners of `aot`: the reference log-probs of the pair of the same rank minus those of the pair itself.
 
-    With d the policy's log-prob and r the reference's, scores are d - r; subtracting r_partner - r gives
-    d - r_partner.
+    If d is the policy's log-prob and r the reference's, a score is d - r. Subtracting r_partner - r from the score
+    gives d - r_partner.
     """
     partner_P = _of_same_rank(chosen_P - rejected_P, reference_chosen_P - reference_rejected_P)
     return Partners(
@@ -231,7 +237,7 @@ def unpaired_partners(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partn
 
 
 def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tensor:
-    """The index of the other value of the same rank; of equal values the earlier one is smaller."""
+    """For each value, the index of the value of equal rank in `others_P`. Of equal values, the first ranks lower."""
     order_P, other_order_P = values_P.argsort(stable=True), others_P.argsort(stable=True)
     partner_P = torch.empty_like(order_P)
     partner_P[order_P] = other_order_P
@@ -240,9 +246,10 @@ def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Pairs:
-    """Summed log-probs and lengths of the responses, and the sums of the reference if there is one.
+    """Summed log-probs and lengths of the responses, and the reference's summed log-probs if there is a reference.
 
-    `likelihood_P` is the unweighted sum of the chosen response for `nll`, if the other sums weight tokens (LD-DPO).
+    `likelihood_P` is set if the other sums weight tokens (LD-DPO): the unweighted log-prob of the chosen response, for
+    `nll`.
     """
 
     chosen_P: torch.Tensor
@@ -270,19 +277,23 @@ def preference_loss(
 ) -> Sums:
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
-    `average` divides every score by its response's length; `simpo` and `orpo` always do. `nll` is a mean over the
-    tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is f-DPO's, applied
-    to the ratio of the full response before any mean. The ranked losses need their `partners` over the update.
+    `average` divides every score by the length of its response; `simpo` and `orpo` always do this. `nll` is a mean over
+    the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the divergence of
+    f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT) need `partners`,
+    computed over all pairs of the update.
 
-    Metrics are sums over pairs: `chosen` and `rejected` implicit rewards (beta times the score),
-    `margin` their difference, `accuracy` where it is positive (a tie is 0.5), and `nll`, unweighted, if it is used.
+    Metrics are sums over pairs: `chosen` and `rejected` are the implicit rewards (beta times the score), `margin` is
+    chosen minus rejected, `accuracy` is 1 for a positive margin (0.5 for a tie), and `nll`, if used, is the loss term
+    before its weight.
     """
     settings = _settings(kind, beta, label_smoothing, gamma, discopop_tau, divergence)
     chosen_P, rejected_P = _scores(pairs, kind, average, divergence, alpha)
     if kind in RANKED:
         if partners is None:
             raise Refusal.at(
-                "preference.loss", f"{kind} sorts the pairs of an update, and got no order", code="missing-input"
+                "preference.loss",
+                f"the loss {kind} ranks the pairs of an update and needs `partners`",
+                code="missing-input",
             )
         loss_P = RANKED[kind](chosen_P, rejected_P, partners, **settings)
     else:
@@ -303,10 +314,10 @@ def preference_loss(
 
 
 def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_alpha: float) -> torch.Tensor:
-    """LD-DPO (arXiv 2409.06411): `ld_alpha` at the tokens past the shorter response of a pair, 1 at those before.
+    """LD-DPO (arXiv 2409.06411): weight `ld_alpha` for tokens past the shorter response of a pair, else 1.
 
-    Sequences come in pairs. A smaller `ld_alpha` reduces the effect of the surplus of the longer response: 1 is DPO, at
-    0 both responses are truncated to the same length.
+    Every two successive sequences are a pair. A smaller `ld_alpha` reduces the effect of the extra tokens of the longer
+    response. `ld_alpha` 1 is plain DPO; 0 has the effect of truncating both responses to the same length.
     """
     shared_S = lengths_S.view(-1, 2).amin(1).repeat_interleave(2)
     starts_S = lengths_S.cumsum(0) - lengths_S
@@ -317,7 +328,7 @@ def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_
 def _settings(
     kind: str, beta: float, label_smoothing: float, gamma: float, discopop_tau: float, divergence: str
 ) -> dict[str, float]:
-    """The settings of the loss. Settings that the loss does not use are an error."""
+    """The settings that the loss `kind` uses; raises an error if another setting is set."""
     if kind not in LOSSES and kind not in RANKED:
         raise Refusal.at(
             "preference.loss", f"{kind!r} is not known", f"one of {', '.join([*LOSSES, *RANKED])}", code="unknown-name"
@@ -326,29 +337,32 @@ def _settings(
     if kind in SMOOTHED:
         settings["label_smoothing"] = label_smoothing
     elif label_smoothing:
-        remedy = f"set it to 0, or choose one of {', '.join(SMOOTHED)}"
+        remedy = f"set preference.label_smoothing to 0, or choose one of {', '.join(SMOOTHED)}"
         raise Refusal.at(
             "preference.label_smoothing", f"the loss {kind} has no label smoothing", remedy, code="unused-key"
         )
     if kind == "exo_pair" and not label_smoothing:
         raise Refusal.at(
             "preference.label_smoothing",
-            "exo_pair takes its logarithm",
-            "set it, for example to 0.001",
+            "the loss exo_pair uses the logarithm of the label smoothing, which must not be 0",
+            "set preference.label_smoothing, for example to 0.001",
             code="out-of-range",
         )
     if kind == "simpo":
         settings["gamma"] = gamma
     elif gamma:
         raise Refusal.at(
-            "preference.gamma", f"the loss {kind} has no margin", "set it to 0, or choose simpo", code="unused-key"
+            "preference.gamma",
+            f"the loss {kind} has no target margin gamma",
+            "set preference.gamma to 0, or use the loss simpo",
+            code="unused-key",
         )
     if kind == "discopop":
         settings["discopop_tau"] = discopop_tau
     if divergence != "reverse_kl" and kind not in DIVERGENT:
-        remedy = f"set it to reverse_kl, or choose one of {', '.join(DIVERGENT)}"
+        remedy = f"set preference.divergence to reverse_kl, or use the loss {', '.join(DIVERGENT)}"
         raise Refusal.at(
-            "preference.divergence", f"the loss {kind} is made for the reverse KL", remedy, code="unused-key"
+            "preference.divergence", f"the loss {kind} supports only the reverse KL", remedy, code="unused-key"
         )
     return settings
 
@@ -359,7 +373,10 @@ def _scores(pairs: Pairs, kind: str, average: bool, divergence: str, alpha: floa
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
             remedy = f"choose one of {', '.join(REFERENCE_FREE)}, or give the reference's log-probabilities"
             raise Refusal.at(
-                "preference.loss", f"{kind} compares with a reference, and there is none", remedy, code="missing-input"
+                "preference.loss",
+                f"the loss {kind} compares with a reference model, and there is none",
+                remedy,
+                code="missing-input",
             )
         ratios = (
             log_ratio(chosen_P, pairs.reference_chosen_P, LEAST_SUM),

@@ -1,7 +1,7 @@
 """The loss of a reward model on ranked responses, as a sum in which each ranking has weight 1.
 
-Shapes: S scored responses, ranking after ranking, best first; R rankings; P pairs of a better and a worse
-response of one ranking; n responses of the longest ranking.
+Shapes: S scored responses, in order of their rankings and best first within a ranking; R rankings; P pairs of a better
+and a worse response of one ranking; n responses of the longest ranking.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pair_loss(
 ) -> torch.Tensor:
     """-log sigmoid(chosen - rejected - margin) (Bradley-Terry), or log(1 + exp(rejected - chosen + margin)).
 
-    The two are the same function; recipes may use either name.
+    `sigmoid` and `logexp` are the same function; recipes may use either name.
     """
     if kind == "sigmoid":
         return -logsigmoid(chosen_P - rejected_P - margin_P)
@@ -40,16 +40,18 @@ def ranking_loss(
     ranking: str = "pairs",
     centre: float = 0.0,
 ) -> Sums:
-    """The loss of rankings of two or more responses; `ranking_S` (int64, non-decreasing) is a response's ranking.
+    """The loss of rankings of two or more responses; `ranking_S` (int64, non-decreasing) is a response's ranking index.
 
-    - `pairs`: the mean of `pair_loss` over a ranking's pairs (as InstructGPT, arXiv 2203.02155).
-    - `plackett_luce`: -log of the ranking's likelihood over its n - 1 choices; `kind` is ignored. The margin is
-      subtracted from the best score, so for a pair it is the sigmoid loss.
+    - `pairs`: the mean of `pair_loss` over all pairs of a ranking (as in InstructGPT, arXiv 2203.02155).
+    - `plackett_luce`: the negative log-likelihood of the ranking, divided by its n - 1 choices; `kind` is ignored. The
+      margin is subtracted from the best score, so for a ranking of two responses this is the sigmoid loss.
 
-    `centre` adds centre (2 mean score)^2, for a pair (chosen + rejected)^2 (arXiv 2312.09244).
+    `centre` adds the term centre x (2 x mean score)^2 per ranking; for two responses: centre x (chosen + rejected)^2
+    (arXiv 2312.09244).
 
-    Metrics are sums over rankings: `accuracy` (share of pairs in order, a tie 0.5) and `margin` (better minus worse)
-    are means over a ranking's pairs; `chosen` and `rejected` are the best's and the worst's score.
+    Metrics are sums over rankings: `accuracy` (fraction of correctly ordered pairs, a tie is 0.5) and `margin` (better
+    minus worse score) are means over the pairs of a ranking; `chosen` and `rejected` are the scores of its best and its
+    worst response.
     """
     count, margins_R = len(margins_R), margins_R.to(scores_S.dtype)
     sizes_R = sum_by(torch.ones_like(ranking_S), ranking_S, count)
@@ -81,7 +83,7 @@ def ranking_loss(
 
 
 def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the better and worse response of each pair, computed per distance in the ranking."""
+    """Indices of the better and the worse response of each pair, collected by the distance of the two ranks."""
     longest = int(sizes_R.max()) if len(sizes_R) else 0
     better = [(ranking_S[:-distance] == ranking_S[distance:]).nonzero()[:, 0] for distance in range(1, longest)]
     worse = [positions + distance for distance, positions in enumerate(better, start=1)]
@@ -92,7 +94,7 @@ def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor
 def _plackett_luce(
     scores_S: torch.Tensor, ranking_S: torch.Tensor, sizes_R: torch.Tensor, margins_R: torch.Tensor
 ) -> torch.Tensor:
-    """-sum_i log(exp s_i / sum_{j >= i} exp s_j) of each ranking."""
+    """Negative log-likelihood of each ranking by its scores s: -sum_i log(exp s_i / sum_{j >= i} exp s_j)."""
     count, longest = len(sizes_R), int(sizes_R.max()) if len(sizes_R) else 1
     first_R = sizes_R.cumsum(0) - sizes_R
     rank_S = torch.arange(len(scores_S), device=scores_S.device) - first_R[ranking_S]
@@ -100,7 +102,7 @@ def _plackett_luce(
     scores_Rn = scores_S.new_zeros(count, longest).index_put((ranking_S, rank_S), lowered_S)
     rank_n = torch.arange(longest, device=scores_S.device)
     real_Rn = rank_n < sizes_R[:, None]
-    # A padded position sees only itself: its term is 0, and no row of the sum is empty.
+    # The sum of a padded position contains only the position itself, so its term is 0 and no sum is empty.
     itself_nn = rank_n[:, None] == rank_n
     seen_Rnn = itself_nn | ((rank_n >= rank_n[:, None]) & real_Rn[:, None, :])
     left_Rn = torch.where(seen_Rnn, scores_Rn[:, None, :], float("-inf")).logsumexp(-1)

@@ -11,40 +11,41 @@ import torch
 from lockstep.errors import Refusal
 
 # An impossible token has the log-prob -inf, and 0 x inf or inf - inf would make the loss of the update NaN. All losses
-# replace log-probs below -10,000 by -10,000 (e^-10000 is 0 in every dtype): two impossible tokens differ by 0 and have
-# ratio 1. -inf has no gradient. A finite log-prob keeps its gradient, so that a diverged model shows in the gradient
-# norm. NaN stays NaN, and the step reports the rows.
+# therefore replace log-probs below -10,000 by -10,000 (e^-10000 is 0 in every dtype). Two impossible tokens then have
+# difference 0 and ratio 1. A log-prob of -inf gets no gradient. A finite log-prob below -10,000 keeps its gradient, so
+# that a diverged model shows in the gradient norm. A NaN log-prob stays NaN, and the training step reports its rows.
 
 LEAST = -1e4
-"""Replaces the log-prob of an impossible token."""
+"""The log-prob that replaces that of an impossible token (-inf)."""
 LEAST_SUM = -1e6
-"""Replaces the log-prob of a response with an impossible token; a sum over tokens can be below LEAST."""
+"""The log-prob that replaces that of a response with an impossible token; token sums can be below LEAST."""
 CERTAIN = -1e-6
-"""Upper limit of log-probs: sums in float32 cannot distinguish larger ones from 0."""
+"""Upper limit of log-probs in `log_rest`: sums in float32 cannot distinguish larger log-probs from 0."""
 
 
 def floor_logprobs(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
-    """Log-probs of at least `least`, with the gradient of the original; -inf has none."""
+    """The log-probs, raised to at least `least`. Finite values keep their gradient; -inf gets no gradient."""
     finite = torch.where(logprobs.isinf(), 0.0, logprobs)
     return torch.where(logprobs <= least, finite - finite.detach() + least, logprobs)
 
 
 def log_ratio(logprobs: torch.Tensor, others: torch.Tensor, least: float = LEAST) -> torch.Tensor:
-    """log p - log q, finite even if one or both are -inf."""
+    """log p - log q, finite even if log p or log q is -inf."""
     return floor_logprobs(logprobs, least) - floor_logprobs(others, least)
 
 
 def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """log(1 - e^x): the log-prob of all other tokens. Probabilities above 1 - 1e-6 count as 1 - 1e-6.
+    """log(1 - e^x): the log-prob of all other tokens. Probabilities above 1 - 1e-6 are replaced by 1 - 1e-6.
 
-    Two forms keep precision near 0 and far from it (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
+    One formula is precise for x near 0, another for smaller x (Maechler, "Accurately computing log(1 - exp(-|a|))",
+    2012).
     """
     logprobs = logprobs.clamp(max=CERTAIN)
     return torch.where(logprobs > -math.log(2), torch.log(-torch.expm1(logprobs)), torch.log1p(-logprobs.exp()))
 
 
-# Shapes: K tokens of the policy, sequence after sequence; S sequences. `sequence_K` (int64, non-decreasing) is the
-# sequence of each token. Prompt tokens, environment tokens and padding are not in the vectors.
+# Shapes: K tokens that the policy generated, concatenated over the S sequences. `sequence_K` (int64, non-decreasing) is
+# the sequence index of each token. Vectors over K exclude prompt tokens, environment tokens and padding.
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -55,12 +56,14 @@ def _identity(numbers: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepReduce:
-    """Reduces values of the local tokens over all ranks of the step. The methods are collectives: every rank must call
-    them in the same order. With one process they return local values.
+    """Reduces the values of a rank's tokens over all ranks.
+
+    The methods are collectives: every rank must call them in the same order. With a single process, the methods return
+    the local result.
     """
 
     sum_tensor: Callable[[torch.Tensor], torch.Tensor] = _identity
-    """All-reduce sum; may be in place."""
+    """All-reduce sum; it may change its argument in place."""
     max_tensor: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def count(self, tokens: int) -> int:
@@ -86,12 +89,12 @@ SINGLE_PROCESS = StepReduce()
 
 
 def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
-    """The sum of the values of each key 0..count-1 (0 for a key without values), differentiable."""
+    """For each key 0..count-1, the differentiable sum of the values that have this key in `key_K`, else 0."""
     return values_K.new_zeros(count).index_add(0, key_K, values_K)
 
 
 def sequence_mean(values_K: torch.Tensor, keep_K: torch.Tensor, sequence_K: torch.Tensor, count: int) -> torch.Tensor:
-    """The mean of the kept values of its sequence, for each token; 0 if the sequence has no kept token."""
+    """For each token, the mean of `values_K` over the kept tokens of its sequence (0 if no token is kept)."""
     keep_K = keep_K.to(values_K.dtype)
     totals_S = sum_by(torch.where(keep_K > 0, values_K * keep_K, 0.0), sequence_K, count)
     lengths_S = sum_by(keep_K, sequence_K, count)
@@ -107,16 +110,18 @@ def aggregation_weights(
     repeats_S: torch.Tensor | None = None,
     reduce: StepReduce = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, float]:
-    """Weights and divisor of an update: its loss is `sum(weights_K * loss_K) / divisor`.
+    """Token weights and divisor of an update, whose loss is `sum(weights_K * loss_K) / divisor`.
 
-    A rank has all tokens of a sequence or none. A sequence without a kept token is not counted. A sequence counts
-    `repeats_S` times. The divisor is at least 1, so an update without kept tokens has loss 0 and not 0/0.
+    All tokens of a sequence are on one rank. `keep_K` marks the kept tokens. A sequence without a kept token is not
+    counted; every other sequence is counted `repeats_S` times. The divisor is at least 1, so an update without kept
+    tokens has loss 0 instead of 0/0.
 
     - `token_mean`: the mean over kept tokens (DAPO, arXiv 2503.14476).
     - `token_sum`: the sum over kept tokens.
     - `seq_mean_token_mean`: the mean over sequences of their token means (GRPO, arXiv 2402.03300).
     - `seq_mean_token_sum`: the mean over sequences of their token sums.
-    - `seq_mean_token_sum_norm`: that mean divided by the constant `max_tokens` (Dr. GRPO, arXiv 2503.20783).
+    - `seq_mean_token_sum_norm`: the value of `seq_mean_token_sum` divided by the constant `max_tokens` (Dr. GRPO, arXiv
+      2503.20783).
     """
     keep_K = keep_K if keep_K.is_floating_point() else keep_K.to(torch.float32)
     lengths_S = sum_by(keep_K, sequence_K, sequences)

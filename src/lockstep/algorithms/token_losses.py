@@ -1,4 +1,4 @@
-"""Losses of single tokens and positions: supervised, step labels, critic values, router balance."""
+"""Losses per token or position: next-token prediction, process reward labels, critic values, MoE router balance."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from lockstep.types import Sums
 def nll(logprobs_K: torch.Tensor) -> Sums:
     """Negative log-likelihood of the K target tokens of a micro-batch: the cross entropy of next-token prediction.
 
-    A sum, not a mean: the step divides once by the target tokens of the update. This is the per-token mean over the
-    update, as in transformers with `num_items_in_batch`. An impossible token costs 10,000 nats; see `floor_logprobs`.
+    The result is a sum, not a mean: the training step divides it once by the number of target tokens of the update. The
+    final loss is thus the per-token mean over the update, as in transformers with `num_items_in_batch`. An impossible
+    token costs 10,000 nats; see `floor_logprobs`.
     """
     return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
-# Process reward models. Shapes: L labelled positions, W label tokens; the first label token is the good one.
+# Process reward models. Shapes: L labelled positions, W label tokens; the first label token means that the step is
+# good.
 
 
 def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
     """Cross entropy to the labels, with the model's distribution restricted to the label tokens.
 
-    A label is a distribution, one-hot for hard labels. Metrics are sums over positions: `positive` is the probability
-    of the good token, `label_positive` its target, `accuracy` whether the most likely token is the label's.
-    Ties are shared: of two tokens, a label of 0.5 or equal log-probs count 0.5. If all label tokens are impossible,
-    they are equally likely; see `floor_logprobs`.
+    A label is a distribution over the label tokens, one-hot for hard labels. Metrics are sums over positions:
+    `positive` is the model's probability of the good token, `label_positive` the label's, and `accuracy` is 1 if the
+    most likely token of the model is that of the label. A tie is divided: with two label tokens, a label of 0.5 or
+    equal log-probs give accuracy 0.5. If all label tokens are impossible, they are treated as equally likely; see
+    `floor_logprobs`.
     """
     restricted_LW = torch.log_softmax(floor_logprobs(logprobs_LW), dim=-1)
     loss = -(labels_LW * restricted_LW).sum()
@@ -42,12 +45,12 @@ def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
 
 
 def good_probability(logprobs_LW: torch.Tensor) -> torch.Tensor:
-    """The probability of the good token at each position, among the label tokens."""
+    """The probability of the good (first) label token at each position, among the label tokens."""
     return torch.softmax(floor_logprobs(logprobs_LW), dim=-1)[:, 0]
 
 
 def _likeliest(values_LW: torch.Tensor) -> torch.Tensor:
-    """1 at the largest value of each position, divided among ties."""
+    """1 at the largest value of each position, 0 elsewhere; equal largest values share the 1."""
     largest_LW = (values_LW == values_LW.amax(dim=-1, keepdim=True)).to(values_LW.dtype)
     return largest_LW / largest_LW.sum(dim=-1, keepdim=True)
 
@@ -60,11 +63,11 @@ def value_loss(
     *,
     clip: float | None,
 ) -> Sums:
-    """The critic's loss: half the squared error to the return, with the value clipped around the old one.
+    """The critic's loss: half the squared error to the return, with the value clipped around the old value.
 
-    PPO's clipped value loss, as in the code of the paper (arXiv 1707.06347): 0.5 max((v - R)^2,
-    (clip(v, old +- clip) - R)^2). `clip` None is the plain half square. Tokens of weight 0 have no effect.
-    Metrics are sums over the other tokens: `vf_clipfrac` counts active clips, `vpred` is the sum of values.
+    PPO's clipped value loss, as in the code of the paper (arXiv 1707.06347): 0.5 max((v - R)^2, (clip(v, old +- clip) -
+    R)^2). Without `clip` the loss is 0.5 (v - R)^2. Tokens of weight 0 have no effect. Metrics are sums over the tokens
+    of non-zero weight: `vf_clipfrac` counts the tokens where the clip is active, `vpred` is the sum of the values.
     """
     counted_K = weights_K > 0
     values_K = torch.where(counted_K, values_K, 0.0)
@@ -88,8 +91,10 @@ def value_loss(
 
 
 class Routed(NamedTuple):
-    """Sums over tokens and layers: how often each expert was chosen, its router probabilities, and the number of
-    routings (tokens x layers)."""
+    """Sums over tokens and layers: how often each expert was chosen, the router probability of each expert.
+
+    `rows` is the number of routing decisions (tokens x layers).
+    """
 
     chosen_E: torch.Tensor
     probs_E: torch.Tensor
@@ -97,8 +102,11 @@ class Routed(NamedTuple):
 
 
 def count_routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torch.Tensor) -> Routed:
-    """Sums over the router logits, one tensor [tokens, experts] per layer. Each token is routed to `experts` experts;
-    `weights_T` is the number of sequences that contain the token (0 for padding)."""
+    """Computes `Routed` from the router logits, one tensor [tokens, experts] per layer.
+
+    Each token is routed to `experts` experts; `weights_T` is the number of sequences that contain the token (0 for
+    padding).
+    """
     weights_T = weights_T.float()
     chosen_E = torch.zeros(logits[0].shape[-1], device=logits[0].device)
     probs_E = torch.zeros_like(chosen_E)
@@ -111,9 +119,9 @@ def count_routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torc
 
 
 def load_balance(chosen_E: torch.Tensor, probs_E: torch.Tensor, rows: float) -> torch.Tensor:
-    """E * sum_e f_e * P_e: f_e is the share of tokens routed to expert e, P_e its mean probability.
+    """E * sum_e f_e * P_e: f_e is the fraction of tokens routed to expert e, P_e its mean router probability.
 
-    Both are means over the same `rows`; with `probs_E` of a micro-batch this is its part of the sum. Only the
-    probabilities have a gradient.
+    f_e and P_e are means over `rows` routing decisions. With the `probs_E` of a micro-batch the result is the
+    micro-batch's summand of the loss. Only the probabilities have a gradient.
     """
     return len(probs_E) * (chosen_E / rows * (probs_E / rows)).sum()

@@ -9,12 +9,12 @@ import torch
 from lockstep.algorithms.reduce import floor_logprobs
 from lockstep.errors import Refusal
 
-# Token selection of Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is
-# (A - mean A)(log p - mean log p), with means over the kept tokens of the update.
+# Token selection of Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is (A - mean
+# A)(log p - mean log p), with means over the kept tokens of the update.
 #
 # Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
-# clips. Here tokens are selected once per update from the log-probs before it, so the selection does not depend on
-# micro-batches or devices, and no token is clipped yet.
+# clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the selection does
+# not depend on micro-batches or devices, and at that time no token is clipped.
 
 
 def select_clip_cov(
@@ -27,9 +27,11 @@ def select_clip_cov(
     high: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """1 at randomly chosen tokens whose covariance is in [low, high]: `share` of all kept tokens, at least one.
+    """1 at randomly chosen tokens whose covariance is in [low, high].
 
-    Fewer if the band has fewer tokens, none if it is empty or `share` is 0. All ranks draw the same with one seed.
+    `share` is the fraction of all kept tokens to choose. At least one token is chosen, unless `share` is 0 or no token
+    is in the range. If the range [low, high] has too few tokens, all its tokens are chosen. With the same seed all
+    ranks choose the same tokens.
     """
     covariance_K = _covariance(old_K, advantages_K, keep_K)
     band = torch.nonzero((keep_K > 0) & (covariance_K >= low) & (covariance_K <= high)).flatten()
@@ -45,9 +47,9 @@ def select_kl_cov(
     share: float,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """1 at the tokens of highest covariance: `share` of all kept tokens, at least one unless `share` is 0.
+    """1 at the tokens of highest covariance: the fraction `share` of all kept tokens, at least one unless `share` is 0.
 
-    Of equal covariances the earlier token is taken. Nothing is random.
+    Of tokens with equal covariance the earlier one is selected. The selection has no randomness.
     """
     kept = torch.nonzero(keep_K > 0).flatten()
     covariance = _covariance(old_K, advantages_K, keep_K)[kept]
@@ -55,7 +57,7 @@ def select_kl_cov(
     return _marked(old_K, kept[order[: _count(share, keep_K)]])
 
 
-# Selection functions by loss.
+# The selection function of each loss.
 SELECTORS: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 
@@ -64,7 +66,7 @@ def _covariance(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.T
 
 
 def _centred(values_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:
-    """Minus the mean of the kept tokens, in float64; 0 at other tokens."""
+    """The values minus their mean over the kept tokens, in float64; 0 at tokens that are not kept."""
     kept_K = keep_K > 0
     values_K = torch.where(kept_K, values_K.double(), 0.0)
     return torch.where(kept_K, values_K - values_K.sum() / kept_K.sum().clamp(min=1), 0.0)
@@ -81,8 +83,8 @@ def _marked(like_K: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 # Policy filtration (PF-PPO, arXiv 2409.06957): the paper resamples the S responses of a step with replacement, weighted
-# by reward. Here a response stays in its update and counts as often as it was drawn, which gives the same sum; verl
-# shuffles the copies over the updates of a step.
+# by reward. In lockstep a response stays in its update, and its loss is multiplied by the number of times it was
+# sampled, which gives the same sum. verl instead shuffles the copies over the updates of a step.
 
 METHODS = ("none", "pow", "max_min", "max_random")
 # Minimum sampling weight, as in verl.
@@ -90,10 +92,11 @@ LEAST = 1e-8
 
 
 def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
-    """How often each response is drawn: S draws with replacement, by weight.
+    """How often each of the S responses is sampled in S weighted draws with replacement.
 
-    Weights: `pow` |s|^power; `max_min` 1 for the best and worst scores of the step, else 0; `max_random` 0.4 for the
-    best, else 0.1. With the same seed every rank draws the same.
+    The weight of a response with score s is |s|^power for `pow`; 1 for the best and worst scores of the step, else 0,
+    for `max_min`; 0.4 for the best score, else 0.1, for `max_random`. All ranks use the same seed, so they sample the
+    same responses.
     """
     scores_S = scores_S.double()
     if method == "pow":

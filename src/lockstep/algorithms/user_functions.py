@@ -16,12 +16,12 @@ ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.fun
 
 
 def user_estimator(function_path: str, seconds: float) -> Callable[..., Estimate]:
-    """The estimator `f(signals)`, which returns one number per response or per token within `seconds`."""
+    """The user's advantage estimator `f(signals)`: one number per response or token, computed within `seconds`."""
     return partial(_estimate, load_user_function(function_path, ADVANTAGE, ("signals",), seconds, LIMIT))
 
 
 def user_policy_loss(function_path: str, seconds: float) -> Callable[[PolicyTokens], Sums]:
-    """The policy loss `f(tokens)`, which returns one loss per token within `seconds`."""
+    """The user's policy loss `f(tokens)`, which must return one loss per token within `seconds`."""
     function = load_user_function(function_path, LOSS, ("tokens",), seconds, LIMIT)
     return partial(user_loss, function=partial(_losses, function))
 
@@ -34,7 +34,7 @@ def _estimate(function: UserFunction, signals: Signals, **unused: float) -> Esti
         values = torch.as_tensor(returned, dtype=signals.rewards_K.dtype).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise function.refuse(
-            f"returned a {type(returned).__name__} that is no vector of numbers", remedy, code="invalid-return"
+            f"returned a {type(returned).__name__}, not a vector of numbers", remedy, code="invalid-return"
         ) from error
     if values.shape not in ((sequences,), (tokens,)):
         raise function.refuse(f"returned the shape {tuple(values.shape)}", remedy, code="invalid-return")
@@ -47,7 +47,7 @@ def _estimate(function: UserFunction, signals: Signals, **unused: float) -> Esti
 
 
 def _losses(function: UserFunction, tokens: PolicyTokens) -> torch.Tensor:
-    remedy = f"return a tensor of {len(tokens.logprobs_K)} losses, one for each token, made of tokens.logprobs_K"
+    remedy = f"return a tensor of {len(tokens.logprobs_K)} losses, one for each token, computed from tokens.logprobs_K"
     losses = function(tokens)
     if not isinstance(losses, torch.Tensor):
         raise function.refuse(f"returned a {type(losses).__name__}", remedy, code="invalid-return")

@@ -1,2 +1,4 @@
-"""The Python API: a handle on a model, and comparisons. The package `lockstep` exports its names; lower layers must not
-import it."""
+"""The Python API: a handle on a loaded model, and the comparison of two runs.
+
+The package `lockstep` exports the names of this package; lower layers must not import `lockstep.api`.
+"""

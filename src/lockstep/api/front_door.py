@@ -30,7 +30,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# Losses are sums, so gradients are larger than those of mean losses by a factor of the number of tokens of an update.
+# This first loss scale is small, because losses are sums over tokens: their gradients are larger than those of means.
 _FIRST_SCALE = 2.0**7
 
 
@@ -52,12 +52,13 @@ def load(
 ) -> Handle:
     """Loads the model of a Hugging Face folder (or of a run folder) and returns a handle on it.
 
-    `lora` is a rank, or the settings of a recipe; without it, all weights are trained. `clip` is the maximum gradient
-    norm. `reference` keeps a frozen copy of the model, or of another folder, for log-probabilities; with `lora`, the
-    model without its adapter is the reference and needs no copy. `template` is `data.template` of a recipe: with
-    `auto`, a text becomes a user message if the tokenizer has a chat template; `none`, `chatml`, `llama3`, `qwen` or
-    the path of a `.jinja` file. `batch_tokens` limits the micro-batches. It does not change gradients; neither do
-    `gradient_checkpointing`, which recomputes activations, and `activation_offload`, which keeps them in host memory.
+    `lora` is a rank or a `Lora` object with the recipe's settings; without it, all weights are trained. `clip` is the
+    maximum gradient norm. `reference` = True keeps a frozen copy of the model for reference log-probabilities; a path
+    loads the reference from that folder. With `lora`, the model without its adapter is the reference and needs no copy.
+    `template` has the values of the recipe key `data.template`: `auto` makes a text a user message if the tokenizer has
+    a chat template; other values are `none`, `chatml`, `llama3`, `qwen` and the path of a `.jinja` file. `batch_tokens`
+    limits the tokens of a micro-batch. Gradients do not depend on `batch_tokens`, `gradient_checkpointing` (recomputes
+    activations) and `activation_offload` (keeps activations in host memory).
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal.at(
@@ -110,7 +111,10 @@ def _adapter(lora: int | Lora | None) -> Lora | None:
     adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
     if adapter is not None and adapter.rank is None and adapter.adapter is None:
         raise Refusal.at(
-            "lora.rank", "must be set", "for example 8; or set adapter to start from an adapter", code="not-set"
+            "lora.rank",
+            "must be set",
+            "set the rank, for example to 8; or set lora.adapter to start from an existing adapter",
+            code="not-set",
         )
     if adapter is not None and adapter.alpha is None and adapter.rank is not None:
         adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
@@ -132,7 +136,7 @@ def _frozen(settings: Model, path: str, device: Device, torch_device: torch.devi
     if other != vocabulary:
         raise Refusal.at(
             f"reference {path}",
-            f"has {other:,} tokens, and the model {vocabulary:,}",
+            f"has a vocabulary of {other:,} tokens, and the model has {vocabulary:,}",
             "use a reference with the same tokenizer",
             code="other-vocabulary",
         )
@@ -155,11 +159,11 @@ def compare(
     shift: int = 0,
     steps: tuple[int, int] | None = None,
 ) -> Comparison:
-    """Compares two runs (run folders, or logs of other frameworks). `.verdict` is the result, `.reason` the reason.
+    """Compares two runs (run folders, or logs of other frameworks). The result has `.verdict` and `.reason`.
 
-    For each compared metric, `.bar_result` and `.test_result` are the results of the threshold and of the statistical
-    test. `repeats` are repetitions of A or B, for the noise floor; `steps` are the first and last step to compare. The
-    other arguments are the options of `lockstep compare`.
+    For each compared metric, `.bar_result` is the result of the threshold and `.test_result` that of the statistical
+    test. `repeats` are repetitions of run `a` or `b`; they measure the noise between identical runs. `steps` are the
+    first and last step to compare. The other arguments are the options of `lockstep compare`.
     """
     first, second, *others = (read_log(str(source), {}) for source in (a, b, *repeats))
     return compare_logs(first, second, others, metrics, bars, shift, steps)

@@ -5,7 +5,7 @@
     model.forward_backward([r.datum(advantage=1.0) for r in responses], "policy_gradient")
     model.optim_step()
 
-A handle uses one process and one device. For several, use `lockstep.train`.
+A handle uses one process and one device. For several processes or devices, use `lockstep.train`.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Gathered:
-    """The number of tokens or examples that `forward_backward` has summed over since the last step."""
+    """The number of tokens or examples in the gradients that `forward_backward` accumulated since the last step."""
 
     count: int = 0
     per: Per | None = None
 
 
 class Handle:
-    """A model that samples, scores and trains. Losses are sums; `optim_step` divides once by the count."""
+    """A model that samples, scores and trains. `optim_step` divides summed losses by the token or example count."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Handle:
     # Examples ----------------------------------------------------------------------------------------------------
 
     def example(self, prompt: str | Sequence[Any], response: str, **columns: Any) -> Datum:
-        """Returns a prompt and a trained response, tokenised like the rows of a recipe."""
+        """Returns an example of a prompt and a response to train on, tokenised like the rows of a recipe."""
         return self._datum(prompt, [response], columns)
 
     def pair(self, prompt: str | Sequence[Any], chosen: str, rejected: str, **columns: Any) -> Datum:
-        """Returns two responses to one prompt, the better one first."""
+        """Returns an example of a preference pair: two responses to one prompt, the better one first."""
         return self._datum(prompt, [chosen, rejected], columns)
 
     def tokens(self, ids: Sequence[int], trained: Sequence[int], **columns: Any) -> Datum:
@@ -116,7 +116,7 @@ class Handle:
             raise Refusal.at(
                 "trained",
                 f"{len(trained)} entries for {len(ids)} tokens, or values other than 0 and 1",
-                "give one per token",
+                "give one 0 or 1 per token",
                 code="wrong-count",
             )
         return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)
@@ -156,13 +156,13 @@ class Handle:
         """Samples `n` responses per prompt, grouped by prompt. Temperature 0 is greedy.
 
         Each call samples new responses; the same sequence of calls with the same `seed` gives the same responses.
-        Log-probabilities are under the sampling distribution (greedy: under the unmodified model).
+        Log-probabilities are those of the sampling distribution; for greedy decoding, those of the unmodified model.
         """
         if n > 1 and not temperature:
             raise Refusal.at(
                 "n", f"{n} greedy responses would be identical", "set a temperature", code="identical-samples"
             )
-        # Temperature 0 is valid here but not in a recipe.
+        # Temperature 0 is valid in `sample`, but not in a recipe.
         kinds = {"n": n, "max_tokens": max_tokens, "temperature": 1.0 if temperature == 0 else temperature}
         stops = [stop] if isinstance(stop, str) else list(stop)
         checked(RolloutSettings, **kinds, top_p=top_p, top_k=top_k, min_p=min_p, stop=stops)
@@ -193,7 +193,7 @@ class Handle:
 
     @torch.no_grad()
     def _generate(self, prompt_ids: Sequence[list[int]], n: int, sampling: Sampling) -> list[Completion]:
-        """Returns `n` completions per prompt, in order."""
+        """Returns `n` completions per prompt, in the order of the prompts."""
         requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(prompt_ids)]
         self.sampled += len(prompt_ids)
         if not self._engine_checked:
@@ -203,9 +203,10 @@ class Handle:
         return sorted(self._engine.generate(requests, sampling), key=lambda one: (one.request, one.sample))
 
     def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
-        """Returns the log-probabilities of the trained tokens: one CPU vector per sequence (a pair has two).
+        """Returns the log-probabilities of the trained tokens: one CPU vector per sequence (two for a preference pair).
 
-        `reference` uses the frozen copy or, with LoRA, the model without its adapter.
+        With `reference`, the reference model computes the log-probabilities: the frozen copy or, with LoRA, the model
+        without its adapter.
         """
         data = as_data(examples)
         found: dict[int, list[torch.Tensor]] = {}
@@ -229,21 +230,22 @@ class Handle:
         per: Per | None = None,
         **settings: Any,
     ) -> dict[str, float]:
-        """Adds the gradient of the summed losses and counts tokens or examples; `optim_step` divides by the count.
+        """Accumulates the gradient of the summed losses and counts tokens or examples for the division in `optim_step`.
 
-        `loss` is a built-in loss by its name in a recipe (`settings` are its recipe keys), or a function that is called
-        as `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by:
-        trained tokens (the default of supervised and policy losses) or examples (the default of pair losses and
-        functions). So the same examples in one call or in several give the same step. Returns means over this call:
-        `loss`, and the other values that the loss sums.
+        `loss` is the recipe name of a built-in loss (then `settings` are its recipe keys), or a function. A function is
+        called as `loss(*logprobs, **columns)` for each example and must return a sum. `per` is the unit whose number
+        `optim_step` divides by: `token` (trained tokens, the default of supervised and policy losses) or `example` (the
+        default of pair losses and functions). So one call with all examples and several calls with parts of them give
+        the same optimizer step. Returns means over the examples or tokens of this call: `loss`, and the metrics of the
+        loss.
         """
         data = as_data(examples)
         chosen = chosen_loss(loss, per, settings)
         if self._gathered.per not in (None, chosen.per):
             raise Refusal.at(
                 "per",
-                f"this step has sums over {self._gathered.per}s, and loss {chosen.name} counts {chosen.per}s",
-                "set per= in both calls, or call optim_step between them",
+                f"the gradients are sums over {self._gathered.per}s, and loss {chosen.name} counts {chosen.per}s",
+                "set the same per= in all forward_backward calls of a step, or call optim_step between them",
                 code="mixed-units",
             )
         count = len(data) if chosen.per == "example" else sum(datum.targets for datum in data)
@@ -256,14 +258,14 @@ class Handle:
                 for name, value in {"loss": outcome.loss, **outcome.sums}.items():
                     totals[name] = totals.get(name, 0.0) + value
         except BaseException:
-            # A failed call must not contribute to a step.
+            # A failed call must not contribute to the next optimizer step.
             self.forget()
             raise
         self._gathered = _Gathered(self._gathered.count + count, chosen.per)
         return {name: value / count for name, value in totals.items()}
 
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
-        """Runs one AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
+        """Runs one AdamW step with the accumulated gradients divided by the count; `lr` replaces the handle's."""
         if not self._gathered.count:
             raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first", code="missing-input")
         rate = self.lr if lr is None else lr
@@ -290,7 +292,7 @@ class Handle:
         if self._gathered.count:
             raise Refusal.at(
                 "save",
-                "accumulated gradients would not be saved",
+                "the accumulated gradients would not be saved in the checkpoint",
                 "call optim_step, or forget()",
                 code="unsaved-gradients",
             )
@@ -325,7 +327,7 @@ class Handle:
         return checkpoints.save(Path(folder), state, tensors)
 
     def restore(self, folder: str | Path) -> None:
-        """Restores a checkpoint of `save`, or the newest one in a folder. Model and settings must match."""
+        """Restores a checkpoint of `save`, or the newest in a folder. Model and settings must match the checkpoint."""
         steps = checkpoints.steps_in(Path(folder))
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
@@ -343,7 +345,7 @@ class Handle:
                 raise Refusal.at(
                     str(path),
                     f"was saved with {key}={saved[key]!r}, and the handle has {current[key]!r}",
-                    "load it with the same settings",
+                    "call lockstep.load with the settings of the checkpoint",
                     code="changed-setting",
                 )
         restore_weights(self._policy.stored, found.weights, str(path))
@@ -356,7 +358,7 @@ class Handle:
         self.forget()
 
     def export(self, folder: str | Path, *, adapter: bool = False) -> Path:
-        """Writes a Hugging Face folder with the adapter merged, or, with `adapter`, only a PEFT folder."""
+        """Writes a Hugging Face folder with any LoRA adapter merged, or (`adapter`) only the adapter in PEFT format."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
         how: dict[str, Any] = {
@@ -380,7 +382,8 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
-        # Packed sequences of a pair share their prefix, but in some models positions depend on the sequence length.
+        # In a packed batch, the two sequences of a pair share their prompt. That is wrong for models whose positions
+        # depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:
@@ -410,7 +413,7 @@ class Handle:
 
     @contextmanager
     def _scored_by(self, reference: bool) -> Iterator[Policy]:
-        """Yields the model that computes log-probabilities."""
+        """Yields the model that computes log-probabilities: the policy or the reference."""
         if not reference:
             yield self._policy
         elif self._reference is not None:
@@ -435,7 +438,7 @@ class Handle:
         for position, token in enumerate(ids):
             if not 0 <= token < vocabulary:
                 why = f"token {token} at position {position} is not one of the model's {vocabulary:,} tokens"
-                raise Refusal.at(where, why, "encode it with this model's tokenizer", code="unknown-token")
+                raise Refusal.at(where, why, "encode the text with this model's tokenizer", code="unknown-token")
 
     def _refuse_too_long(self, prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
         context = self._context

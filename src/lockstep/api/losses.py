@@ -1,4 +1,4 @@
-"""The data and losses of a handle: examples, responses, and the losses of a recipe by name."""
+"""Training data and losses for a model handle: examples, responses, and built-in losses by their recipe name."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ PromptLike = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True)
 class Datum:
-    """The input of one loss call: one or several sequences (chosen and rejected), with named columns.
+    """The input of one loss call: one sequence, or several (chosen and rejected), with named columns.
 
-    `scoring` is the distribution of the log-probabilities. For a response it is the one that it was sampled from.
+    `scoring` defines the distribution (temperature, truncation) of the log-probabilities. For a sampled response,
+    `scoring` is the sampling distribution.
     """
 
     sequences: tuple[Example, ...]
@@ -55,7 +56,7 @@ class Datum:
         return sum(sequence.targets for sequence in self.sequences)
 
     def having(self, **columns: Any) -> Datum:
-        """Returns the same sequences with more columns."""
+        """Returns a copy of this example with additional columns."""
         return replace(self, columns={**self.columns, **columns})
 
 
@@ -63,8 +64,8 @@ class Datum:
 class Response:
     """A rollout without a score: sample number `sample` of prompt number `prompt`.
 
-    `logprobs` has one entry per id in `ids`, including a generated end token. `text` has no special tokens.
-    `stop` is the reason it ended: `token`, `string` or `length`.
+    `logprobs` has one entry per id in `ids`, including a generated end token. `text` has no special tokens. `stop` is
+    the reason why generation ended: `token`, `string` or `length`.
     """
 
     prompt: int
@@ -111,7 +112,7 @@ def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
 
 
 def by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
-    """Returns the indices of the examples, grouped by the distribution of their log-probabilities."""
+    """Groups the indices of the examples by `Datum.scoring`, the distribution of their log-probabilities."""
     groups: dict[Scoring, list[int]] = {}
     for number, datum in enumerate(data):
         groups.setdefault(datum.scoring, []).append(number)
@@ -140,7 +141,8 @@ def checked(section: type[SectionT], **arguments: Any) -> SectionT:
 
 
 # A loss is called once per example, `loss(*logprobs, **columns)`: one vector of log-probabilities per sequence, then
-# the columns of the example by name. It returns a sum, not a mean; `optim_step` divides once, by the count of `per`.
+# the columns of the example by name. The loss returns a sum, not a mean; `optim_step` divides once, by the number of
+# `per` (tokens or examples).
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]
@@ -148,7 +150,7 @@ LossFunction = Callable[..., "torch.Tensor | Sums"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loss with its settings, the unit whose count it is divided by, and its name for messages."""
+    """A loss function with its settings, the unit (token or example) that it is averaged over, and its name."""
 
     function: LossFunction
     per: Per
@@ -184,7 +186,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
             raise Refusal.at(
                 f"loss {name}",
                 f"is your function, and {', '.join(settings)} are settings of built-in losses",
-                "bind them with functools.partial, or put them into the examples' columns",
+                "bind the settings with functools.partial, or add them as columns of the examples",
                 code="unused-key",
             )
         return Chosen(loss, per or "example", name)
@@ -198,14 +200,14 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss in pair_losses.RANKED:
         raise Refusal.at(
             f"loss {loss}",
-            "sorts the pairs of an update",
+            "ranks all pairs of an update, but forward_backward computes each example separately",
             "use lockstep.train with preference.loss",
             code="unsupported-combination",
         )
-    if loss in LOSSES:  # it selects tokens over a full update, but a call gets a single example
+    if loss in LOSSES:  # the loss selects tokens over a full update, but a call gets a single example
         raise Refusal.at(
             f"loss {loss}",
-            "selects tokens over a full update",
+            "selects tokens over a full update, but forward_backward computes each example separately",
             "use lockstep.train with algorithm.loss",
             code="unsupported-combination",
         )
@@ -222,7 +224,7 @@ def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
     bound = partial(policy.LOSSES[name], **{word: getattr(keys, key) for word, key in arguments.items()})
 
     def loss(logprobs: torch.Tensor, *, advantage: Any, old: Any = None) -> Sums:
-        """Computes the loss. `advantage`: one number, or one per token. `old`: log-probabilities before the update."""
+        """Computes the loss. `advantage` is one number or one per token; `old` has the log-probs before the update."""
         before = logprobs.detach() if old is None else _vector(old, logprobs, "old")
         advantages = _vector(advantage, logprobs, "advantage", spread=True)
         sequence = torch.zeros(len(logprobs), dtype=torch.long, device=logprobs.device)
@@ -237,7 +239,7 @@ def _of_pair(name: str, settings: Mapping[str, Any]) -> LossFunction:
     keys = _checked(Preference, {"loss": name, **settings}, "preference").model_dump(include=set(read))
 
     def loss(chosen: torch.Tensor, rejected: torch.Tensor, *, reference: Any = None) -> Sums:
-        """Computes the loss. `reference`: the reference's log-probabilities of the chosen and the rejected tokens."""
+        """Computes the loss. `reference` has the reference model's log-probs of the chosen and rejected tokens."""
         ref_logprobs: list[torch.Tensor | None] = [None, None]
         if reference is not None:
             both = zip(reference, (chosen, rejected), strict=True)
@@ -258,7 +260,7 @@ def _vector(value: Any, like: torch.Tensor, column: str, *, spread: bool = False
         what = "a number or " if spread else ""
         raise Refusal.at(
             f"column {column}",
-            f"has shape {tuple(vector.shape)}, and {len(like)} tokens are trained"
+            f"has shape {tuple(vector.shape)}, but the example has {len(like)} trained tokens"
             if vector.shape != like.shape
             else "has non-finite numbers",
             f"give {what}one finite number for each trained token",
@@ -286,7 +288,7 @@ def _refuse_unread(name: str, settings: Mapping[str, Any], read: Sequence[str]) 
         raise Refusal.at(
             f"loss {name}",
             f"does not read {', '.join(unread)}",
-            f"its settings: {', '.join(read) or 'none'}",
+            f"settings of this loss: {', '.join(read) or 'none'}",
             code="unused-key",
         )
 

@@ -1,1 +1,1 @@
-"""The implementation of commands that need more than one call. Only `cli.py` imports it."""
+"""Implements the `lockstep` commands that are more than one function call. Only `cli.py` imports this package."""

@@ -1,6 +1,6 @@
-"""The commands that generate with a model and use its responses: generate, serve, eval, sample, pairs.
+"""Commands that generate text with a model or use its responses: generate, serve, eval, sample, pairs.
 
-Each command imports what it needs when it is called, so that `--help` is fast.
+Each command imports its modules when it runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ def generate(
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Exclude tokens below this fraction of the most likely one.")
+        float, typer.Option(min=0, max=1, help="Exclude tokens less likely than this fraction of the likeliest one.")
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(min=0.01, help="Above 1, earlier tokens become less likely.")
+        float, typer.Option(min=0.01, help="A value above 1 makes tokens that already occurred less likely.")
     ] = 1.0,
     seed: int = 0,
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to apply.")] = None,
     device: str = "auto",
 ) -> None:
-    """Answer a prompt with MODEL, streaming the text. In --chat, /help lists the commands."""
+    """Answer a prompt with MODEL, streaming the text. In a --chat, type /help to list the chat commands."""
     if raw and (chat or system):
         raise typer.BadParameter(
             f"--raw uses no chat template and cannot be combined with {'--chat' if chat else '--system'}"
@@ -76,8 +76,8 @@ def generate(
 
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on; a non-local one needs --api-key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 means any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; a non-local address needs --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 means any free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="LOCKSTEP_API_KEY", help="Key that requests must send: Authorization: Bearer KEY."),
@@ -90,17 +90,19 @@ def serve(
     cache_gb: Annotated[
         float | None, typer.Option(min=1e-6, help="Size of the KV cache in GB [at most half of the free memory].")
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Maximum waiting or running sequences; more get status 429.")] = 256,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Maximum waiting or running sequences; further requests get status 429.")
+    ] = 256,
     max_body: Annotated[
-        float, typer.Option(min=0, help="Maximum request size in MiB; larger ones get status 413.")
+        float, typer.Option(min=0, help="Maximum request size in MiB; larger requests get status 413.")
     ] = 16.0,
     request_seconds: Annotated[
-        float, typer.Option(min=0, help="Maximum request time; longer ones get status 504.")
+        float, typer.Option(min=0, help="Maximum request time; longer requests get status 504.")
     ] = 600.0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the dtype of the stored weights.")] = "auto",
     device: str = "auto",
 ) -> None:
-    """Serve MODEL over HTTP with an OpenAI-compatible API: chat, completions, models. A reward model serves rewards."""
+    """Serve MODEL over HTTP: OpenAI-compatible chat, completions and models, or the rewards of a reward model."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
@@ -114,13 +116,17 @@ def serve(
 
 def evaluate(
     model: ModelArgument,
-    data: Annotated[str, typer.Argument(metavar="DATA", help="RL rows to answer, or pairs or steps to score.")],
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="Rows with RL prompts to answer, or pairs or labeled steps to score.")
+    ],
     rows: Annotated[int | None, typer.Option(min=1, help="Use only this many rows from the start.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length in tokens.")] = 256,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers per question, for pass@k and maj@k.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: int = 0,
-    reference: Annotated[str | None, typer.Option(help="Pairs: use the log-ratio to this model, as in DPO.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="For pairs: score by the log-ratio to this model, as in DPO.")
+    ] = None,
     rule: Annotated[
         list[str] | None, typer.Option(metavar="[SOURCE=]RULE", help="Rule that checks answers; may be repeated.")
     ] = None,
@@ -162,13 +168,13 @@ def sample(
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Output file, one response per row.")],
     # The short form is needed because torchrun would take `--n` as one of its own options.
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per question.")] = 8,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Exclude tokens below this fraction of the most likely one.")
+        float, typer.Option(min=0, max=1, help="Exclude tokens less likely than this fraction of the likeliest one.")
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum response length in tokens.")] = 256,
     rows: Annotated[int | None, typer.Option(min=1, help="Number of rows to use.")] = None,
@@ -176,26 +182,30 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the responses.")] = 0,
     reward_function: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Your reward function.")] = None,
     reward_model: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of a reward model.")] = None,
-    reward_remote: Annotated[str | None, typer.Option(metavar="URL", help="An HTTP endpoint that scores.")] = None,
+    reward_remote: Annotated[
+        str | None, typer.Option(metavar="URL", help="HTTP endpoint that scores responses.")
+    ] = None,
     format: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Reward 1 if the full response matches, otherwise 0.")
+        str | None, typer.Option(metavar="REGEX", help="Reward 1 if the full response matches REGEX, otherwise 0.")
     ] = None,
     rule: Annotated[
-        list[str] | None, typer.Option(metavar="SOURCE=RULE", help="Rule of a data source; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="SOURCE=RULE", help="Rule that scores the rows of a data source; may be repeated."),
     ] = None,
     max_failures: Annotated[
         float, typer.Option(min=0, max=1, help="Stop if more than this fraction of a chunk has no score.")
     ] = 0.1,
     prompt_key: PromptKey = None,
     label_key: LabelKey = None,
-    system: Annotated[str | None, typer.Option(help="System message for prompts that have none.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message for prompts without a system message.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Questions per saved chunk.")] = 64,
     dtype: str = "fp32",
     device: str = "auto",
 ) -> None:
-    """Sample and score responses of MODEL to DATA, or resume.
+    """Sample and score responses of MODEL to DATA, or resume an interrupted run.
 
-    Without a reward option, the rule of each data source scores. Several rewards are added.
+    Without a reward option, the rule of each data source scores the responses. If several rewards are set, their scores
+    are added.
     """
     from lockstep.commands.sample import Job, sample_responses
     from lockstep.commands.without_recipe import NamedColumns
@@ -223,25 +233,27 @@ def pairs(
         str,
         typer.Option(
             metavar="pairs|sft|kto|conditional",
-            help="pairs: best and worst; sft: the best; kto: each with a label; conditional: each with its reward.",
+            help="pairs: best and worst response; sft: the best; kto: all, labelled; conditional: all, with rewards.",
         ),
     ],
     per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: maximum rows per question [1].")] = None,
     min_margin: Annotated[float | None, typer.Option(min=0, help="pairs: minimum difference of rewards.")] = None,
     min_reward: Annotated[float | None, typer.Option(help="pairs, sft: minimum reward of the better response.")] = None,
     threshold: Annotated[
-        str | None, typer.Option(metavar="NUMBER|mean", help="kto: minimum reward of a good response [0.5].")
+        str | None, typer.Option(metavar="NUMBER|mean", help="kto: minimum reward of a desirable response [0.5].")
     ] = None,
     length_tie: Annotated[
         str | None,
-        typer.Option(metavar="first|shortest", help="pairs, sft: which response to take at equal rewards [first]."),
+        typer.Option(
+            metavar="first|shortest", help="pairs, sft: which of the responses with equal rewards to use [first]."
+        ),
     ] = None,
     keep_cut: Annotated[
         bool, typer.Option("--keep-cut", help="Also use responses that reached the length limit.")
     ] = False,
     reward_template: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="conditional: the prompt with {input} and {reward}."),
+        typer.Option(metavar="TEXT", help="conditional: template of the prompt, with {input} and {reward}."),
     ] = None,
     normalize: Annotated[
         bool, typer.Option("--normalize", help="conditional: normalise rewards to mean 0 and standard deviation 1.")

@@ -33,7 +33,7 @@ LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of 
 
 
 def named_value(words: str, option: str, form: str) -> tuple[str, str]:
-    """Splits `NAME=VALUE`; `form` is the expected form, for the error message."""
+    """Splits `NAME=VALUE`; `form` is the expected form, such as NAME=VALUE, for the error message."""
     left, sign, right = words.rpartition("=")
     if not (left and sign and right):
         raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)

@@ -1,4 +1,4 @@
-"""`lockstep data ...`: generates and shows rows. Each command imports what it needs when it is called."""
+"""`lockstep data ...`: generates and shows rows. Each command imports its modules only when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def arithmetic(
     folder: Path,
     train_rows: int = 2000,
     val_rows: int = 200,
-    difficulty: Annotated[int, typer.Option(help="1: one-digit sums; higher is harder.")] = 1,
+    difficulty: Annotated[int, typer.Option(help="Difficulty: 1 means one-digit sums; higher levels are harder.")] = 1,
     seed: int = 0,
 ) -> None:
     """Write generated arithmetic rows (RL and SFT schema) to FOLDER."""
@@ -53,7 +53,7 @@ def show(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 3,
 ) -> None:
-    """Print rows of RECIPE as tokens, with the trained ones coloured, and the token counts."""
+    """Print rows of RECIPE as tokens, with the trained tokens coloured, and the token counts."""
     from lockstep.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])

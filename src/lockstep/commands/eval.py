@@ -55,7 +55,7 @@ TOKENS = 8192
 
 
 def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str | None) -> Recipe | None:
-    """Returns the recipe of the method that scores these rows with this model; None for questions to answer."""
+    """Returns a recipe whose method scores labeled rows with the model, or None if the rows are questions to answer."""
     values: dict[str, Any]
     if (Path(folder) / PROCESS).is_file():
         values = {"method": "prm", "prm": read_judging(Path(folder))}
@@ -66,13 +66,14 @@ def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str
     elif reference is not None:
         values = {"method": "dpo", "preference": {"beta": 1.0}}
     else:
-        # Without a reference, mean log-probabilities are used, because sums would favour shorter responses.
+        # Without a reference model, responses are compared by mean log-probability, because sums would favour shorter
+        # responses.
         values = {"method": "cpo", "preference": {"loss": "cpo", "beta": 1.0, "average": True}}
     values |= {"model": {"path": folder, "dtype": dtype}, "data": {"train": data, "require_end": False}}
     recipe = Recipe.model_validate(values)
     if reference is not None and reference_kind(recipe) == "none":
         raise Refusal.at(
-            "--reference", "applies only to the preference of a language model", "remove it", code="unused-key"
+            "--reference", "applies only to preference pairs scored by a language model", "remove it", code="unused-key"
         )
     return recipe
 
@@ -88,7 +89,7 @@ def score_rows(
     world: World,
     console: Console,
 ) -> dict[str, float]:
-    """Returns the method's metrics over the rows, without its loss; per-row values are written to `out`."""
+    """Returns the validation metrics of the recipe's method, without the loss; writes per-row values to `out`."""
     method, folder = METHODS[recipe.method], recipe.model.path
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     limit = getattr(config, "max_position_embeddings", None) or 2**31
@@ -108,12 +109,12 @@ def score_rows(
     longest = int(row_sizes(dataset.items, packed=False).max())
     tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
     configs = [config, *([] if reference is None else [load_config(reference)])]
-    # Padded rows do not share a prefix, so each sequence has separate positions.
+    # Pad rows instead of packing them if packed sequences would share a prompt but need different positions.
     padded = bool(shared_and_moving(dataset, *configs))
     packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
     models = Models(module, packing, torch_device, reference=standard, longest=longest)
     metrics = measure(items, method.objective(recipe), models)
-    del metrics["loss"]  # it depends on settings that the user did not choose
+    del metrics["loss"]  # the loss depends on settings that the user did not choose
     if out is not None:
         assert method.score_rows is not None
         lines = [line for group in even_groups(items, GROUP) for line in method.score_rows(group, models)]
@@ -123,8 +124,8 @@ def score_rows(
 
 
 def _without_keys(refusal: Refusal) -> Refusal:
-    """Replaces remedies that mention recipe keys, because there is no recipe."""
-    rename = "rename its columns: docs/data.md lists the detected names"
+    """Replaces remedies that mention recipe keys, because `lockstep eval` has no recipe."""
+    rename = "rename the columns of the data: docs/data.md lists the detected names"
     return Refusal(
         [Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy, code=p.code) for p in refusal.problems]
     )
@@ -158,7 +159,7 @@ def score_model(
     reward: str | None = None,
     columns: NamedColumns = BY_NAME,
 ) -> dict[str, float]:
-    """Evaluates a model, prints and returns the metrics. `rules` have the form RULE or SOURCE=RULE."""
+    """Evaluates a model, prints and returns the metrics. Each of `rules` has the form RULE or SOURCE=RULE."""
     refuse_options(dtype, n, temperature)
     if out is not None:
         refuse_unwritable(out, "--out")
@@ -206,7 +207,7 @@ def score_model(
 
 
 def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str, str]:
-    """Returns the rule of each data source by the options. Unless a function scores, every source must have one."""
+    """Returns the rule of each data source. Every source needs a rule, unless a reward function scores (`judged`)."""
     chosen: dict[str, str] = {}
     for word in words:
         source, sign, rule = word.rpartition("=")
@@ -222,7 +223,10 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
         if chosen.setdefault(key, rule) != rule:
             why = f"{chosen[key]} is already the rule {f'of {source!r}' if sign else 'of all sources'}"
             raise Refusal.at(
-                f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source", code="conflicting-keys"
+                f"--rule {word}",
+                why,
+                "give a single rule, or SOURCE=RULE for each data source",
+                code="conflicting-keys",
             )
     general = chosen.pop("", None)
     named = {**(dict.fromkeys(sources, general) if general else {}), **chosen}
@@ -236,7 +240,7 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
 def _judge(
     reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
 ) -> Iterator[RuleJudge | Scorer]:
-    """Yields the built-in rules, or the rewards given by options, which are first tested on real rows."""
+    """Yields the built-in rules, or the rewards of the options, after a test on real rows."""
     sources = {prompt.question.data_source for prompt in prompts}
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()

@@ -19,7 +19,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.output import write
 from lockstep.train.checkpointing import write_export
 
-REMEDY = "push from a machine that can reach it; the exported folder can be copied there"
+REMEDY = "push from a machine that can reach the hub; the exported folder can be copied there"
 
 
 def refuse_no_hub(name: str) -> None:
@@ -38,7 +38,7 @@ def refuse_no_hub(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: bool) -> str:
-    """Pushes a folder as one commit; creates the repository if needed. `kept`: the folder remains if the push fails."""
+    """Pushes a folder as one commit, to a new repository if needed. `kept`: the folder is not deleted afterwards."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)
@@ -56,7 +56,7 @@ def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: b
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """The options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
+    """The options of `lockstep export`: `adapter` writes only the adapter, `merge` merges it into its base model."""
 
     step: int | None = None
     best: bool = False
@@ -68,7 +68,7 @@ class ExportOrder:
 
 
 def export_to(source: Path, out: Path | None, order: ExportOrder) -> list[str]:
-    """Writes the folder and optionally pushes it; returns lines that describe what was done."""
+    """Writes the exported folder and optionally pushes it; returns lines that describe what was done."""
     if order.adapter and order.merge:
         raise Refusal.at(
             "--merge", "cannot be combined with --adapter", "remove one of the two", code="conflicting-keys"
@@ -89,7 +89,7 @@ def _written(source: Path, out: Path, order: ExportOrder) -> str:
         return _merged(source, out, order)
     if order.base is not None:
         raise Refusal.at(
-            "--base", f"{source} is not an adapter, and a run stores its base", "remove it", code="unused-key"
+            "--base", f"{source} is not an adapter; a run already knows its base model", "remove it", code="unused-key"
         )
     run, step = source, order.step
     if (source / checkpoints.STATE).is_file() and source.parent.name == "checkpoints":
@@ -140,7 +140,7 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
     steps = checkpoints.steps_in(folder.checkpoints)
     if not steps:
         raise Refusal.at(
-            str(run), "has no checkpoint yet", "train it further, or set checkpoint.every", code="no-checkpoint"
+            str(run), "has no checkpoint yet", "continue the training, or set checkpoint.every", code="no-checkpoint"
         )
     if best:
         measure = best_measure(recipe)
@@ -154,7 +154,7 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         raise Refusal.at(
             "--step",
             f"{run} has no checkpoint of step {step}",
-            f"it has {', '.join(map(str, steps))}",
+            f"choose a step of this run: it has {', '.join(map(str, steps))}",
             code="no-checkpoint",
         )
     path = checkpoints.folder_of(folder.checkpoints, step)

@@ -1,4 +1,4 @@
-"""`lockstep generate` and `--chat`: generates on the console."""
+"""`lockstep generate` and its `--chat`: prints answers of a model on the console."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Conversation:
         loaded = whole_model(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
         prepare_products(loaded.dtype)
         if adapter is not None:
-            # The adapter is applied to the layers of the base model.
+            # Use the base model with the LoRA layers inserted, without PEFT's wrapper.
             try:
                 loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
             except Refusal as refusal:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-        """The maximum number of tokens of conversation plus answer, if the config contains it."""
+        """The maximum number of tokens of conversation plus answer; None if the model's config has no limit."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
@@ -78,7 +78,7 @@ class Conversation:
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, prompt: str, hear: Hear = silent) -> str:
-        """Returns the reply to one user message; `hear` receives the streamed text."""
+        """Returns the reply to one user message; `hear` is called with each piece of streamed text."""
         if not self.tokenizer.chat_template:
             if self.opening:
                 raise Refusal.at("--system", "the model has no chat template", "remove it", code="no-chat-template")
@@ -95,7 +95,10 @@ class Conversation:
             refuse_dropped_by_template(text, messages, (), _HERE)
         except Refusal as refusal:
             raise Refusal.at(
-                "the prompt", refusal.problems[0].why, "put it into the user message", code=refusal.problems[0].code
+                "the prompt",
+                refusal.problems[0].why,
+                "put the dropped text into the user message",
+                code=refusal.problems[0].code,
             ) from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 
@@ -111,7 +114,9 @@ class Conversation:
             left = self.context - len(ids)
             if left < 1:
                 why = f"has {len(ids)} tokens, and the model's context is {self.context}"
-                raise Refusal.at("the prompt", why, "shorten it; in a chat, use /undo or /reset", code="over-context")
+                raise Refusal.at(
+                    "the prompt", why, "shorten the prompt; in a chat, use /undo or /reset", code="over-context"
+                )
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
         # Each reply has a separate random seed.
         self.replies += 1
@@ -142,7 +147,7 @@ FENCE = '"""'
 
 
 class Chat:
-    """A conversation on the console. `enter` takes a message or a command; answers are streamed."""
+    """A conversation on the console. `enter` handles one message or /command; answers are streamed."""
 
     def __init__(self, conversation: Conversation):
         self.conversation = conversation
@@ -197,7 +202,7 @@ class Chat:
 
 
 def converse(conversation: Conversation, first: str | None) -> None:
-    """Runs the chat until the input ends, an empty line is entered, or /exit."""
+    """Runs the chat until the input ends, or the user enters an empty line or /exit."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             # Importing readline enables arrow keys and the line history.

@@ -32,7 +32,7 @@ TASKS = {
     "kto": "train on labels: responses labeled good or bad",
     "rm": "train a reward model on pairs",
     "grpo": "train on rewards: prompts, and a reward for each response",
-    "ppo": "as grpo, with a critic",
+    "ppo": "train on rewards as in grpo, with a critic",
     "distill": "train on the probabilities of a teacher model",
 }
 WIDTH = 100
@@ -40,7 +40,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of the user. `reward`: a function path. `teacher`: a model folder."""
+    """The choices of the user. `reward` is FILE.py:NAME of a reward function, `teacher` a model folder."""
 
     method: str
     model: str
@@ -53,7 +53,7 @@ class Choices:
 
 
 class Key(NamedTuple):
-    """A line of the recipe. `off` writes it as a comment; `more` is added to its description."""
+    """A key of the recipe file. `off` comments the key out; `more` is appended to its description."""
 
     name: str
     value: Any
@@ -64,7 +64,7 @@ class Key(NamedTuple):
 def needs_teacher(method: str) -> bool:
     if method in ONLINE:
         return not rewarded(method)
-    # True if one of the method's groups has a key for a teacher.
+    # An offline method needs a teacher if one of its recipe groups has the key `teacher`.
     return any("teacher" in _group(name).model_fields for name in OFFLINE[method].sections)
 
 
@@ -75,7 +75,7 @@ def _group(name: str) -> type[BaseModel]:
 
 
 def check_method(method: str) -> str:
-    """Returns the method, or raises a refusal that lists the methods."""
+    """Returns the method if it exists, or raises a `Refusal` that lists the methods."""
     methods = [*OFFLINE, *ONLINE]
     if method not in methods:
         near = get_close_matches(method, methods, n=1)
@@ -96,7 +96,7 @@ def choose(
     teacher: str | None,
     words: Sequence[str] = (),
 ) -> Choices:
-    """Returns the given options; on a terminal, asks for the missing ones."""
+    """Returns the options of the command; on a terminal, asks the user for missing ones."""
     _refuse_existing(file)
     if not sys.stdin.isatty():
         given = {"--method": method, "--model": model, "--data": train}
@@ -119,7 +119,7 @@ def choose(
     if questions and val is None:
         val = _ask("validation data (empty: none)", "") or None
     if questions and reward is None and rewarded(method):
-        reward = _ask("your reward function, as file.py:name (empty: a rule)", "") or None
+        reward = _ask("your reward function, as file.py:name (empty: use a rule)", "") or None
     if teacher is None and needs_teacher(method) and sys.stdin.isatty():
         teacher = _ask("teacher: the folder of a model")
     return Choices(method, model, train, val, reward, teacher, tuple(words))
@@ -169,14 +169,14 @@ def write_recipe(file: Path, choices: Choices) -> list[str]:
 
 
 def _inspect(values: dict[str, Any]) -> RowsInfo:
-    """Inspects the rows. It imports the module on use, so that the prompts and early errors are fast."""
+    """Inspects the rows; imports the module late, so that the prompts and early errors are fast."""
     from lockstep.commands.init_rows import inspect_rows
 
     return inspect_rows(values)
 
 
 def _with(keys: list[Key], key: Key) -> list[Key]:
-    """Replaces the key with the same name, or inserts the key after the last one of its group."""
+    """Replaces the key of the same name, or inserts `key` after the last key of its group."""
     if any(one.name == key.name for one in keys):
         return [key if one.name == key.name else one for one in keys]
     for group in reversed(list(accumulate(key.name.split(".")[:-1], "{}.{}".format))):
@@ -196,7 +196,7 @@ def _run_name(file: Path) -> str:
 
 def _keys(choices: Choices, name: str) -> list[Key]:
     online = choices.method in ONLINE
-    # The defaults of the method, which the recipe contains explicitly.
+    # The defaults of the method; the recipe file states them explicitly.
     defaults = Recipe.model_validate(
         {**method_defaults(choices.method), "model": {"path": "x"}, "data": {"train": "x"}}
     )
@@ -218,7 +218,7 @@ def _keys(choices: Choices, name: str) -> list[Key]:
     else:
         keys.append(Key("batch.prompts", defaults.batch.prompts))
     keys += [
-        Key("batch.tokens", 4096, more="Lower it if memory is short; the results stay the same."),
+        Key("batch.tokens", 4096, more="Lower this value if memory is short; the results stay the same."),
         Key("optim.lr", defaults.optim.lr),
         Key("optim.schedule", defaults.optim.schedule),
         Key("optim.warmup", 0.03),
@@ -238,7 +238,7 @@ def _keys(choices: Choices, name: str) -> list[Key]:
 
 
 def _method_keys(choices: Choices, defaults: Recipe) -> list[Key]:
-    """Returns the keys of the groups that only some methods read."""
+    """Returns the keys of the recipe groups that only some methods use."""
     if choices.method in OFFLINE:
         sections = OFFLINE[choices.method].sections
         keys = [Key("preference.beta", defaults.preference.beta)] if "preference" in sections else []
@@ -283,7 +283,7 @@ def _text(choices: Choices, keys: Sequence[Key]) -> str:
         f"# `lockstep recipes {choices.method}` prints the defaults; keys here override them.",
         "# A `#` before a key disables it: remove the `#` to use it.",
     ]
-    # A group without an active key must be commented out too.
+    # The header of a recipe group is commented out if all its keys are.
     used = {group for key in keys if not key.off for group in key.name.split(".")[:-1]}
     open_groups: list[str] = []
     for key in keys:

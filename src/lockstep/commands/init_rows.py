@@ -1,7 +1,8 @@
 """Inspects rows for `lockstep init`: columns, number of rows, and keys that the recipe needs.
 
-The first rows are encoded as in training. If that fails and a key helps (a built-in chat template for a tokenizer
-without one, dropping rows that are too long), the recipe gets this key; otherwise the error is reported.
+The first rows are encoded as in training. If encoding fails, two recipe keys are tried: a built-in chat template, if
+the tokenizer has none, and dropping rows that are too long. A key that helps is written to the recipe; otherwise the
+error is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.recipe.loader import checked_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
 
 INSPECTED_ROWS = 64
-# The most common method for each kind of rows, and the function that finds its columns.
+# For each kind of rows: its most common method, and the function that finds the columns of such rows.
 KINDS = {
     "sft": find_columns,
     "dpo": find_ranking_columns,
@@ -35,20 +36,20 @@ KINDS = {
     "prm": find_step_columns,
     "grpo": lambda finder: find_question_columns(finder, frozenset()),
 }
-# A `data` key that identifies a kind of rows, the most specific first.
+# For each column key that identifies a kind of rows: the kind, as a key of `KINDS`. The most specific key is first.
 _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """The result: `notes` are shown to the user; `keys` are values that the recipe needs, each with the reason."""
+    """The result of the inspection: `notes` for the user, and the recipe `keys` that the rows need, with reasons."""
 
     notes: list[str] = field(default_factory=list)
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
 
 def inspect_rows(values: Mapping[str, Any]) -> RowsInfo:
-    """Inspects the rows of a recipe with these values. Missing rows are skipped; unsuitable rows are an error."""
+    """Inspects the rows of a recipe. Missing files are skipped; rows that do not fit the method are an error."""
     recipe = checked_recipe(dict(values))
     paths = [source.path for source in (*recipe.data.train, *recipe.data.val)]
     if recipe.data.reader is not None or not all(map(_is_here, paths)):
@@ -91,7 +92,7 @@ def _refuse_other_kind(recipe: Recipe, path: str, rows: RowSet) -> None:
     except Refusal as refusal:
         (problem,) = refusal.problems
         others = [kind for kind in KINDS if kind != expected and _readable(kind, finder)]
-        # Any row with a prompt fits the online methods.
+        # Any row with a prompt fits the online methods, so suggest offline methods first.
         others = [kind for kind in others if kind not in ONLINE] or others
         such = f"these rows fit --method {' or '.join(others)}; or " if others else ""
         remedy = f"{such}{problem.remedy}: lockstep init FILE ... KEY=COLUMN"
@@ -107,7 +108,7 @@ def _readable(kind: str, finder: ColumnFinder) -> bool:
 
 
 def _sizes(recipe: Recipe, rows: int) -> dict[str, tuple[Any, str]]:
-    """Returns smaller updates if there are fewer rows than the default size."""
+    """Returns a smaller batch size if the data has fewer rows than the default batch."""
     key = "prompts" if recipe.method in ONLINE else "rows_per_update"
     if rows >= getattr(recipe.batch, key):
         return {}
@@ -149,7 +150,7 @@ def _changed(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, An
 
 
 def _settings_to_try(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Yields additional keys in the order in which they are tested."""
+    """Yields additional recipe keys, in the order in which they are tried."""
     from lockstep.data.encode.chat_template import TOKENS
     from lockstep.model.load import load_tokenizer
 
@@ -158,13 +159,18 @@ def _settings_to_try(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
     yield drop
     if recipe.data.template == "auto" and not load_tokenizer(recipe.model.path).chat_template:
         for name in TOKENS:
-            template = {"data.template": (name, "the tokenizer has no chat template but has the tokens of this one.")}
+            template = {
+                "data.template": (
+                    name,
+                    "the tokenizer has no chat template but has the special tokens of this template.",
+                )
+            }
             yield template
             yield {**template, **drop}
 
 
 def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
-    """Returns a rule for data sources without one, chosen by their ground truths."""
+    """Chooses a rule for each data source without a rule, by the ground truths of its rows."""
     from lockstep.reward.row_rewards import read_by_rewards
     from lockstep.reward.rules import DEFAULT_RULES, RULES
     from lockstep.reward.scorer import active_weights
@@ -199,7 +205,7 @@ def _rule_of(source: str, truths: list[str]) -> str:
     raise Refusal.at(
         f"data_source {source!r}",
         f"has no rule, and its ground truths are not all numbers ({odd[:40]!r})",
-        f"--reward FILE.py:NAME, or reward.rules='{{{source}: RULE}}', RULE being {', '.join(RULES)}",
+        f"--reward FILE.py:NAME, or reward.rules='{{{source}: RULE}}', where RULE is one of {', '.join(RULES)}",
         code="no-rule",
     )
 

@@ -24,7 +24,7 @@ from lockstep.run.output import fit_rows, write
 
 
 def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from: str | None) -> list[str]:
-    """Returns the overrides of `lockstep train`. `--init-from` sets the model; optimizer and schedule start anew."""
+    """Returns the overrides of `lockstep train`; `--init-from` sets only the model, not the optimizer state."""
     if init_from is None:
         return list(overrides)
     if resume_from is not None:
@@ -41,8 +41,8 @@ def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from
 PARTS = {
     ROWS: "encoded rows (limited by data.cache_gb of each recipe)",
     FOLDERS: "model folders made of checkpoints, adapters and GGUF files",
-    VERIFIED: "architectures that passed the check",
-    RUNS: "lists of runs, for `lockstep view`",
+    VERIFIED: "models that passed the checks at the start of a run",
+    RUNS: "lists of runs, used by `lockstep view`",
 }
 
 
@@ -50,7 +50,10 @@ def cache_lines(cleared: str | None) -> list[str]:
     """Returns lines that describe the cache folder; with `cleared` (a part or `all`), deletes that part first."""
     if cleared is not None and cleared not in (*PARTS, "all"):
         raise Refusal.at(
-            "--clear", f"there is no part {cleared!r}", f"use one of {', '.join(PARTS)}, all", code="unknown-name"
+            "--clear",
+            f"there is no part {cleared!r} of the cache",
+            f"use one of {', '.join(PARTS)}, all",
+            code="unknown-name",
         )
     try:
         home = cache_home()
@@ -75,7 +78,7 @@ def _cleared(part: str) -> list[str]:
 
 
 def install_for(shell: str) -> None:
-    """Installs completion for `lockstep --install-completion SHELL`; without a name, typer detects the shell."""
+    """Installs completion for `lockstep --install-completion SHELL`; if SHELL is omitted, typer detects the shell."""
     from typer.completion import Shells, completion_init, install
 
     shells = [member.value for member in Shells]
@@ -92,4 +95,4 @@ def install_for(shell: str) -> None:
     except OSError as error:
         raise unwritten("--install-completion", error) from error
     write(f"{shell} completion installed in {path}")
-    write("it takes effect in the next shell")
+    write("the completion takes effect in the next shell")

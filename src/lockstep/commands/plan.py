@@ -37,8 +37,8 @@ from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
-# Each engine's flag for its fraction of device memory, and the default (vLLM 0.26 and 0.32; SGLang computes it from the
-# memory size and its settings).
+# For each engine, the flag that sets its fraction of device memory, and the default of that flag. The default of vLLM
+# is that of versions 0.26 and 0.32; SGLang computes its default from the memory size and its settings.
 SHARES: dict[str, tuple[str, float | None]] = {
     "vllm": ("--gpu-memory-utilization", 0.92),
     "sglang": ("--mem-fraction-static", None),
@@ -72,7 +72,7 @@ def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 
 
 def _weight_sync(recipe: Recipe, device: Device) -> str:
-    """Describes how weights reach the server, for a run with one process."""
+    """Describes how trained weights are sent to the inference server, for a run with one process."""
     rollout, files = recipe.rollout, "through files"
     if by_collective(rollout):
         return f"by {device.collective}"
@@ -96,21 +96,25 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 
 
 def _memory(rollout: RolloutSettings) -> str:
-    """Describes how much memory a server takes on the devices of the run."""
+    """Describes how much device memory an inference server takes if it shares the devices of the run."""
     flag, default = SHARES[rollout.engine]
-    when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases it)"
+    when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases the memory)"
     value = _flag_value(rollout.server.args, flag)
     if value is not None:
-        return f"{flag} {value} of the run's devices, {when}"
-    share = "most of it" if default is None else f"{default:g}, which leaves {1 - default:.0%} to the run"
+        return f"{flag} {value} of the memory of the run's devices, {when}"
+    share = (
+        "most of the memory"
+        if default is None
+        else f"{default:g}, which leaves {1 - default:.0%} of the memory to the run"
+    )
     return (
-        f"the engine's default fraction of the run's devices, {share}, {when}: lower it with rollout.server.args "
+        f"the engine's default fraction of device memory, {share}, {when}: lower it with rollout.server.args "
         f'[{flag}, "0.5"], or use other devices with rollout.server.devices'
     )
 
 
 def _flag_value(words: Sequence[str], flag: str) -> str | None:
-    """Returns the value of a flag on a command line; the last one counts, as in the engines."""
+    """Returns the value of a flag on a command line. Of repeated flags the last value is used, as in the engines."""
     value = None
     for word, after in zip(words, [*words, ""][1:], strict=True):
         if word == flag or word.startswith(f"{flag}="):
@@ -126,7 +130,7 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     refuse_uncounted(recipe.parallel)
     _refuse_other_count(recipe, cluster)
     console = Console.open()
-    # Rows and prompts are read on this machine; device speeds come from the table.
+    # Rows and prompts are read on this machine; the speeds of the cluster's devices come from a table.
     prepared: Prepared | PreparedOnline
     if online:
         refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
@@ -166,7 +170,7 @@ def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:
     recipe, work = outlook.recipe, outlook.steps.work(outlook.recipe)
     if recipe.method in ONLINE and (held := outlook.held(cluster)) is not None:
         cache = outlook.memory(cluster).cache / 2**30
-        yield f"the KV cache takes {cache:,.1f} GiB and fits about {held:,} sequences at once; the others wait"
+        yield f"the KV cache takes {cache:,.1f} GiB and holds about {held:,} sequences at once; further sequences wait"
     groups, rows = cluster.devices // recipe.parallel.group, max(1, work.rows // work.updates)
     if groups > rows:
         idle = (groups - rows) * recipe.parallel.group
@@ -219,7 +223,7 @@ def _lines(recipe: Recipe, cluster: TargetCluster, work: StepWork, times: Sequen
 def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
     chip, online = cluster.chip, recipe.method in ONLINE
     if chip.measured and cluster.devices == 1:
-        yield f"the speeds of {chip.name} are measured; docs/scale.md gives the error"
+        yield f"the speeds of {chip.name} are measured; docs/scale.md gives the error of the estimate"
     elif chip.measured:
         yield f"the speed of one {chip.name} is measured, link speeds are the vendor's: not tested on several devices"
     else:
@@ -227,9 +231,9 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
     if online and not ENGINES[recipe.rollout.engine].paged:
         yield f"generation is estimated for the built-in engine, not for {recipe.rollout.engine}"
     if online and recipe.algorithm.dynamic_sampling.max_gen_batches > 1:
-        yield "resampled groups (algorithm.dynamic_sampling) are not counted"
+        yield "prompt groups sampled again (algorithm.dynamic_sampling) are not counted"
     if online and recipe.rollout.max_staleness is not None:
-        yield "generation and training are counted sequentially"
+        yield "generation and training are counted one after the other, without overlap"
         if recipe.rollout.worker_device:
             yield f"{cluster.devices} additional devices generate (rollout.worker_device)"
     if recipe.parallel.tensor_parallel > 1:
@@ -270,7 +274,7 @@ def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online:
         raise Refusal.at(
             "--response-tokens",
             f"{response_tokens} exceeds rollout.max_tokens={recipe.rollout.max_tokens}",
-            "give the expected mean length",
+            "give the expected mean length of a response",
             code="out-of-range",
         )
 
@@ -315,7 +319,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
 
 
 def _mix(recipe: Recipe, train: Dataset[Any] | PromptSet) -> Iterator[str]:
-    """Yields the rows per epoch from each source, if weights mix the sources."""
+    """Yields the rows per epoch of each data source, if the sources are mixed by weight."""
     counts = make_loader(recipe, train).mixture.counts
     if counts is None:
         return

@@ -1,5 +1,4 @@
-"""`lockstep sample`: samples, scores and stores several responses per question, for rejection sampling and new
-pairs."""
+"""`lockstep sample`: samples and scores several responses per question, for rejection sampling and preference pairs."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ from lockstep.types import Failure, Prompt, Rollout, Sampling
 
 # Responses on disk: one file per finished chunk; the files are merged at the end.
 
-# The schema is explicit, because it must be the same if every `failure` of a chunk is null.
+# The schema is explicit, because all chunks need the same schema, even one in which every `failure` is null.
 SCHEMA = pa.schema(
     [
         ("data_source", pa.string()),
@@ -71,7 +70,7 @@ SCHEMA = pa.schema(
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
-    """Returns a response as a row; `question` is its row index in the data."""
+    """Returns a response as a row; `question` is the index of its question in the data."""
     question_row, score = rollout.prompt.question, rollout.score
     if isinstance(score, Failure):
         scores: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
@@ -92,7 +91,7 @@ def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
 
 
 class Parts:
-    """The chunks of `out`, in the folder `OUT.parts`. `manifest` describes the inputs."""
+    """The finished chunks of the output file, in the folder `OUT.parts`. `manifest` describes the inputs."""
 
     def __init__(self, out: Path, manifest: dict[str, Any]):
         self.out, self.manifest = out, manifest
@@ -108,24 +107,26 @@ class Parts:
                 code="unsupported-format",
             )
         if self.out.exists():
-            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it", code="already-exists")
+            raise Refusal.at(
+                str(self.out), "already exists", "choose another OUT, or remove the file", code="already-exists"
+            )
         if self._manifest.is_file():
             self._refuse_changes(read_object(self._manifest, f"remove the folder {self.folder}, or choose another OUT"))
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("*.parquet"))):
             raise Refusal.at(
                 str(self.folder),
-                "has no manifest.json, so its inputs are undefined",
+                "has no manifest.json, so the inputs of its chunks are unknown",
                 "remove the folder, or choose another OUT",
                 code="damaged-file",
             )
 
     def reward_output(self, rank: int) -> Path:
-        """Returns the file with the last lines that the rewards printed; it remains after the merge."""
+        """Returns the file for the last lines that reward functions print; the merge does not delete it."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Creates the folder and locks it."""
+        """Creates the folder of the chunks and locks it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -143,7 +144,7 @@ class Parts:
             yield
 
     def finished(self, chunks: int) -> set[int]:
-        """Returns the finished chunks. A damaged one is reported before the others are sampled."""
+        """Returns the finished chunks. A damaged chunk is reported before missing chunks are sampled."""
         numbers = {number for number in range(chunks) if self._part(number).is_file()}
         for number in sorted(numbers):
             try:
@@ -169,7 +170,7 @@ class Parts:
         shutil.rmtree(self.folder)
 
     def _damaged(self, number: int, error: Exception) -> Refusal:
-        remedy = "remove it and run the same command again"
+        remedy = "remove the file and run the same command again"
         return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy, code="damaged-file")
 
     @property
@@ -187,8 +188,8 @@ class Parts:
                 [
                     Problem(
                         key.replace(".", " ", 1),
-                        f"{self.folder} was started with {old.get(key)!r}, and now it is {new.get(key)!r}",
-                        f"set it back, remove the folder {self.folder}, or choose another OUT",
+                        f"{self.folder} was started with {old.get(key)!r}, and the value is now {new.get(key)!r}",
+                        f"restore the old value, remove the folder {self.folder}, or choose another OUT",
                         code="changed-setting",
                     )
                     for key in changed
@@ -198,7 +199,7 @@ class Parts:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary file that replaces `path` after it is complete and on disk."""
+    """Yields a temporary file that replaces `path` when the temporary file is complete and on disk."""
     try:
         with written_aside(path) as aside:
             yield aside
@@ -222,20 +223,20 @@ class Job:
     chunk: int = 64
     """The number of questions per saved chunk."""
     first: int = 0
-    """The index of the first row."""
+    """The index of the first row to use."""
     columns: NamedColumns = BY_NAME
 
 
 @dataclass
 class SamplingPace:
-    """The number of tokens and seconds, summed over all processes."""
+    """The generated tokens of all processes, and the seconds of generation."""
 
     tokens: int = 0
     seconds: float = 0.0
 
 
 def sample_responses(job: Job, device_name: str) -> None:
-    """Samples, scores and stores responses. The same job resumes after an interruption."""
+    """Samples, scores and stores responses. An interrupted job resumes if it is started again with the same options."""
     refuse_options(job.dtype, job.n, job.sampling.temperature)
     device, sentence = explain(device_name)
     with joined(device) as world:
@@ -276,7 +277,7 @@ def sample_responses(job: Job, device_name: str) -> None:
 
 
 def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
-    """Returns everything that a response or its reward depends on. Limits, devices and processes have no effect."""
+    """Returns everything that responses and rewards depend on. Device and number of processes are not included."""
     sampling = job.sampling
     return {
         "MODEL": model_files(folder),
@@ -293,7 +294,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
-        # Included only if set, so that jobs started without these options can resume.
+        # These options are included only if set, so that jobs started without them can resume.
         **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
         **({"--label-key": job.columns.label} if job.columns.label else {}),
         **identity_of(job.reward),
@@ -301,7 +302,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
 
 
 def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
-    """Returns problems of prompts that a stored row cannot represent."""
+    """Returns one problem per prompt with message keys other than role and content, which a stored row would lose."""
     problems: list[Problem] = []
     for prompt in prompts:
         keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
@@ -326,7 +327,7 @@ def _sample(
     world: World,
     console: Console,
 ) -> SamplingPace:
-    """Samples the missing chunks. The random seed depends on the row, so chunks do not change the responses."""
+    """Samples the missing chunks. Random seeds depend on the row, so the chunk size does not change responses."""
     chunks = _chunks(job, prompts)
     # Only rank 0 reads and writes the chunks.
     done = world.gather(parts.finished(chunks) if world.main else set[int]())[0]
@@ -366,7 +367,7 @@ def _sample(
 
 
 def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
-    """Returns statistics of the file. Reward statistics are over the scored responses."""
+    """Returns statistics of the output file. Reward statistics include only the scored responses."""
     table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
     scored = table.filter(pc.is_valid(table["reward"]))
     rewards = scored["reward"].to_numpy()

@@ -78,12 +78,12 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
 
 
 def _template(recipe: Recipe) -> list[tuple[str, str]]:
-    """Returns the chat template, if it is not the tokenizer's."""
+    """Returns the chat template of the recipe, unless it is that of the tokenizer."""
     return [] if recipe.data.template == "auto" else [("template", recipe.data.template)]
 
 
 def role_of(item: Item, number: int) -> str:
-    """Returns the role of a sequence in its row."""
+    """Returns the role of a sequence in its row, such as chosen or rejected."""
     if isinstance(item, Ranking):
         margin = f", margin {item.margin:g}" if item.margin and not number else ""
         names = ("chosen", "rejected") if len(item.examples) == 2 else [f"rank {i + 1}" for i in range(99)]

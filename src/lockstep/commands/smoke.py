@@ -1,7 +1,8 @@
-"""`lockstep train RECIPE --smoke`: runs two small steps that exercise validation, checkpoint, export and tape.
+"""`lockstep train RECIPE --smoke`: tests a recipe with two small steps, validation, checkpoint, export and tape.
 
-Method, columns, rewards, adapter, optimizer and dtype are those of the recipe. The models are replaced by small ones of
-the same architecture with random weights. The first rows are used, or generated rows if there are none.
+Method, columns, rewards, adapter, optimizer and dtype are those of the recipe. The models are replaced by small models
+of the same architecture with random weights. The first rows of the data are used, or generated rows if the data does
+not exist.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.train.start import run_recipe
 
-# Settings that must match the tokenizer and the rows; the other settings of a configuration are reduced.
+# Settings of a model config that must match the tokenizer and the rows; the other sizes are reduced.
 KEPT = ("vocab_size", "vocab_size_per_layer_input", "bos_token_id", "eos_token_id", "pad_token_id", *POSITION_COUNTS)
 TINY = {"hidden": 64, "layers": 2}
 
@@ -53,7 +54,7 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
         small = small_config(config)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  # the architecture may not support other sizes
+    except Exception as error:  # noqa: BLE001  # the architecture may not support smaller sizes
         write_tiny(folder, seed=seed, **TINY)
         return f"the tiny model, because {config.model_type} cannot be reduced ({type(error).__name__})"
     model.save_pretrained(folder)
@@ -91,7 +92,7 @@ def small_reward_model(model: Path, folder: Path) -> None:
 
 
 def local_folder(path: str) -> str | None:
-    """Returns the local model folder of `path`; None if there is none."""
+    """Returns the local model folder of `path`, or None if there is no such folder."""
     try:
         folder = model_folder(path)
     except Refusal:
@@ -103,7 +104,7 @@ STEPS = 2
 ROWS = 64
 RESPONSE_TOKENS = 16
 UPDATE = 4
-# Keys that two steps in a temporary folder do not need: early stopping and the row cache.
+# Recipe keys that are turned off for the smoke test: early stopping and the row cache.
 UNUSED = (("run", "early_stopping", None), ("data", "cache", "off"))
 
 
@@ -112,8 +113,8 @@ def smoke_test(recipe: Recipe) -> None:
     if is_rank():
         raise Refusal.at(
             "--smoke",
-            "runs in one process, and several were started",
-            "run it without a launcher",
+            "runs in one process, and several processes were started",
+            "run the command without torchrun or another launcher",
             code="one-process-only",
         )
     began = time.perf_counter()
@@ -132,7 +133,7 @@ def smoke_test(recipe: Recipe) -> None:
 
 
 class Smoke:
-    """Reduces a recipe; `changes` lists what was changed."""
+    """Makes the small version of a recipe; `changes` lists the changed keys."""
 
     def __init__(self, recipe: Recipe, folder: Path):
         self.given, self.folder = recipe, folder
@@ -167,7 +168,7 @@ class Smoke:
             lora.update(adapter=None, rank=lora["rank"] or 4)
         prm = values.get("prm")
         if prm and local_folder(self.given.model.path) is None:
-            # Every token of the tiny model is one byte.
+            # Every token of the tiny model is one byte, so step placeholder and labels must be single bytes.
             prm.update(placeholder="@", tokens=["+", "-"])
         self._replace_model("preference", "reference", lambda: str(model))
         self._replace_model("critic", "path", lambda: str(model))
@@ -181,7 +182,7 @@ class Smoke:
             self.values[section][key] = replacement()
 
     def _teacher(self) -> str:
-        """Writes a model with different weights, so that distillation has a signal."""
+        """Writes a teacher model whose weights differ from the student's, so that distillation has a signal."""
         folder = self.folder / "teacher"
         if not folder.exists():
             small_model(self.given.model.path, folder, seed=1)
@@ -226,7 +227,7 @@ class Smoke:
         val["every"], val["at_start"] = (1, True) if data["val"] or val["questions"] else (None, False)
 
     def _validation(self, data: dict[str, Any], val: dict[str, Any]) -> None:
-        """Uses the validation rows of the recipe, or the first training rows if it has none."""
+        """Uses the validation rows of the recipe, or the first training rows if the recipe has no validation rows."""
         paths = [val["questions"]] if isinstance(val["questions"], str) else val["questions"] or []
         if not all(_exists(path) for path in paths):
             self.changes.append(("val.questions", f"removed, because {paths[0]} does not exist"))
@@ -269,7 +270,7 @@ class Smoke:
         batch, optim = values["batch"], values["optim"]
         if batch["micro_batch_size"] is not None:
             batch["micro_batch_size"] = min(batch["micro_batch_size"], 2)
-        # A value of 1 or more is a number of steps.
+        # A warmup of 1 or more is a number of steps, not a fraction.
         if optim["warmup"] >= 1:
             optim["warmup"] = 1
         if not self.online:
@@ -309,7 +310,7 @@ class Smoke:
 
 
 def _exists(path: str) -> bool:
-    """Returns whether a file, a folder or a match of a pattern exists. Hub data is not downloaded."""
+    """Returns whether a file, folder or glob match exists locally; False for `hub:` data, which is not downloaded."""
     return not path.startswith("hub:") and (Path(path).exists() or any(Path().glob(path) if _relative(path) else ()))
 
 
@@ -318,7 +319,7 @@ def _relative(path: str) -> bool:
 
 
 def _check_run(run: RunFolder, recipe: Recipe) -> list[str]:
-    """Checks the files that a run must write; a missing one is a bug."""
+    """Checks the files that every run must write; a missing file is a bug of lockstep."""
     lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     names = {name for line in lines for name in line["data"]}
     done = [f"{max(line['step'] for line in lines)} steps"]

@@ -1,4 +1,4 @@
-"""`lockstep view`: serves the run viewer of a folder until it is stopped."""
+"""`lockstep view`: serves a web page that shows the runs of a folder, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.serve.viewer import RunViewer
 
 
 def view_runs(folder: Path, port: int = 0, open_browser: bool = False) -> None:
-    """Prints the link and serves until Ctrl-C."""
+    """Prints the link of the page and serves it until Ctrl-C."""
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
         raise Refusal.at(

@@ -1,4 +1,4 @@
-"""Generator, questions and rewards for commands that use options instead of a recipe, and checks of the options."""
+"""Loads generator, questions and rewards for commands that have options instead of a recipe; checks the options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refuse_options(dtype: str, n: int, temperature: float) -> None:
 
 
 def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
-    """Returns the refusal with recipe keys replaced by command options."""
+    """Returns the `Refusal` with recipe keys in its texts replaced by command options."""
 
     def renamed(text: str) -> str:
         for key, option in options.items():
@@ -61,14 +61,14 @@ def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
 
 
 def refuse_judge(folder: str, model: str) -> None:
-    """Rejects a reward model, because its layers would generate noise."""
+    """Rejects a reward model: it has no output head for tokens, so generation would be noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         why = "is a reward model: it scores answers and does not generate"
-        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
+        raise Refusal.at(model, why, "use the model with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
-    """Returns problems of prompts that leave no room for an answer in the model's context."""
+    """Returns one problem per prompt that leaves too little room for an answer in the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     problems: list[Problem] = []
     for prompt in prompts:
@@ -81,7 +81,7 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Rejects, before the model is loaded, answers that exceed the context or would change cached positions."""
+    """Rejects answer lengths that exceed the context or change cached positions, before the model is loaded."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
@@ -97,7 +97,7 @@ def load_generator(
     console: Console,
     settings: RolloutSettings | None = None,
 ) -> Generator:
-    """Returns the built-in engine, or transformers for a model that the built-in engine cannot run."""
+    """Returns a generator with the built-in engine, or with transformers for models that the engine cannot run."""
     wanted = settings or RolloutSettings()
     try:
         return Generator.load(folder, tokenizer, dtype, device, world, wanted)
@@ -126,7 +126,7 @@ BY_NAME = NamedColumns()
 def read_option_questions(
     rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, required: frozenset[str] = REWARD_FIELDS
 ) -> list[Question]:
-    """Reads the questions; errors mention options instead of recipe keys."""
+    """Reads the questions of a command; its errors name command options instead of recipe keys."""
     source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)
     try:
         columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), required)
@@ -147,7 +147,7 @@ REWARD_OPTIONS = {
 
 
 def identity_of(reward: Reward) -> dict[str, Any]:
-    """Returns what the scores depend on, by option. Files are identified by content, so a changed function differs."""
+    """Returns the values of the reward options. Files are represented by checksums, so that a change is noticed."""
     model = model_folder(reward.model) if isinstance(reward.model, str) else None
     return {
         "--rule": reward.rules,
@@ -172,7 +172,7 @@ def opened_scorer(
     output: Path | None,
     options: Mapping[str, str] = REWARD_OPTIONS,
 ) -> Scorer:
-    """Opens the rewards and tests them on real rows; errors mention options.
+    """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 
     The last lines that a function prints are written to files that start with `output`.
     """
@@ -194,7 +194,7 @@ def opened_scorer(
 
 
 def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
-    """Stops if the reward fails too often; finished chunks are kept."""
+    """Raises a `Refusal` if more than the fraction `most` of the responses has no score; keeps finished chunks."""
     failed = [(rollout, rollout.score) for rollout in made if isinstance(rollout.score, Failure)]
     if len(failed) <= most * len(made):
         return

@@ -1,1 +1,1 @@
-"""Converts command lines and scripts of verl and OpenRLHF to recipes, with a report on every setting."""
+"""Converts command lines and scripts of verl and OpenRLHF to lockstep recipes, with a report on every setting."""

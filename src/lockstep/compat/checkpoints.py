@@ -28,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PeerCheckpoint:
-    """A checkpoint: its kind, its reader, and the folder of its config and tokenizer, if there is one."""
+    """A checkpoint of another trainer: its kind, its read function, and its folder with config and tokenizer."""
 
     kind: str
     folder: Path
@@ -44,7 +44,7 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
         raise Refusal.at(
             checkpoint.folder,
             "has weights but no config.json",
-            "give the trained model, for its config and tokenizer: --model DIR",
+            "give a folder with the config and tokenizer of the trained model: --model DIR",
             code="missing-file",
         )
     weights = checkpoint.read(checkpoint.folder)
@@ -81,7 +81,7 @@ def find_checkpoint(path: Path) -> PeerCheckpoint:
             raise Refusal.at(
                 folder,
                 "is a checkpoint of Megatron, which lockstep does not read",
-                "export it with verl's model_merger",
+                "export the checkpoint with verl's model_merger",
                 code="unsupported-format",
             )
     raise Refusal.at(
@@ -101,7 +101,7 @@ def _tagged(path: Path) -> list[Path]:
     if name in ("", "..") or Path(name).name != name:
         raise Refusal.at(
             latest,
-            f"names {name[:80]!r}, which is not a folder here",
+            f"names {name[:80]!r}, which is not a subfolder",
             "give the folder of one step",
             code="damaged-checkpoint",
         )
@@ -117,14 +117,14 @@ def read_fsdp(folder: Path) -> Weights:
         raise Refusal.at(
             folder,
             f"does not contain every shard of one run: {have}",
-            "copy the missing ones here",
+            "copy the missing shards into the folder",
             code="missing-shard",
         )
     shards = [read_sharded(files[rank]) for rank in sorted(files)]
     names = list(shards[0])
     refuse_all(
         [
-            Problem(str(folder), f"rank {i} has other weights than rank 0", code="missing-shard")
+            Problem(str(folder), f"rank {i} has other weight names than rank 0", code="missing-shard")
             for i, s in enumerate(shards)
             if list(s) != names
         ]
@@ -135,7 +135,7 @@ def read_fsdp(folder: Path) -> Weights:
         raise Refusal.at(
             folder,
             f"its shards cannot be joined: {first_line(error)}",
-            "copy them again",
+            "copy the shards again",
             code="damaged-checkpoint",
         ) from error
 
@@ -147,13 +147,13 @@ def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
     if placements is None:
         return torch.as_tensor(first)
     if len(placements) == 2 and placements[0].is_replicate():
-        # All replicated groups are equal, so the first one is used.
+        # All replicas of the shards are equal, so the first replica is used.
         parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
     if len(placements) != 1:
         raise Refusal.at(
             folder,
             f"{name} is sharded over {len(placements)} device mesh axes",
-            "export it with verl",
+            "export the checkpoint with verl",
             code="unsupported-format",
         )
     if placements[0].is_replicate():
@@ -161,19 +161,21 @@ def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
     joined = torch.cat([part._local_tensor for part in parts], dim=placements[0].dim)
     if joined.shape != first.shape:
         raise Refusal.at(
-            folder, f"{name}: the shards make {tuple(joined.shape)}, not {tuple(first.shape)}", code="wrong-shape"
+            folder,
+            f"{name}: the joined shards have shape {tuple(joined.shape)}, not {tuple(first.shape)}",
+            code="wrong-shape",
         )
     return joined
 
 
 def read_deepspeed(folder: Path) -> Weights:
-    """Reads ZeRO 0, 1 and 2, where one file has all weights."""
+    """Reads a checkpoint of DeepSpeed ZeRO 0, 1 or 2, where one file has all weights."""
     files = [file for file in folder.iterdir() if _MP.match(file.name)]
     if len(files) != 1:
         raise Refusal.at(
             folder,
             f"the model is split over {len(files)} devices (tensor parallel)",
-            "merge it first",
+            "merge the shards first",
             code="unsupported-format",
         )
     return _module(read_pickle(files[0]), files[0])
@@ -182,7 +184,7 @@ def read_deepspeed(folder: Path) -> Weights:
 def _module(state: Any, file: Path) -> Weights:
     module = state.get("module") if isinstance(state, dict) else None
     if not isinstance(module, dict):
-        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote it", code="damaged-checkpoint")
+        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote the file", code="damaged-checkpoint")
     return {name: tensor for name, tensor in module.items() if _is_weight(name, tensor)}
 
 
@@ -191,13 +193,13 @@ def _is_weight(name: Any, value: Any) -> bool:
 
 
 def read_zero3(folder: Path) -> Weights:
-    """Reads ZeRO 3, where each rank has an equal slice of every weight; the last slice is padded."""
+    """Reads a DeepSpeed ZeRO 3 checkpoint: each rank has an equal slice of every weight; the last slice is padded."""
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
         raise Refusal.at(
             folder,
-            f"{len(models)} ranks have weights, {len(optims)} have an optimizer",
+            f"{len(models)} ranks have a model file, and {len(optims)} ranks have an optimizer file",
             "copy all files",
             code="missing-shard",
         )
@@ -217,7 +219,7 @@ def read_zero3(folder: Path) -> Weights:
         if at + run > len(flat[0]):
             raise Refusal.at(
                 folder,
-                f"{name}: the ranks have fewer values than the shapes require",
+                f"{name}: the slices of all ranks have fewer values than param_shapes requires",
                 "check that the checkpoint is complete",
                 code="damaged-checkpoint",
             )
@@ -245,12 +247,12 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
-    """Refuses weights whose names or shapes differ from the model's, and lists all differences."""
+    """Raises a `Refusal` that lists all weights whose names or shapes differ from those of the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if any("lora_" in name for name in weights):
         raise Refusal.at(
-            where, "contains an adapter", "merge it first, and convert the merged model", code="wrong-model-kind"
+            where, "contains an adapter", "merge the adapter, then convert the merged model", code="wrong-model-kind"
         )
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
@@ -266,7 +268,9 @@ def check_weights(weights: Weights, model: Path, where: Path) -> None:
         if name not in expected
     ]
     problems += [
-        Problem(str(where), f"{name} is {tuple(tensor.shape)}, not {tuple(expected[name].shape)}", code="wrong-shape")
+        Problem(
+            str(where), f"{name} has shape {tuple(tensor.shape)}, not {tuple(expected[name].shape)}", code="wrong-shape"
+        )
         for name, tensor in weights.items()
         if name in expected and tensor.shape != expected[name].shape
     ]
@@ -278,7 +282,7 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _stored_dtype(model: Path) -> torch.dtype | None:
-    """Returns the dtype in the config, in which the weights are stored."""
+    """Returns the dtype that the model's config names; the converted weights are stored in it."""
     config = json.loads((model / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
     return dtype if isinstance(dtype, torch.dtype) else None

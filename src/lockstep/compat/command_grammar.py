@@ -1,11 +1,11 @@
 """Parses command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
 
-Hydra: `key=value` sets, `+key=value` adds, `++key=value` does either, `~key` removes an earlier setting. The last one
-wins. A value is a number, a boolean, `null`, a list `[a,b]`, a group `{a:1}`, or quoted or plain text; `${other.key}`
-is the value of another key.
+Hydra: `key=value` sets a key, `+key=value` adds a key, `++key=value` sets or adds, `~key` removes an earlier setting.
+The last setting of a key wins. A value is a number, a boolean, `null`, a list `[a,b]`, a mapping `{a:1}`, or quoted or
+plain text; `${other.key}` is the value of another key.
 
-argparse: `--flag value`, `--flag=value`, an unambiguous prefix of a flag, switches without a value, and flags with
-several values, which may start with a minus (`--reward_clip_range -10 10`, `--reward_tokens + -`).
+argparse: the parser accepts `--flag value`, `--flag=value`, an unambiguous prefix of a flag, switches without a value,
+and flags with several values. Values may start with a minus (`--reward_clip_range -10 10`, `--reward_tokens + -`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ParsedOverrides:
 def parse_overrides(
     words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """Parses the overrides. `locations`: the location of each word. References to unset keys read `defaults`."""
+    """Parses the overrides. `locations` has each word's script line. `${key}` of an unset key uses `defaults`."""
     parsed = ParsedOverrides()
     position = 0
     while position < len(words):
@@ -55,7 +55,7 @@ def parse_overrides(
         try:
             parsed.given[key] = Setting(_resolved(given.value, parsed.given, defaults, (key,)), given.where)
         except KeyError as missing:
-            why = f"refers to {missing.args[0]}, which has no plain value"
+            why = f"refers to {missing.args[0]}, which has no known value"
             parsed.problems.append(
                 Problem(_place(given.where, key), why, "write the value itself", code="unresolved-reference")
             )
@@ -70,8 +70,8 @@ def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides)
         value, used = rest[0], 1
     if name in ("--config-name", "-cn"):
         parsed.config = value
-    elif name not in ("--config-path", "-cp", "--config-dir", "-cd"):  # these do not change a setting
-        why = "is an option of Hydra's that changes no setting"
+    elif name not in ("--config-path", "-cp", "--config-dir", "-cd"):  # these options change no setting
+        why = "is an option of Hydra that changes no setting"
         parsed.problems.append(Problem(_place(where, word), why, "remove it", code="unused-key"))
         return 0
     return used
@@ -229,7 +229,7 @@ FLAG_TYPES: dict[str, tuple[type, Count]] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag: its name in the table, the type of its values, and how many it takes."""
+    """A command-line flag: its name in the key table, the type of its values, and the number of values."""
 
     name: str
     kind: type = str
@@ -245,7 +245,7 @@ class ParsedFlags:
 
 
 def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
-    """Parses the flags. `flags`: the flags by their written name. `locations`: the location of each word."""
+    """Parses the flags. `flags` maps written names to flags; `locations` has each word's place in the script."""
     parsed = ParsedFlags()
     position = 0
     while position < len(words):
@@ -254,7 +254,7 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
         if not is_flag(word):
             why = "is neither a flag nor the value of a flag"
             parsed.problems.append(
-                Problem(_place(where, word), why, "remove it, or quote it with its flag's value", code="invalid-syntax")
+                Problem(_place(where, word), why, "remove the word, or quote it with its flag", code="invalid-syntax")
             )
             continue
         name, equals, text = word.lstrip("-").partition("=")
@@ -284,7 +284,7 @@ def is_flag(word: str) -> bool:
 
 
 def is_dotted(words: Sequence[str]) -> bool:
-    """Returns whether the flags are in the style of OpenRLHF 0.11. Flags of 0.7 have no dot."""
+    """Returns whether flags have the dotted style of OpenRLHF 0.11 (`--ds.lora.rank`). Flags of 0.7 have no dot."""
     return any(is_flag(word) and "." in word.partition("=")[0] for word in words)
 
 
@@ -296,9 +296,9 @@ def _which(name: str, flags: Mapping[str, Flag]) -> tuple[Flag | None, tuple[str
         return flags[matches[0]], ("", "")
     if matches:
         names = ", ".join(f"--{flag_name}" for flag_name in matches)
-        return None, (f"may be any of {names}", "write the flag in full")
+        return None, (f"is ambiguous: it may mean any of {names}", "write the flag in full")
     near = nearest_name(name, list(flags))
-    return None, ("there is no such flag", f"did you mean --{near}?" if near else "remove it")
+    return None, ("the program has no such flag", f"did you mean --{near}?" if near else "remove it")
 
 
 def _read(flag: Flag, values: list[str], by_equals: bool) -> Any:
@@ -307,7 +307,7 @@ def _read(flag: Flag, values: list[str], by_equals: bool) -> Any:
             raise ValueError("is a switch and takes no value")
         return True
     if flag.count != "many" and len(values) != flag.count:
-        raise ValueError(f"needs {flag.count} value{'s' if flag.count > 1 else ''}, and {len(values)} follow")
+        raise ValueError(f"needs {flag.count} value{'s' if flag.count > 1 else ''}, and {len(values)} follow the flag")
     read = [_one(flag, value) for value in values]
     return read[0] if flag.count == 1 else read
 

@@ -1,4 +1,4 @@
-"""The output of a conversion: the report, the recipe as a commented file, and the checked recipe; also trains it."""
+"""The output of a conversion to a recipe: report, commented YAML file, checked recipe; optionally trains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WIDTH = 110
 
 
 def report(done: Conversion) -> str:
-    """Lists every key that the command sets, by outcome; then the written defaults, remarks, and the start command."""
+    """Lists all keys of the command by outcome, then defaults written to the recipe, remarks, and the start command."""
     settings = done.settings
     method = f", method {done.recipe['method'].value}" if "method" in done.recipe else ""
     lines = [f"{settings.peer} {settings.program}{method}: {len(settings.given)} settings"]
@@ -42,10 +42,10 @@ def report(done: Conversion) -> str:
             lines += [line for outcome in some for line in _outcome_lines(outcome, done)]
     unset = [key for key, written in done.recipe.items() if not done.is_set(*written.sources)]
     if unset:
-        lines.append(f"defaults of {settings.peer} that differ from lockstep's, written out ({len(unset)}):")
+        lines.append(f"defaults of {settings.peer} that differ from lockstep's, written to the recipe ({len(unset)}):")
         lines += [f"  {key}: {value_text(done.recipe[key].value)}" for key in unset]
     lines += [line for remark in done.remarks for line in _folded(remark, "")]
-    return "\n".join([*lines, f"on the devices of the command: {start_command(done)}"])
+    return "\n".join([*lines, f"to train on the devices of the command: {start_command(done)}"])
 
 
 def start_command(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
@@ -110,7 +110,7 @@ def recipe_values(done: Conversion) -> dict[str, Any]:
 
 
 def checked(done: Conversion) -> Recipe:
-    """Returns the validated recipe. A refusal also names the other trainer's keys."""
+    """Returns the validated recipe. A `Refusal` also names the keys of the other trainer."""
     problems = list(done.problems)
     try:
         if not problems:
@@ -128,7 +128,7 @@ def _with_sources(problem: Problem, done: Conversion) -> Problem:
 
 
 def recipe_yaml(done: Conversion, origin: str) -> str:
-    """Returns the recipe as text, with a comment at each key: its origin and what differs."""
+    """Returns the recipe as text. The comment of each key names its origin and differences from the other trainer."""
     head = [f"# Converted from {origin}, {done.settings.peer} {done.settings.program}."]
     head += [f"# {line}" for remark in done.remarks for line in remark.splitlines()]
     return "\n".join([*head, *_lines(recipe_values(done), done, "", 0)]) + "\n"
@@ -164,7 +164,7 @@ def _place(key: str, done: Conversion) -> str:
 
 
 def program_name(peer: str, program: str, tables: Mapping[str, Any]) -> str:
-    """Returns the name of a training program, or refuses it."""
+    """Returns the name of a supported training program, or raises a `Refusal`."""
     name = program.rsplit(".", 1)[-1]
     if name in tables["not_training"]:
         raise Refusal.at(
@@ -181,12 +181,12 @@ def main(
     convert: Callable[[str, Sequence[str]], Conversion],
     inference: Callable[[str, Sequence[str]], None] | None = None,
 ) -> None:
-    """Runs the command line of a peer. `inference` runs the programs that do not train."""
+    """Runs a command line of another trainer (`peer`). `inference` runs the programs that do not train."""
     never_fail_to_encode()
     tables = load_tables(peer)
     words = sys.argv[1:]
     if words and words[0].startswith("--local_rank"):
-        words = words[1:]  # DeepSpeed's launcher puts this flag first; its value is also in the environment
+        words = words[1:]  # DeepSpeed's launcher puts --local_rank first; the environment has the rank, too
     if not words or words[0] in ("-h", "--help"):
         write(f"python -m lockstep.compat.{peer} PROGRAM SETTINGS: converts and trains; PROGRAM is one of")
         write(f"  {', '.join([*tables['programs'], *tables.get('inference', ())])}")

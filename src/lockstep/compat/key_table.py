@@ -1,7 +1,8 @@
-"""Maps another trainer's keys to recipe keys by tables from `tables/*.yaml` and rules in Python.
+"""Maps the keys of another trainer to recipe keys, by the tables in `tables/*.yaml` and rules in Python.
 
-A table has one row per key: the recipe keys that it sets, its default, and a note; or why lockstep ignores or refuses
-it. Rules compute recipe values that depend on several keys. The pages in docs/ print the same tables.
+A table has one row per key of the other trainer. The row has the recipe keys that the key sets, its default, and a
+note; or the reason why lockstep ignores or refuses the key. A rule is a Python function that computes recipe values
+from several keys. The pages in docs/ print the same tables.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lockstep.errors import Problem
 
 FOLDER = Path(__file__).parent / "tables"
 OutcomeKind = Literal["mapped", "changed", "ignored", "refused"]
-"""Mapped with the same meaning; mapped with another meaning; without effect in lockstep; refused."""
+"""Mapped with the same meaning; mapped with another meaning; ignored, because it has no effect in lockstep; refused."""
 _CASTS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "same": lambda value: value}
 
 
@@ -29,23 +30,23 @@ class KeyRow:
     key: str
     outcome: OutcomeKind
     to: tuple[str, ...] = ()
-    """The recipe keys that this key sets, directly (`cast`) or through a rule."""
+    """The recipe keys that this key sets, directly (if `cast` is set) or through a rule."""
     note: str = ""
     default: Any = None
-    """The other trainer's default."""
+    """The default of this key in the other trainer."""
     unit: str = ""
     cast: str | None = None
-    """The type of the recipe value; None if a rule reads the key."""
+    """The type of the recipe value; None if a rule converts the key."""
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """The recipe value, or recipe keys and values, for each value of this key."""
+    """For each value of this key: the recipe value, or a mapping of recipe keys to values."""
     remedy: str = ""
     off: tuple[Any, ...] = (None, False)
-    """Values of a refused key that switch its feature off, so that they need no refusal."""
+    """Values of a refused key that switch its feature off; the key is accepted with these values."""
     type: str = ""
     """How OpenRLHF's parser reads the flag: int, float, str, switch, float2, str+, float+."""
     flat: str | None = None
     dotted: str | None = None
-    """The flag's names in the two styles of OpenRLHF's flags: 0.7 (flat) and 0.11 (dotted)."""
+    """`flat` and `dotted` are the names of the flag in OpenRLHF 0.7 and in OpenRLHF 0.11."""
 
     def covers(self, key: str) -> bool:
         return key == self.key or ("*" in self.key and fnmatch.fnmatchcase(key, self.key))
@@ -66,7 +67,7 @@ def load_tables(peer: str) -> dict[str, Any]:
 
 @cache
 def table_rows(peer: str, table: str) -> tuple[KeyRow, ...]:
-    """Returns the rows of a table in the order of the file, with those of the tables that it includes."""
+    """Returns the rows of a table and of the tables that it includes, in the order of the file."""
     rows: list[KeyRow] = []
     for section in load_tables(peer)["tables"][table]:
         if "include" in section:
@@ -96,7 +97,7 @@ def _mapped_row(key: str, entry: Mapping[str, Any]) -> KeyRow:
 
 
 def _group_rows(outcome: Any, group: Mapping[str, Any]) -> list[KeyRow]:
-    """Returns the rows of keys that are ignored or refused for one reason."""
+    """Returns one row per key of a group of keys that are ignored or refused for the same reason."""
     keys = group["keys"]
     off = tuple(group.get("accepts", (None, False)))
     return [
@@ -125,7 +126,7 @@ def _flag_names(key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that a command sets, and its location: a line of a script, or "" if there is none."""
+    """A value that a command sets, and its place: a line of a script, or "" if the command is not in a script."""
 
     value: Any
     where: str = ""
@@ -141,16 +142,16 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a command, and the defaults of the trainer version that it was written for."""
+    """The settings of a command, and the defaults of the trainer version that the command is written for."""
 
     peer: str
-    """The trainer's name and version: `verl 0.4`."""
+    """Name and version of the other trainer, such as `verl 0.4`."""
     program: str
     """The program, such as `main_ppo` or `train_dpo`."""
     given: Mapping[str, Setting]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """How the command writes a key, if it differs from the key's name in the table."""
+    """For each key that the command spells differently from the table: the spelling of the command."""
 
     def spelling(self, key: str) -> str:
         return self.spelled.get(key, key)
@@ -158,7 +159,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class WrittenKey:
-    """A recipe value, the keys that it comes from, and a note on what differs."""
+    """A recipe value, the keys of the other trainer that it comes from, and a note on the difference, if any."""
 
     value: Any
     sources: tuple[str, ...]
@@ -190,7 +191,7 @@ class Conversion:
     devices: int = 1
     nodes: int = 1
     decided: dict[str, tuple[OutcomeKind, str]] = field(default_factory=dict)
-    """Outcomes that a rule decided instead of the table."""
+    """The outcome and note of each key for which a rule, not the table, decides."""
 
     # Settings ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Conversion:
         return self.settings.peer.rsplit(" ", 1)[-1]
 
     def __getitem__(self, key: str) -> Any:
-        """Returns the value that the other trainer uses: the setting, its default, or None."""
+        """Returns the value that the other trainer uses for a key: that of the command, its default, or None."""
         given = self.settings.given
         return given[key].value if key in given else self.settings.defaults.get(key)
 
@@ -208,7 +209,7 @@ class Conversion:
         return any(key in self.settings.given for key in keys)
 
     def below(self, prefix: str) -> list[str]:
-        """Returns the keys of a group that the command sets."""
+        """Returns the keys of the command that start with `prefix` and a dot."""
         return [key for key in self.settings.given if key.startswith(prefix + ".")]
 
     def integer(self, key: str) -> int:
@@ -230,7 +231,7 @@ class Conversion:
             raise Unreadable(key, f"{self[key]!r} is not a list of numbers") from error
 
     def lookup(self, key: str, value: Any = None) -> Any:
-        """Returns the recipe value for the key's value, from its table row; None and a problem if there is none."""
+        """Returns the recipe value for the key's value, from its table row; adds a problem if the row has none."""
         value, values = self[key] if value is None else value, self.rows[key].values
         if isinstance(value, list) or value not in values:
             self.refuse(key, f"{value} is not supported", f"use one of {', '.join(map(str, values))}")
@@ -240,7 +241,7 @@ class Conversion:
     # Results -----------------------------------------------------------------------------------------------------
 
     def write(self, to: str, value: Any, *sources: str, note: str = "") -> None:
-        """Sets a recipe value. A note means that it differs from what the sources mean."""
+        """Sets a recipe value. A note says how the recipe value differs from the `sources`."""
         self.recipe[to] = WrittenKey(value, sources, note)
         for key in sources if note else ():
             self.decided.setdefault(key, ("changed", note))
@@ -269,13 +270,13 @@ class Conversion:
         self.problems.append(Problem(self.named(key), why, remedy, code=code))
 
     def require(self, key: str, remedy: str, why: str = "is not set") -> bool:
-        """Refuses a command without the key; returns whether the key is set."""
+        """Adds a problem if the key has no value; returns whether it has one."""
         if not self[key]:
             self.refuse(key, why, remedy, "not-set")
         return bool(self[key])
 
     def named(self, key: str) -> str:
-        """Returns the key as the command writes it, and its location."""
+        """Returns the key as the command spells it, with its line in the script."""
         given = self.settings.given.get(key)
         shown = self.settings.spelling(key)
         return f"{given.where}: {shown}" if given is not None and given.where else shown
@@ -290,10 +291,10 @@ def convert(
     rules: Iterable[KeyRule],
     lockstep_defaults: Callable[[str], Mapping[str, Any]],
 ) -> Conversion:
-    """Applies the rows, then the rules, and collects the outcome of every key that the command sets.
+    """Applies the table rows, then the rules, and collects the outcome of every key that the command sets.
 
-    `lockstep_defaults` returns lockstep's defaults for a method. A default of the other trainer that is the same in
-    lockstep is left out of the recipe.
+    `lockstep_defaults` returns lockstep's defaults for a method. A default of the other trainer that equals lockstep's
+    default is not written to the recipe.
     """
     done = Conversion(settings, {row.key: row for row in rows})
     by_key = {key: row_of(rows, key) for key in settings.given}
@@ -302,7 +303,7 @@ def convert(
             done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows), "unknown-key")
     _apply_casts(done, rows)
     _apply_refusals(done, rows, by_key)
-    if not done.problems:  # because rules need readable values
+    if not done.problems:  # rules need values of the right type
         for rule in rules:
             try:
                 rule(done)
@@ -315,7 +316,7 @@ def convert(
 
 
 def row_of(rows: Sequence[KeyRow], key: str) -> KeyRow | None:
-    """Returns the row of the key, or else the longest pattern that covers it."""
+    """Returns the table row of the key, or else the row with the longest pattern that matches the key."""
     covering = [row for row in rows if row.covers(key)]
     return max(covering, key=lambda row: (row.key == key, len(row.key)), default=None)
 
@@ -340,7 +341,7 @@ def _apply_refusals(done: Conversion, rows: Sequence[KeyRow], by_key: Mapping[st
         keys = [key for key, its_row in by_key.items() if its_row is row and not _is_off(done[key], row.off)]
         for key in keys[1:]:
             done.decided[key] = ("refused", row.note)
-        if keys:  # a pattern gives one problem for all of its keys
+        if keys:  # a row with a pattern gives one problem for all keys that match it
             more = f" ({len(keys)} keys {row.key})" if len(keys) > 1 else ""
             done.refuse(keys[0], row.note + more, row.remedy)
 
@@ -358,7 +359,7 @@ def _leave_out_defaults(done: Conversion, defaults: Mapping[str, Any]) -> None:
 def _outcome(key: str, row: KeyRow | None, done: Conversion) -> KeyOutcome:
     outcome, note = done.decided.get(key, (row.outcome, row.note) if row else ("refused", "no such key"))
     if outcome == "refused" and key not in done.decided:
-        outcome, note = "ignored", "this value requests nothing"
+        outcome, note = "ignored", "this value switches the feature off"
     to = tuple(name for name, written in done.recipe.items() if key in written.sources)
     if outcome in ("mapped", "changed") and not to:
         outcome, note = "ignored", note or "the setting has no effect with the other settings of this command"
@@ -367,11 +368,11 @@ def _outcome(key: str, row: KeyRow | None, done: Conversion) -> KeyOutcome:
 
 def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
     near = nearest_name(key, [row.key for row in rows if "*" not in row.key])
-    return f"did you mean {near}?" if near else "remove it, or look it up in the table of keys"
+    return f"did you mean {near}?" if near else "remove the key, or look for it in the table of keys in docs/"
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """Returns the most similar of the names, or one with the same last component."""
+    """Returns the most similar of `names`, or one with the same last component; None without such a name."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     leaf = name.rsplit(".", 1)[-1]
     return next(iter([*near, *(other for other in names if other.rsplit(".", 1)[-1] == leaf)]), None)

@@ -1,4 +1,4 @@
-"""`lockstep migrate SCRIPT.sh`: converts the training commands of a script to recipes. It does not run the script."""
+"""`lockstep migrate SCRIPT.sh`: converts the training commands of a script to recipes. The script is not run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]]
     "verl": convert_verl,
     "openrlhf": convert_openrlhf,
 }
-# Variables of the user's shell that scripts use. The script or the caller must set all others.
+# Variables of the user's environment that scripts may use. The script or the caller must set all other variables.
 _ENVIRONMENT = ("HOME", "PWD", "USER")
-# The module, file and flags of a launcher, as in `torchrun --nproc-per-node 8 -m verl.trainer.main_ppo`.
+# Patterns for the module, the file and the launcher flags of a command such as `torchrun --nproc-per-node 8 -m
+# verl.trainer.main_ppo`.
 _MODULE = re.compile(r"^(verl|openrlhf|recipe)(\.[\w]+)+$")
 _FILE = re.compile(r"(?:^|/)(verl|openrlhf|recipe)/(?:[\w/]+/)?(\w+)\.py$")
 _OURS = re.compile(r"^lockstep\.compat\.(verl|openrlhf)$")
@@ -42,7 +43,7 @@ class Migrated:
 def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
     """Writes a recipe and a report for each training command of the script.
 
-    `words` of the form `NAME=VALUE` set variables of the script; the others are its arguments.
+    `words` of the form `NAME=VALUE` set variables of the script; other words are arguments of the script.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +71,7 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
 
 
 def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list[Problem], list[str]]:
-    """Returns the conversions of a script's training commands, its problems, and remarks."""
+    """Returns the converted training commands of a script, the problems, and the remarks."""
     given = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
     script = read_script(text, given, [word for word in words if not _VARIABLE.match(word)])
@@ -95,7 +96,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
             Problem(
                 "the script",
                 "has no training command of verl or OpenRLHF",
-                "give the script that trains",
+                "give a script that starts a training",
                 code="not-training",
             )
         )
@@ -116,12 +117,12 @@ def _unknown(words: Sequence[Word]) -> list[Problem]:
         for name in dict.fromkeys(word.unknown):
             shown = word.text.replace(MARK, "")
             if name.startswith("$("):
-                why = f"the value of {name} exists only when the script runs"
-                remedy = "write the value into the script, or set its variable: lockstep migrate SCRIPT NAME=VALUE"
+                why = f"the value of {name} is known only when the script runs"
+                remedy = "write the value into the script, or set the variable: lockstep migrate SCRIPT NAME=VALUE"
             else:
                 why = f"the variable {name} is not set in the script"
                 remedy = (
-                    f"set it: lockstep migrate SCRIPT {name}=VALUE"
+                    f"set the variable: lockstep migrate SCRIPT {name}=VALUE"
                     if not name.isdigit()
                     else "append the script's arguments: lockstep migrate SCRIPT ARGUMENT"
                 )
@@ -148,7 +149,7 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A training command: the peer, the program, its words, and the launcher's number of devices and nodes."""
+    """A training command: the trainer (`peer`), its program and words, and the launcher's devices and nodes."""
 
     peer: str
     program: str
@@ -162,7 +163,7 @@ class TrainingCommand:
 
 
 def training_of(words: Sequence[Word]) -> TrainingCommand | None:
-    """Returns the training command in a command of a script, or None."""
+    """Returns the training command of verl or OpenRLHF in a command of a script, or None."""
     inner = _string_command(words)
     if inner is not None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
@@ -189,7 +190,7 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """Returns the script in `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
+    """Returns the inner script of `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
     texts = [word.text for word in words]
     if texts[:1] == ["eval"] and len(texts) > 1:
         inner = read_script(" ".join(texts[1:]))

@@ -1,8 +1,9 @@
-"""A restricted unpickler for checkpoints of other programs. It does not import or run the code that they refer to.
+"""A restricted unpickler for checkpoints of other programs.
 
-`torch.load` without `weights_only` would pass a TorchScript archive to `torch.jit.load`, which runs its methods. This
-reader creates tensors and plain containers. A class of another program becomes an empty stand-in. A file that refers
-to a function of Python's standard library is refused.
+Code that a checkpoint refers to is not imported and not run. `torch.load` without `weights_only` would pass a
+TorchScript archive to `torch.jit.load`, which runs methods of the archive. This reader creates only tensors and plain
+containers. An object of any other class becomes an empty stand-in. A file that refers to a function of Python's
+standard library is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _REBUILDS = [
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
 ]
-# Standard library modules whose classes appear in a trainer's settings and counters. They become stand-ins.
+# Standard library modules whose classes appear in a trainer's settings and counters. Objects of these classes become
+# stand-ins.
 _DATA = [
     "argparse",
     "collections",
@@ -81,11 +83,11 @@ _STORAGES = {
 }
 _ZIP = b"PK\x03\x04"
 _TORCHSCRIPT = ("constants.pkl", "code/")
-_UNTRUSTED = "do not load it with torch.load either; request a safetensors copy from its author"
+_UNTRUSTED = "do not load the file with torch.load either; request a safetensors copy from its author"
 
 
 class _StandIn:
-    """Replaces an object of an unknown class. It accepts any state and stores none."""
+    """Replaces an object of an unknown class in a checkpoint; accepts any state and stores nothing."""
 
     def __init__(self, *arguments: Any, **named: Any):
         pass
@@ -101,19 +103,19 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Creates objects of the allowed classes, reads tensor storages with `storage`, and imports nothing else."""
+    """Creates objects of allowed classes, reads tensor storages with `storage`, and imports no other class."""
 
     def __init__(self, file: io.BytesIO, storage: Callable[[Any], Any]):
         super().__init__(file, encoding="utf-8")
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        # torch.save writes protocol 2, which uses Python 2's names: `__builtin__ set`.
+        # torch.save writes pickle protocol 2, which uses Python 2's names such as `__builtin__ set`.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module == "builtins" and name in _BUILTINS) or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch._utils" and name in _REBUILDS:
-            # A new object is created each time, because a pickle can set attributes of an object that it receives.
+            # Return a new object each time, because a pickle can set attributes of the object that it gets.
             return partial(getattr(torch._utils, name))
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
@@ -129,21 +131,24 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Forbidden(Exception):
-    """Raised for a name that no checkpoint needs."""
+    """Raised for a reference to standard library code that no checkpoint needs."""
 
 
 def read_pickle(path: Path) -> Any:
-    """Reads a file of `torch.save` to the CPU."""
+    """Reads a file written by `torch.save`; tensors are on the CPU."""
     try:
         if _is_zip(path):
             return _from_zip(path)
-        # This is the format before torch 1.6, which torch's restricted reader supports.
+        # A file that is no zip archive has the format before torch 1.6, which `weights_only=True` can read.
         return torch.load(path, map_location="cpu", weights_only=True)
     except Refusal:
         raise
     except _Forbidden as error:
         raise Refusal.at(
-            path, f"refers to {error}, which no checkpoint needs: it was not read", _UNTRUSTED, code="untrusted-code"
+            path,
+            f"refers to {error}, which no checkpoint needs: the file was not read",
+            _UNTRUSTED,
+            code="untrusted-code",
         ) from error
     except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
@@ -157,7 +162,7 @@ def _is_zip(path: Path) -> bool:
 
 def _refuse_torchscript(names: Sequence[str], path: Path) -> None:
     if any(name.partition("/")[2].startswith(_TORCHSCRIPT) for name in names):
-        why = "is a TorchScript archive, whose methods would run: it was not read"
+        why = "is a TorchScript archive, whose methods would run: the file was not read"
         raise Refusal.at(
             path, why, "save the weights alone: torch.save(model.state_dict(), FILE)", code="untrusted-code"
         )
@@ -170,14 +175,14 @@ def _from_zip(path: Path) -> Any:
         pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise Refusal.at(
-                path, "contains no data.pkl of torch.save", "check that it is a checkpoint", code="damaged-file"
+                path, "contains no data.pkl of torch.save", "check that the file is a checkpoint", code="damaged-file"
             )
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
             raise Refusal.at(
                 path,
                 "was written on a big-endian machine",
-                "save it again on a little-endian one",
+                "save the file again on a little-endian machine",
                 code="unsupported-format",
             )
         storages: dict[str, torch.storage.TypedStorage] = {}
@@ -195,7 +200,7 @@ def _from_zip(path: Path) -> Any:
 
 def _storage(archive: zipfile.ZipFile, name: str, dtype: torch.dtype, count: int) -> torch.storage.TypedStorage:
     info = archive.getinfo(name)
-    # torch stores without compression, so the sizes on disk and in memory are equal.
+    # torch stores tensors without compression, so their sizes on disk and in memory are equal.
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != count * dtype.itemsize:
         raise ValueError(f"{name} has {info.file_size:,} bytes, not {count:,} numbers of {dtype}")
     content = bytearray(archive.read(name))
@@ -204,7 +209,7 @@ def _storage(archive: zipfile.ZipFile, name: str, dtype: torch.dtype, count: int
 
 
 def read_sharded(path: Path) -> dict[str, Any]:
-    """Reads a shard of FSDP: plain and distributed tensors."""
+    """Reads a shard of an FSDP checkpoint: plain and distributed tensors by name."""
     import torch.distributed.tensor
 
     try:
@@ -217,7 +222,7 @@ def read_sharded(path: Path) -> dict[str, Any]:
     except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
     if not isinstance(loaded, dict):
-        raise Refusal.at(path, f"contains a {type(loaded).__name__}, not weights by name", code="damaged-file")
+        raise Refusal.at(path, f"contains a {type(loaded).__name__}, not a dict of weights", code="damaged-file")
     return loaded
 
 

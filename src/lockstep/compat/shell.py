@@ -1,7 +1,7 @@
 """A shell interpreter that expands the commands of a script and runs none of them.
 
-It evaluates variables, defaults, positional parameters, arrays, here-documents and arithmetic. Values that exist only
-at run time (the output of a program, an unset variable) are marked as unknown.
+The interpreter evaluates variables, defaults, positional parameters, arrays, here-documents and arithmetic. Values that
+exist only at run time (the output of a program, an unset variable) are marked as unknown.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?!-]")
 _BRACED = re.compile(r"^(!?)([A-Za-z_]\w*|[0-9]+|[@*#])(\[[^\]]*\])?((?::?[-=+?])|[%#/:^,].*)?(.*)$", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _KEYWORDS = ("then", "else", "do", "time", "!", "{", "exec", "nohup")
-# Many run names contain the start time, but a recipe needs a fixed name.
+# Commands that print the time: many scripts put it into the run name, but a recipe needs a fixed name.
 _NOW = re.compile(r"^\s*(date|now)\b")
 MARK = "\x00"
-"""The marker before and after the name of an unknown value."""
+"""The marker before and after the name of a value that is unknown until the script runs."""
 
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: lambda a, b: _quotient(a, b),
@@ -39,7 +39,7 @@ class Word:
 
     @property
     def unknown(self) -> list[str]:
-        """The names of the unknown values in the word."""
+        """The names of the values in the word that are unknown until the script runs."""
         return re.findall(f"{MARK}([^{MARK}]*){MARK}", self.text)
 
 
@@ -52,7 +52,7 @@ class Script:
 
 
 def read_script(text: str, given: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> Script:
-    """Expands a script. `given`: variables that the caller sets. `arguments`: the script's positional parameters."""
+    """Expands a script. `given` are variables set by the caller; `arguments` are the script's positional parameters."""
     shell = _Shell(dict(given or {}), list(arguments))
     for raw in commands_of(text):
         shell.command(raw)
@@ -67,9 +67,9 @@ class _Shell:
         self.arrays: dict[str, list[str]] = {}
         self.script = Script()
         self.branches: list[bool | None] = []
-        """For each open `if` and `case`: whether the current branch runs; None if unknown."""
+        """For each open `if` and `case`, whether the current branch runs (None: unknown)."""
         self.chosen: list[bool | None] = []
-        """For each open `if`: whether one of its branches ran; None if unknown."""
+        """For each open `if`, whether one of its branches ran (None: unknown)."""
         self.functions: dict[str, list[RawCommand]] = {}
         self.called: list[str] = []
         self.calls = 0
@@ -111,7 +111,8 @@ class _Shell:
         elif first in ("elif", "else") and self.chosen:
             before = self.chosen[-1]
             now = True if first == "else" else self._holds(words[1:])
-            # After a branch that ran, the others do not run; after one that may have run, whether they run is unknown.
+            # If an earlier branch ran, this branch does not run. If it is unknown whether an earlier branch ran, it is
+            # also unknown whether this branch runs.
             self.branches[-1] = False if before else now if before is False or now is False else None
             self.chosen[-1] = True if before or self.branches[-1] else None if None in (before, now) else False
             if first == "else" and len(words) > 1:
@@ -157,7 +158,7 @@ class _Shell:
                 self.script.remarks.append(f"the script does not call the function {name}; its body is converted once")
 
     def _loop(self, words: Sequence[RawWord]) -> None:
-        """Expands the body of a loop once, with the first value."""
+        """Expands the body of a loop once, with the first value of the loop variable."""
         if words[0].text == "for" and len(words) > 3 and words[2].text == "in":
             values = self.expand(words[3])
             if values:
@@ -195,7 +196,7 @@ class _Shell:
             return
         value = " ".join(self.expand(RawWord(word.text[match.end() :], word.line), split=False))
         if name in self.given and (self.branches or MARK in value):
-            # The caller sets the value in an unknown branch or of a program's output.
+            # The caller's value replaces a value that is set in a branch or is the output of a program.
             self.variables[name] = self.given[name]
             return
         if None in self.branches and not adds:
@@ -218,7 +219,7 @@ class _Shell:
         if word.array is not None:
             return [word.text + "(" + " ".join(text for item in word.array for text in self.expand(item)) + ")"]
         fields: list[str] = [""]
-        seen = False  # whether there is a word, possibly an empty quoted one
+        seen = False  # whether the result has a word; a quoted empty string is a word
         text, i = word.text, 0
         while i < len(text):
             sign = text[i]
@@ -247,7 +248,7 @@ class _Shell:
                 i = end + 1
             elif sign in "$`":
                 value, i = self._dollar(text, i)
-                # An unknown value is not split, because that would lose its name.
+                # A value that is unknown until the script runs is not split, because splitting would lose its name.
                 pieces = value.split() if split and MARK not in value else [value]
                 if split and value[:1].isspace() and fields[-1]:
                     fields.append("")
@@ -280,7 +281,7 @@ class _Shell:
         return values[int(number)] if int(number) < len(values) else ""
 
     def _some(self, inner: str) -> list[str] | None:
-        """Evaluates `@:2` and `@:2:1`: the arguments from the second on, and how many of them."""
+        """Evaluates `@:2` (the arguments from the second on) and `@:2:1` (one argument from the second on)."""
         match = re.fullmatch(r"[@*]:\s*([1-9]\d*)(?::\s*(\d+))?", inner)
         if match is None:
             return None
@@ -310,7 +311,7 @@ class _Shell:
         return out
 
     def _dollar(self, text: str, i: int) -> tuple[str, int]:
-        """Returns the value of the expansion at `i`, and the position after it."""
+        """Returns the value of the `$` or backquote expansion at position `i` of `text`, and the position after it."""
         if text[i] == "`":
             end = _end(text.find("`", i + 1), text)
             return self._output(text[i + 1 : end]), end + 1
@@ -379,7 +380,7 @@ class _Shell:
         if (path := self._path(command)) is not None:
             return path
         if _NOW.match(command):
-            remark = "`now` replaces the time in a name"
+            remark = "the word `now` replaces the current time in a name"
             if remark not in self.script.remarks:
                 self.script.remarks.append(remark)
             return "now"

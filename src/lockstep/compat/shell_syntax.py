@@ -1,8 +1,8 @@
-"""Parses shell scripts: commands and raw words with their lines, conditions, and operations on values.
+"""Parses shell scripts into commands and raw words with line numbers; evaluates conditions and `${X%...}` operations.
 
 The parser handles comments, quotes, line continuations, `;` `&&` `||` `|` `&`, here-documents, arrays, redirections,
-functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. It skips the patterns of
-`case`. It expands nothing.
+functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. The parser skips the patterns
+of `case` branches and does not expand variables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RawCommand:
     heredoc: str | None = None
     quoted_heredoc: bool = False
     conditional: bool = False
-    """Whether it follows `&&` or `||`, so that another command decides whether it runs."""
+    """Whether the command follows `&&` or `||`, so that the result of another command decides whether it runs."""
 
     @property
     def line(self) -> int:
@@ -42,7 +42,7 @@ class RawCommand:
 
 
 def commands_of(script: str) -> list[RawCommand]:
-    """Returns the simple commands of a script in order, including those in loops and conditions."""
+    """Returns the simple commands of a script in order, including the commands in loops and conditions."""
     return _Reader(script).commands()
 
 
@@ -53,7 +53,7 @@ class _Reader:
         self.current = RawCommand()
         self.waiting: list[tuple[RawCommand, str, bool, bool]] = []
         self.pattern = False
-        """Whether a pattern of `case` follows."""
+        """Whether the next text is a pattern of a `case` branch."""
 
     def commands(self) -> list[RawCommand]:
         while self.at < len(self.text):
@@ -159,7 +159,7 @@ class _Reader:
         return RawWord(text, line)
 
     def _piece(self) -> str:
-        """Reads one character, one quotation or one expansion."""
+        """Reads one character, one quoted text or one `$` expansion."""
         start = self.at
         sign = self.text[start]
         if sign == "\\":
@@ -255,7 +255,7 @@ _COUNTS: dict[str, Callable[[int, int], bool]] = {
 
 
 def holds(words: Sequence[str], mark: str) -> bool | None:
-    """Evaluates `[ -z "$X" ]`, `[[ $N -gt 4 ]]` ...; None for other commands and for values with the `mark`."""
+    """Evaluates `[ -z "$X" ]`, `[[ $N -gt 4 ]]` ...; None for other commands and unknown values (with `mark`)."""
     if words[:1] == ["!"]:
         inner = holds(words[1:], mark)
         return None if inner is None else not inner
@@ -275,7 +275,7 @@ def holds(words: Sequence[str], mark: str) -> bool | None:
     if sign in _COUNTS:
         return _COUNTS[sign](int(left), int(right)) if _is_integer(left) and _is_integer(right) else None
     if sign in ("=", "==", "!="):
-        # [[ ]] treats the right side as a pattern.
+        # [[ ]] treats the right operand as a glob pattern.
         same = fnmatch.fnmatchcase(left, right) if words[0] == "[[" else left == right
         return same == (sign != "!=")
     return None
@@ -305,7 +305,7 @@ def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
 
 
 def _glob(pattern: str) -> str:
-    """Converts the pattern for fnmatch, which has no quotes or backslashes: `\\*` and `"*"` mean a literal `*`."""
+    """Converts a shell pattern for fnmatch, which has no quotes or backslashes: `\\*` and `"*"` mean a literal `*`."""
 
     def literal(text: str) -> str:
         return re.sub(r"[*?[]", r"[\g<0>]", text)
@@ -324,8 +324,11 @@ def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
 
 
 def _replaced(value: str, how: str, filled: Callable[[str], str]) -> str:
-    """Evaluates `pattern/text` (replaces once), `/pattern/text` (all), `#pattern/text` (start) and `%pattern/text`
-    (end)."""
+    """Evaluates the part of `${X/...}` after the first slash.
+
+    `pattern/text` replaces the first match, `/pattern/text` all matches, `#pattern/text` a match at the start,
+    `%pattern/text` a match at the end.
+    """
     mode, how = (how[0], how[1:]) if how[:1] in ("/", "#", "%") else ("", how)
     parts = re.match(r"((?:\\.|[^/\\])*)/?(.*)", how, re.DOTALL)
     pattern, text = (parts[1], parts[2]) if parts else (how, "")

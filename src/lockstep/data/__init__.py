@@ -1,2 +1,4 @@
-"""Converts files to rows, tokens and micro-batches. May be imported by `tape` and the layers above; may import
-`run`."""
+"""Converts files to rows, tokens and micro-batches.
+
+The layer `tape` and the layers above it may import this package; this package may import `run`.
+"""

@@ -1,4 +1,4 @@
-"""Stores items as a few large arrays, in memory or memory-mapped; items are built on access.
+"""Stores encoded items (rows) as a few large arrays, in memory or memory-mapped; items are built on access.
 
 The byte layout is the same in memory and on disk: a JSON header with metadata (`about`) and array offsets, then the
 arrays. Shapes: I items, E sequences of all items, T tokens of all sequences.
@@ -23,7 +23,7 @@ from lockstep.types import Example, Item, LabeledResponse, Origin, Prompt, Quest
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
 OriginOf = Callable[[int], Origin]
-"""Maps a row number of the source to its origin."""
+"""Maps a row number of a data source to the origin of the row: its file and line."""
 
 _ALIGNED = 8
 
@@ -46,7 +46,7 @@ def _padded(data: bytes, filling: bytes = b"\0") -> bytes:
 
 
 def from_bytes(data: Any) -> tuple[Arrays, dict[str, Any]]:
-    """Reads the output of `to_bytes`. The arrays are views of the data."""
+    """Reads the output of `to_bytes`. The arrays are views of `data`, not copies."""
     view = memoryview(data)
     start = _ALIGNED + int.from_bytes(view[:_ALIGNED], "little")
     header = json.loads(bytes(view[_ALIGNED:start]))
@@ -76,7 +76,7 @@ class _Items(Sequence[T]):
 
 
 class Store(_Items[T]):
-    """A sequence of items that are built from arrays on access, with the metadata `about`."""
+    """A sequence of items. Each item is built from the arrays on access; `about` is the metadata."""
 
     def __init__(self, data: Any, origin_of: OriginOf):
         self._arrays, self.about = from_bytes(data)
@@ -136,9 +136,10 @@ class Store(_Items[T]):
 
 
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
-    """Serialises items with their row numbers. Returns None if that would lose information; such items stay objects.
+    """Serialises items with their row numbers.
 
-    Items are rebuilt from the bytes and compared. For examples, the arrays are compared instead.
+    Returns None if bytes would lose information; the items then stay objects. To check this, items are rebuilt from the
+    bytes and compared with the originals. For plain examples, the arrays are compared instead.
     """
     kinds = {type(item) for item in items}
     if len(kinds) != 1:
@@ -205,7 +206,7 @@ def _offsets(lengths: Iterator[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _ItemKind(Generic[T]):
-    """Describes how one type of item is stored: its sequences, its other fields as columns, and how to rebuild it."""
+    """Describes how one type of item is stored: its sequences, its other fields as columns, and its constructor."""
 
     item: type[T]
     sequences: Callable[[T], Sequence[Example]]
@@ -246,7 +247,7 @@ def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> StepLab
 
 
 def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
-    """Returns the questions as JSON; None if JSON cannot represent them."""
+    """Returns the questions of the prompts as JSON; None if JSON cannot represent a question."""
     try:
         texts = [json.dumps(_question_fields(item.question), ensure_ascii=True).encode() for item in items]
     except (TypeError, ValueError):
@@ -308,7 +309,7 @@ def sequences(items: Iterable[Item]) -> Iterator[Example]:
 
 
 def item_digests(items: Sequence[Any]) -> np.ndarray:
-    """Returns a hash of all tokens for each item."""
+    """Returns for each item a hash of its tokens."""
     if isinstance(items, Joined):
         return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
     if isinstance(items, Store):

@@ -1,4 +1,4 @@
-"""Builds micro-batches: packed under a token budget or padded, balanced over devices; responses may share a prompt."""
+"""Builds micro-batches, packed up to a token budget or padded, balanced over devices; responses may share a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
-# Attention costs length^2, the rest costs length; both are about equal at this length.
+# Attention costs length^2, the rest of the model costs length; at this length the two costs are about equal.
 QUADRATIC_AT = 4096
 
 
@@ -28,20 +28,21 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Returns the micro-batches of each device, as lists of row numbers.
 
-    Every device gets the same number of micro-batches, because all ranks take part in a sharded step. Micro-batches
-    that run at the same time cost about the same. With fewer rows than devices, some micro-batches are empty.
+    Every device gets the same number of micro-batches, because sharded training needs all ranks in every forward pass.
+    Micro-batches that run at the same time have about the same cost. With fewer rows than devices, some micro-batches
+    are empty.
     """
     bins = _pack(lengths, devices, tokens) if tokens is not None else _chunk(lengths, devices, rows or 1)
-    # Micro-batches of similar cost run at the same time.
+    # Sorted by cost, so that micro-batches of similar cost run at the same time on all devices.
     bins.sort(key=lambda members: -sum(cost(lengths[i]) for i in members))
     return [bins[device::devices] for device in range(devices)]
 
 
 def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
-    """Puts rows, longest first, into the bin with the least work that has room; adds bins if none has."""
+    """Puts each row, longest first, into the cheapest micro-batch with room; adds micro-batches if no one has room."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and max(lengths) > tokens:
-        raise ValueError(f"a row of {max(lengths)} tokens does not fit a micro-batch of {tokens}")
+        raise ValueError(f"a row of {max(lengths)} tokens does not fit into a micro-batch of {tokens} tokens")
     count = _round_up(max(1, -(-sum(lengths) // tokens)), devices)
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -60,7 +61,7 @@ def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
 
 
 def _chunk(lengths: Sequence[int], devices: int, rows: int) -> list[list[int]]:
-    """Groups rows of similar length, to reduce padding."""
+    """Puts rows of similar length into one micro-batch, to reduce padding."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     count = _round_up(-(-len(lengths) // rows), devices)
     even = -(-len(lengths) // count)
@@ -73,9 +74,10 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def shared_beginnings(examples: Sequence[Example]) -> list[int]:
-    """Returns the length of the prefix that each example shares with the last previous example that shares nothing.
+    """Returns for each example the length of the prefix that it shares with its head, an earlier example.
 
-    The last token of an example is never shared.
+    The head of an example is the latest earlier example that shares no prefix itself. The last token of an example is
+    never shared.
     """
     head: Sequence[int] = ()
     shares = []
@@ -88,7 +90,7 @@ def shared_beginnings(examples: Sequence[Example]) -> list[int]:
 
 
 def packed_tokens(item: Item) -> int:
-    """Returns the number of tokens of an item's sequences in a packed row; the shared prefix counts once."""
+    """Returns the number of tokens of an item's sequences in a packed row, where a shared prefix is stored once."""
     examples = item.examples
     if len(examples) == 1:
         return len(examples[0])
@@ -104,12 +106,12 @@ def micro_batch(
     shares: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Builds the tensors of a micro-batch. Without examples, it has one untrained token.
+    """Builds the tensors of a micro-batch. A micro-batch without examples has one untrained token.
 
-    `starts`: index of each example's first target among all targets of the update (default: among those of this batch).
-    `shares`: number of leading tokens of each example that the packed row already has, from the last previous example
-    that shares nothing. Padded rows share nothing.
-    `places`: index of each example's first target among this rank's targets, if the rank does not have all targets.
+    `starts` has the index of each example's first target token among all targets of the update (default: among those of
+    this micro-batch). `shares` has the number of leading tokens of each example that the packed row already contains
+    (see `shared_beginnings`); padded rows share no tokens. `places` has the index of each example's first target among
+    the targets of this rank; it is needed if the rank does not have all targets.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
@@ -175,7 +177,7 @@ def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the token ids, the predicting positions, and the target ids at them."""
+    """Returns the token ids, the positions that predict a target, and the target ids at these positions."""
     ids = np.asarray(example.ids, dtype=np.int64)
     if type(example).scored_tokens is not Example.scored_tokens:
         pairs = np.asarray(example.scored_tokens(), dtype=np.int64).reshape(-1, 2)
@@ -217,12 +219,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def own_part(batch: MicroBatch) -> MicroBatch:
-    """Returns the part of a micro-batch that this rank runs: all of it, or its slice with context parallelism."""
+    """Returns the part of a micro-batch that this rank runs: the full batch, or with context parallelism a slice."""
     return batch if batch.context is None else batch.context.local_part(batch)
 
 
 def of_all(batch: MicroBatch, output: Any) -> Any:
-    """Gathers the outputs for each rank's targets into the output for all targets of the micro-batch."""
+    """Gathers the outputs of all context-parallel ranks into the output for all targets of the micro-batch."""
     return output if batch.context is None else batch.context.gather_outputs(output)
 
 
@@ -231,43 +233,44 @@ def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
     return of_all(batch, module(to_device(own_part(batch), device)))
 
 
-# Responses to one prompt share it: a packed row holds the prompt once, before its responses. `pack_groups` needs only
-# the lengths, so packing can be planned before the responses are available.
+# Responses to one prompt share the prompt: a packed row contains the prompt once, before its responses. `pack_groups`
+# needs only the lengths, so packing can be planned before the responses are available.
 
-# Some attention kernels need every sequence in full, including the prompt. The full lengths in a micro-batch are
-# limited to this multiple of its token budget, which bounds the memory.
+# Some attention kernels need every sequence in full, including the prompt. The sum of the full lengths in a micro-batch
+# is limited to this multiple of the token budget, which bounds the memory.
 MAX_FULL_LENGTHS = 2
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The lengths of a response, from which packing is planned. Responses to one prompt are adjacent."""
+    """The prompt number and the lengths of a response, for planning. Responses to one prompt must be adjacent."""
 
     prompt: int
     length: int
     shared: int
-    """Number of leading tokens that the packed row already has from another response to the prompt."""
+    """Number of leading tokens that a packed row already contains if it has another response to the prompt."""
 
 
 class PackedSequence(NamedTuple):
-    """A response in a packed row: its number, and how many leading tokens it shares."""
+    """A response in a packed row: its number, and how many leading tokens it shares with an earlier response."""
 
     number: int
     shared: int
 
 
-# The plan of a packed micro-batch.
+# The plan of a packed micro-batch: its responses, in order.
 PackedRow = list[PackedSequence]
 
 
 def pack_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
 ) -> list[list[PackedRow]]:
-    """Returns the packed rows of each data-parallel rank, within `tokens` tokens. A split group has its prompt in each
-    row.
+    """Returns the packed rows of each of `shares` data-parallel ranks, each row with at most `tokens` tokens.
 
-    Up to `alike_up_to` tokens (None: no limit), the hidden states of a prefix do not depend on later tokens. Groups
-    with a longer sequence share nothing.
+    If the responses to one prompt are split over several rows, each row contains the prompt.
+
+    In sequences of up to `alike_up_to` tokens (None: of any length), the hidden states of a prefix do not depend on the
+    sequence length. If a sequence of a group is longer, the group does not share its prompt.
     """
     numbered = list(enumerate(_alike(responses, alike_up_to)))
     bins = _even(numbered, shares, tokens)
@@ -283,7 +286,7 @@ def _alike(responses: Sequence[Outline], alike_up_to: int | None) -> Iterator[Ou
 
 
 def common_prompt(group: Sequence[Example]) -> int:
-    """Returns the length of the prefix without targets that all examples share."""
+    """Returns the length of the longest prefix that all examples share and that has no target."""
     if len(group) == 1:
         return 0
     head = group[0]
@@ -309,10 +312,10 @@ def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
 
 
 def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[list[_Numbered]]:
-    """Packs responses into as few rows as `tokens` allows: the same number per device, of about equal length."""
+    """Packs responses into as few rows as `tokens` allows: equally many rows per device, of about equal length."""
     longest = max(one.length for _, one in responses)
     if longest > tokens:
-        raise ValueError(f"a row of {longest} tokens does not fit a micro-batch of {tokens}")
+        raise ValueError(f"a row of {longest} tokens does not fit into a micro-batch of {tokens} tokens")
     wanted = -(-len(_filled(responses, tokens, tokens)) // devices) * devices
     low, high = longest, tokens
     while low < high:
@@ -326,7 +329,7 @@ def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[lis
 
 
 def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list[_Numbered]]:
-    """Fills packed rows in order; starts a new one when the current one is full."""
+    """Fills packed rows with the responses in order; starts a new row when the current row is full."""
     bins: list[list[_Numbered]] = []
     used = full = 0
     for number, one in responses:

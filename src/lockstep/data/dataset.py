@@ -1,4 +1,4 @@
-"""Loads all rows of a recipe as items of its method, encodes them in parts, and serves them in updates (`Loader`)."""
+"""Loads and encodes all rows of a recipe as items of its method, and selects the rows of each update (`Loader`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Rows are encoded in parts: in this process, in worker processes, or from the row cache. Each row is encoded
-# independently, so parts can be made in any order.
+# Rows are encoded in parts (ranges of rows), in this process or in worker processes, or are read from the row cache.
+# Each row is encoded independently, so the parts can be encoded in any order.
 
 Span = tuple[int, int]
 NAMED = 3
@@ -37,7 +37,7 @@ NAMED = 3
 
 @runtime_checkable
 class Tallied(Protocol):
-    """A row reader with counts that its method `found` reports."""
+    """A row reader that counts what it reads in `tally`; its method `found` reports the counts."""
 
     tally: Counter[str]
 
@@ -52,12 +52,12 @@ class RowPart:
     about: dict[str, Any] = field(default_factory=dict)
     problems: Sequence[Problem] = ()
     elsewhere: bool = False
-    """Whether another run has written the rows to the row cache in the meantime."""
+    """Whether another process has written these rows to the row cache in the meantime."""
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """The task of a worker process: the rows of a source and their reader."""
+    """The task of a worker process: the rows of a data source, and the reader that encodes them."""
 
     rows: RowSet
     reader: RowReader[Any]
@@ -67,7 +67,7 @@ class RowWork:
     """Whether bad rows are dropped and counted instead of stopping the run."""
 
     def __call__(self, span: Span) -> RowPart:
-        """Encodes a range of rows. Collects the problems of all rows instead of stopping at the first."""
+        """Encodes a range of rows. Collects the problems of all rows instead of stopping at the first problem."""
         if self.cache is not None and self.cache.get(span) is not None:
             return RowPart(elsewhere=True)
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
@@ -116,7 +116,7 @@ class RowWork:
         return RowPart(data=data, items=() if data is not None else items, about=about)
 
     def _is_bad(self, number: int, refusal: Refusal) -> bool:
-        """Returns whether the row itself is at fault, not a setting and not the row's length."""
+        """Returns whether the error is about the row itself, and not about a setting or the row's length."""
         return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, OverLimit)
 
     def _restore(self, tally: Counter[str]) -> None:
@@ -138,7 +138,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
     for span, part in in_processes(work, missing, processes_here(len(missing))):
         if part.elsewhere and _found(work, span, parts, advance):
             continue
-        made = work(span) if part.elsewhere else part  # the cache entry was deleted since
+        made = work(span) if part.elsewhere else part  # the cache entry was deleted in the meantime
         if cache is not None and made.data is not None:
             made = RowPart(cache.put(span, made.data), made.items, made.about)
         parts[span] = made
@@ -149,7 +149,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 
 
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
-    """Takes a part from the row cache; returns False if it is not there."""
+    """Reads the encoded rows of `span` from the row cache into `parts`; returns False if they are not cached."""
     assert work.cache is not None
     data = work.cache.get(span)
     if data is None:
@@ -160,7 +160,7 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
 
 
 def _rank_offset_first(spans: list[Span]) -> list[Span]:
-    """Reorders the spans: each rank starts at another one, and later finds those of other ranks in the row cache."""
+    """Rotates the row ranges: each rank starts at a different one; ranges of other ranks are later in the row cache."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]
@@ -172,7 +172,7 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 @dataclass
 class LoadedRows(Generic[T]):
-    """Items of several sources, with weights, fingerprints and counts."""
+    """The encoded items of several data sources, with the sources' weights and fingerprints, and counts."""
 
     WHAT: ClassVar[str] = "rows"
     LIMIT: ClassVar[str] = "data.max_tokens"
@@ -189,7 +189,7 @@ class LoadedRows(Generic[T]):
         return Joined(self.sources)
 
     def take(self, part: RowPart, origin_of: OriginOf) -> Sequence[T]:
-        """Add the counts of a part; returns its items."""
+        """Adds the counts of a part of the rows to the total; returns the part's items."""
         self.counts.merge(part.about["counts"])
         self.counts.add_split(part.about["split"])
         return part.items if part.data is None else Store(part.data, origin_of)
@@ -197,7 +197,7 @@ class LoadedRows(Generic[T]):
 
 @dataclass
 class Dataset(LoadedRows[ItemT]):
-    """The items of an offline method."""
+    """The encoded items of an offline method (SFT, DPO, ...)."""
 
     counts: TrainedCounts = field(default_factory=TrainedCounts)
     end_tokens: set[int] = field(default_factory=set)
@@ -213,7 +213,7 @@ class Dataset(LoadedRows[ItemT]):
 
 
 LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
-# Makes the reader of one source, given its column finder, the tokenizer and the token limit.
+# A function that makes the row reader of a source, from its column finder, the tokenizer and the token limit.
 OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]]
 
 
@@ -291,7 +291,7 @@ def _with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
-    """Describes the rows dropped by `data.bad_rows: drop`; empty if there are none."""
+    """Describes the rows that `data.bad_rows: drop` dropped; empty if no row was dropped."""
     count = sum(part.about["refused"][0] for part in parts)
     first = [one for part in parts for one in part.about["refused"][1]][:NAMED]
     named = "; ".join(f"{origin_of(number)}: {why}" for number, why in first)
@@ -299,7 +299,7 @@ def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 
 
 def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
-    """Describes the rows with special tokens in their text; empty if there are none."""
+    """Describes the rows whose text contains special tokens; empty if there are no such rows."""
     found = [about for part in parts if (about := part.about["special"])]
     return special_text.special_rows_note(sum(count for count, _ in found), origin_of(found[0][1])) if found else ""
 
@@ -307,8 +307,7 @@ def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 def unseparated_rows(
     parts: Sequence[RowPart], origin_of: OriginOf, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Warns about prompts joined to responses without a separator: the start of the answer is not visible to the
-    model."""
+    """Warns about prompts joined to responses without a separator: the model cannot see where the answer starts."""
     found = [about for part in parts if (about := part.about["unseparated"])[0]]
     if found:
         why = "data.template is none" if tokenizer.chat_template else "the tokenizer has no chat template"
@@ -320,10 +319,10 @@ def unseparated_rows(
 
 
 class Loader(Generic[T]):
-    """Selects the rows of each update. They depend only on the seed and the position, so a run can resume anywhere.
+    """Selects the rows of each update. The selection depends only on seed and position: a run can resume at any update.
 
-    An update may span two epochs. Every row is visited once per epoch. Only the last update of a run with `total_rows`
-    may be smaller. With `drop_last` an epoch ends with its last full update.
+    An update may span two epochs. Every row is visited once per epoch. Only the last update may be smaller, if
+    `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
     """
 
     def __init__(
@@ -352,16 +351,16 @@ class Loader(Generic[T]):
         return self.between(first, last if self.total_rows is None else min(last, self.total_rows))
 
     def between(self, first: int, last: int) -> list[T]:
-        """Returns the rows at the positions `first` to `last` of the endless list."""
+        """Returns the rows at the positions `first` to `last` (exclusive) of the endless sequence of epochs."""
         return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
 
     def different(self) -> tuple[int, int]:
-        """Returns the number of rows of the first update, and how many of them are distinct."""
+        """Returns the number of rows of the first update, and the number of distinct rows among them."""
         rows = min(self.rows_per_update, self.total_rows or self.rows_per_update)
         return rows, len(set(map(self._place, range(rows))))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Returns the (source, row) pair at a position."""
+        """Returns the (source, row) pair at position `index` of the endless sequence of epochs."""
         epoch, position = divmod(index, self._epoch_rows)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)
@@ -376,7 +375,7 @@ def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:
         raise Refusal.at(
             "data.drop_last",
             f"{rows:,} rows are fewer than the {rows_per_update:,} of one update: every epoch would be empty",
-            "lower batch.rows_per_update (online batch.prompts), or set data.drop_last=false",
+            "lower batch.rows_per_update (online methods: batch.prompts), or set data.drop_last=false",
             code="too-few-rows",
         )
     return rows - rows % rows_per_update

@@ -11,11 +11,11 @@ from lockstep.compat.openrlhf.openrlhf_inference import batch_order, rewards_ser
 
 
 def run_inference(program: str, words: Sequence[str]) -> None:
-    """Runs a command that does not train."""
+    """Runs `batch_inference` or `serve_rm`, which do not train."""
     if program == "batch_inference":
         order = batch_order(words)
 
-        # Imported on use: these modules import torch, and a wrong flag is reported first.
+        # This import comes late, because it imports torch: a wrong flag is reported first.
         from lockstep.compat.openrlhf.batch_inference import run_batch
 
         run_batch(order)

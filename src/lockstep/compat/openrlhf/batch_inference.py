@@ -1,7 +1,7 @@
 """Runs OpenRLHF's `batch_inference`: generates answers to prompts, or scores answers with a reward model.
 
-The next command of a script reads the output, so its rows have OpenRLHF's columns: `input`, `output`, and `reward`
-after scoring. Texts are rendered as in OpenRLHF.
+The next command of an OpenRLHF script reads the output file, so its rows have OpenRLHF's columns: `input`, `output`,
+and, after scoring, `reward`. Texts are rendered as in OpenRLHF.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def run_batch(order: BatchOrder) -> None:
-    """Generates or scores, and writes the output file."""
+    """Generates or scores answers, and writes the output file."""
     device, explanation = explain("auto")
     out = Path(order.out)
     with joined(device) as world:
@@ -59,7 +59,7 @@ def run_batch(order: BatchOrder) -> None:
 
 
 def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
-    """Returns the rows of all data sets, each up to `max_samples`; with `--iter`, the slice of that iteration."""
+    """Returns up to `max_samples` rows of all data sets; with `--iter`, only the slice of that iteration."""
     most = order["max_samples"]
     parts: list[Iterable[tuple[Row, Origin]]] = []
     for source in sources(",".join(order.sources), None, "train"):
@@ -73,7 +73,7 @@ def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
         kept = list(islice(rows, first, first + order["rollout_batch_size"]))
     if not kept:
         raise Refusal.at(
-            "--iter" if order["iter"] is not None else "--dataset", "there are no rows left", code="no-rows"
+            "--iter" if order["iter"] is not None else "--dataset", "there are no rows left in the data", code="no-rows"
         )
     return kept
 
@@ -106,7 +106,7 @@ def _generated(
         if not ids:
             raise Refusal.at(origin, "the prompt has no tokens", "correct or remove the row", code="empty-prompt")
         cut += len(ids) > limit
-        # The end of the prompt is kept.
+        # A prompt that is too long loses its beginning.
         prompts.append(Prompt(Question("", [], "", origin), ids[-limit:]))
     if cut:
         console.warn(f"{cut:,} prompts were truncated on the left to --prompt_max_len {limit}")
@@ -132,7 +132,7 @@ def _generated(
             _NoScorer(),
             advance=lambda done: task.advance(done * world.size),
         )
-    # vLLM's texts keep special tokens; those of `generate` do not.
+    # As in OpenRLHF, texts of the task `generate_vllm` keep special tokens, and texts of `generate` do not.
     skip = order.task == "generate"
     answers = {(one.prompt_index, one.sample): tokenizer.decode(one.ids, skip_special_tokens=skip) for one in made}
     # The order is OpenRLHF's: the first answer of every prompt, then the second of every prompt.
@@ -142,7 +142,7 @@ def _generated(
 
 
 def prompt_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, origin: Origin) -> str:
-    """Returns the prompt as text, in the format that the model gets."""
+    """Returns the prompt of a row as text, as the model gets it."""
     content = _column(row, order["input_key"], origin, "--input_key")
     if order["apply_chat_template"]:
         chat: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -153,7 +153,7 @@ def prompt_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def _opens(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Returns whether to prepend the BOS token: vLLM does, `generate` does not. It is never prepended twice."""
+    """Returns whether to prepend a BOS token: only for `generate_vllm`, and never a second one."""
     return order.task == "generate_vllm" and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
@@ -163,7 +163,7 @@ def _refuse_context(config: Any, longest: int, answer: int) -> None:
         raise Refusal.at(
             "--max_new_tokens",
             f"a prompt of {longest} tokens and an answer of {answer} are over the model's context of {context}",
-            f"set it to {context - longest} or less, or lower --prompt_max_len",
+            f"set --max_new_tokens to {context - longest} or less, or lower --prompt_max_len",
             code="over-context",
         )
 
@@ -183,7 +183,7 @@ def _scored(
     encoded = [encoded_answer(model.tokenizer, *text, order["max_len"]) for text in texts]
     kept = [number for number, ids in enumerate(encoded) if ids]
     if len(kept) < len(texts):
-        why = f"an empty prompt or answer, or no room for one in --max_len {order['max_len']}"
+        why = f"prompt or answer is empty, or the answer does not fit into --max_len {order['max_len']}"
         console.warn(f"{len(texts) - len(kept):,} rows are skipped: {why}")
     if not kept:
         raise Refusal.at(
@@ -196,17 +196,19 @@ def _scored(
     scored: list[dict[str, Any]] = [{"input": texts[n][0], "output": texts[n][1], "reward": scores[n]} for n in kept]
     rewards = [row["reward"] for row in scored]
     deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    console.say(f"rewards: mean {statistics.fmean(rewards):.4f}, deviation {deviation:.4f}")
+    console.say(f"rewards: mean {statistics.fmean(rewards):.4f}, standard deviation {deviation:.4f}")
     return processed(order["post_processor"], scored, order["reward_template"], order["normalize_reward"])
 
 
 def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, origin: Origin) -> tuple[str, str]:
-    """Returns prompt and answer. Without a column of answers, the last message of the chat is the answer."""
+    """Returns prompt and answer. If there is no answer column, the last message of the chat is the answer."""
     content = _column(row, order["input_key"], origin, "--input_key")
     key = order["output_key"] or "output"
     answer = row.get(key)
     if answer is None and (order["output_key"] or not (order["apply_chat_template"] and isinstance(content, list))):
-        raise Refusal.at(origin, f"has no column {key}", "set it with --output_key", code="missing-column")
+        raise Refusal.at(
+            origin, f"has no column {key}", "name the answer column with --output_key", code="missing-column"
+        )
     if not order["apply_chat_template"]:
         return _plain(order, content, origin), str(answer)
     if answer is None:
@@ -224,7 +226,7 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, limit: int) -> list[int] | None:
-    """Returns the tokens of prompt and answer up to the limit, with an end token; None if no answer token fits."""
+    """Returns the first `limit` tokens of prompt and answer, the last one an EOS; None if no answer token fits."""
     if not prompt or not answer or len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) >= limit - 2:
         return None
     text, end = (prompt + answer).rstrip("\n"), str(tokenizer.eos_token)
@@ -237,7 +239,10 @@ def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str,
 def _column(row: Row, key: str, origin: Origin, flag: str) -> Any:
     if row.get(key) is None:
         raise Refusal.at(
-            origin, f"has no column {key}; it has {', '.join(row)}", f"set it with {flag}", code="missing-column"
+            origin,
+            f"has no column {key}; it has {', '.join(row)}",
+            f"name the column with {flag}",
+            code="missing-column",
         )
     return row[key]
 
@@ -260,7 +265,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: list[Message], origin: O
 # Post-processors --------------------------------------------------------------------------------------------------
 
 ScoredAnswer = Mapping[str, Any]
-"""A triple of `input`, `output` and `reward`."""
+"""A row with the keys `input`, `output` and `reward`."""
 
 
 def processed(
@@ -288,7 +293,7 @@ def processed(
 
 
 def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
-    """Returns the best and worst answer of each prompt, in order; among equal rewards the first."""
+    """Returns the best and the worst answer of each prompt; of answers with equal rewards, the first."""
     by_prompt: dict[str, list[ScoredAnswer]] = {}
     for row in rows:
         by_prompt.setdefault(row["input"], []).append(row)
@@ -312,7 +317,7 @@ def _normalized(rows: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
 
 def _conditional(rows: Sequence[ScoredAnswer], template: str) -> list[dict[str, Any]]:
     return [
-        # The prompt is inserted last, so that a brace in it is not replaced.
+        # The prompt is inserted last, so that a `{reward}` in the prompt is not replaced.
         {**row, "input": template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", row["input"])}
         for row in rows
     ]

@@ -1,6 +1,6 @@
-"""Converts a command of OpenRLHF: finds the program and the style of its flags, then applies the table and the rules.
+"""Converts a command of OpenRLHF to a recipe: finds the program and its flag style, applies key table and rules.
 
-The flat style (`--lora_rank`) is 0.7's, the dotted style (`--ds.lora.rank`) is 0.11's.
+OpenRLHF 0.7 has flat flags (`--lora_rank`), OpenRLHF 0.11 dotted flags (`--ds.lora.rank`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lockstep.compat.openrlhf.openrlhf_inference import refuse_training
 from lockstep.compat.openrlhf.openrlhf_ppo import PPO_RULES
 from lockstep.compat.openrlhf.openrlhf_rules import offline_rules
 
-# Programs that 0.11 does not have.
+# Programs of OpenRLHF 0.7 that OpenRLHF 0.11 does not have.
 _FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
 
 
 def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Converts `openrlhf.cli.PROGRAM WORDS`. `locations`: the location of each word in a script."""
+    """Converts `openrlhf.cli.PROGRAM WORDS`. `locations` has the place of each word in a script."""
     tables = load_tables("openrlhf")
     if (name := program.rsplit(".", 1)[-1]) in tables["inference"]:
         refuse_training(name, words, locations)
@@ -37,7 +37,7 @@ def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str
 
 
 def flags_of(rows: Iterable[KeyRow], dotted: bool) -> dict[str, Flag]:
-    """Returns the flags of a style by their written name."""
+    """Returns the flags of a style (dotted or flat), by the name that commands use."""
     return {name: Flag(row.key, *FLAG_TYPES[row.type]) for row in rows if (name := row.name(dotted)) is not None}
 
 
@@ -46,7 +46,7 @@ def rules_of(program: str) -> tuple[KeyRule, ...]:
 
 
 def defaults_of(program: str, dotted: bool) -> dict[str, Any]:
-    """Returns the defaults for a style of flags. A flag that exists only in the other style has none."""
+    """Returns the defaults of the dotted or flat flags. A flag that exists only in the other style has no default."""
     shared = {
         row.key: row.default
         for row in table_rows("openrlhf", program)

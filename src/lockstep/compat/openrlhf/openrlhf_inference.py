@@ -1,6 +1,6 @@
 """Parses command lines of OpenRLHF's `batch_inference` and `serve_rm`: flags, defaults and checks.
 
-`batch_inference` exists only in 0.7, `serve_rm` in 0.7 and 0.11.
+`batch_inference` exists only in OpenRLHF 0.7, `serve_rm` in 0.7 and 0.11.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SERVED_FLAT = {
         for name in ("normalize_reward", "load_in_4bit", "bf16", "flash_attn", "disable_fast_tokenizer", "use_ms")
     },
 }
-# Dotted flags with their names in the flat style.
+# The dotted flags of `serve_rm` (0.11), with their flat names (0.7).
 _SERVED_DOTTED = {
     "reward.model_name_or_path": Flag("reward_pretrain"),
     "reward.normalize_enable": Flag("normalize_reward", bool, "switch"),
@@ -58,7 +58,7 @@ _SERVED_DOTTED = {
     "batch_size": Flag("batch_size", int),
     "use_ms": Flag("use_ms", bool, "switch"),
 }
-# Flags that affect memory and speed, not results.
+# Flags that are ignored, because they affect only memory and speed, not results.
 _IDLE = {
     *("zero_stage", "local_rank", "flash_attn", "disable_fast_tokenizer", "micro_batch_size", "tp_size"),
     *("max_num_seqs", "enable_prefix_caching", "full_determinism", "batch_size", "packing_samples"),
@@ -109,14 +109,14 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def refuse_training(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> None:
-    """Refuses to convert the command to a recipe, and names the command that runs it."""
+    """Raises a `Refusal`: the command does not train, so it has no recipe; names the command that runs it."""
     parsed = parse_flags(words, _flags(program, words), locations)
     remedy = f"run the command itself: python -m lockstep.compat.openrlhf {program} ..."
     raise Refusal([*parsed.problems, Problem(f"openrlhf {program}", "does not train", remedy, code="not-training")])
 
 
 def batch_order(words: Sequence[str]) -> BatchOrder:
-    """Returns the parsed command, or refuses it with all its problems."""
+    """Returns the parsed `batch_inference` command, or raises a `Refusal` with all its problems."""
     given, problems = _given("batch_inference", words)
     task = given.get("eval_task", "")
     if task not in TASKS:
@@ -138,10 +138,13 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
             )
         )
     if len(names) > 1 and given.get("dataset_probs"):
-        why = "lockstep does not sample from several data sets here"
+        why = "lockstep does not mix data sets by probability in batch_inference"
         problems.append(
             Problem(
-                "--dataset_probs", why, "remove it; the data sets then follow each other", code="unsupported-setting"
+                "--dataset_probs",
+                why,
+                "remove the flag; the data sets are then used one after the other",
+                code="unsupported-setting",
             )
         )
     kind = given.get("post_processor")
@@ -162,7 +165,7 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
 
 
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Returns the arguments of `serve` for a `serve_rm` command."""
+    """Returns the arguments of `lockstep.serve.model_server.serve` for a `serve_rm` command."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits, is_loopback
     from lockstep.serve.model_server import ServeRmOptions, ServeSettings
 
@@ -179,7 +182,7 @@ def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
         host = "127.0.0.1" if key is None else "0.0.0.0"
     if key is None and not is_loopback(host):
         why = "OpenRLHF's clients send no key, so everyone who reaches this host could use the model"
-        remedy = "remove it and use a tunnel to 127.0.0.1, or set LOCKSTEP_API_KEY"
+        remedy = "remove --host and use a tunnel to 127.0.0.1, or set LOCKSTEP_API_KEY"
         raise Refusal.at(f"--host {host}", why, remedy, code="open-server")
     serving = ServeSettings(
         given["reward_pretrain"],
@@ -208,7 +211,7 @@ def _given(program: str, words: Sequence[str]) -> tuple[dict[str, Any], list[Pro
             Problem("--load_in_4bit", "lockstep does not quantize weights", "remove it", code="unsupported-setting")
         )
     if idle := [f"--{name}" for name in given if name in _IDLE]:
-        write(f"no effect here (they affect memory and speed, not results): {', '.join(idle)}", error=True)
+        write(f"ignored flags (they affect memory and speed, not results): {', '.join(idle)}", error=True)
     if "value_head_prefix" in given and given["value_head_prefix"] != "score":
         why = "the head of a sequence classification model is `score`; weights that have only "
         write(f"--value_head_prefix: {why}{given['value_head_prefix']} are refused", error=True)

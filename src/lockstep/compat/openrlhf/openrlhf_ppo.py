@@ -1,4 +1,4 @@
-"""Rules of OpenRLHF's `train_ppo_ray`: PPO, GRPO, REINFORCE++, RLOO, and its three kinds of rollout correction."""
+"""Conversion rules of OpenRLHF's `train_ppo_ray`: PPO, GRPO, REINFORCE++, RLOO, rollout correction."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.compat.openrlhf.openrlhf_rules import (
     template_rule,
 )
 
-# OpenRLHF compares scores before it subtracts a KL penalty in the reward, and its gamma is 1.
+# For these estimators OpenRLHF computes the baseline before it subtracts a KL penalty from the reward, and gamma is 1.
 _GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "flash_reinforce")
 ESTIMATOR, AGGREGATION = "advantage_estimator", "actor.loss_agg_mode"
-# The level and mode of each is_correction_type.
+# For each value of is_correction_type: the values of is_correction_level and is_correction_mode.
 _KINDS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 _GATES = ("ratio", "binary_kl", "tv")
 GROUP = "algo.advantage.is_correction"
@@ -33,7 +33,7 @@ def algorithm_rule(done: Conversion) -> None:
     name = done[ESTIMATOR]
     for to, value in values.items():
         done.write(to, value, ESTIMATOR)
-    if name == "rloo" and is_dotted_command(done):  # 0.11 does not whiten RLOO
+    if name == "rloo" and is_dotted_command(done):  # OpenRLHF 0.11 does not whiten RLOO's advantages
         done.write("algorithm.whiten.over", "none", ESTIMATOR)
     if done.recipe["algorithm.whiten.over"].value == "step":
         done.write("algorithm.whiten.biased", True, ESTIMATOR)
@@ -42,7 +42,12 @@ def algorithm_rule(done: Conversion) -> None:
         return
     done.write("algorithm.entropy", done["entropy_loss_coef"] or 0.0, "entropy_loss_coef")
     if name in _GROUPS:
-        done.write("algorithm.gamma", 1.0, "gamma", note="" if done["gamma"] == 1 else "OpenRLHF uses 1 too")
+        done.write(
+            "algorithm.gamma",
+            1.0,
+            "gamma",
+            note="" if done["gamma"] == 1 else "gamma is 1 with this estimator; OpenRLHF uses 1 too",
+        )
     else:
         done.write_number("algorithm.gamma", "gamma")
     if name == "gae":
@@ -50,7 +55,7 @@ def algorithm_rule(done: Conversion) -> None:
     _kl(done)
     _correction(done)
     if done["dynamic_filtering"]:
-        note = "at most 10 generation batches, then the remaining groups fill the step; OpenRLHF has no limit"
+        note = "at most 10 generation batches, then filtered groups fill the step; OpenRLHF has no limit"
         done.write("algorithm.dynamic_sampling.max_gen_batches", 10, "dynamic_filtering", note=note)
         bounds = "dynamic_filtering_reward_range"
         done.write("algorithm.dynamic_sampling.between", done.numbers(bounds), bounds)
@@ -97,17 +102,17 @@ def _kl(done: Conversion) -> None:
         done.write("algorithm.kl.weighted", True, unbiased)
     else:
         done.write("algorithm.kl.estimator", estimator, "kl_estimator")
-        done.ignore("OpenRLHF reads it only with a KL term in the loss", unbiased)
+        done.ignore("OpenRLHF reads this flag only with a KL term in the loss", unbiased)
     if done[ESTIMATOR] in _GROUPS and not in_loss:
         done.write("algorithm.kl.before_baseline", False, ESTIMATOR)
     if done["kl_target"]:
         done.write_number("algorithm.kl.target", "kl_target")
         done.write_integer("algorithm.kl.horizon", "kl_horizon")
     else:
-        done.ignore("OpenRLHF reads it only with kl_target", "kl_horizon")
+        done.ignore("OpenRLHF reads this flag only with kl_target", "kl_horizon")
 
 
-# Rollout correction. 0.7.5 has token weights, 0.11 has `is_correction_type`, and 0.11.2 has `is_correction_level`.
+# Rollout correction: OpenRLHF 0.7.5 has token weights, 0.11 `is_correction_type`, 0.11.2 `is_correction_level`.
 
 
 def _correction(done: Conversion) -> None:
@@ -132,12 +137,12 @@ def _gated(done: Conversion) -> None:
     if bounds is None:
         return
     if level not in ("token", "seq") or mode not in ("mask", "clip") or gate not in _GATES:
-        remedy = "use token or seq, mask or clip, and ratio, binary_kl or tv"
-        done.refuse(LEVEL, f"{level}, {mode}, {gate} is not a correction", remedy)
+        remedy = "use level token or seq, mode mask or clip, and gating ratio, binary_kl or tv"
+        done.refuse(LEVEL, f"level {level}, mode {mode}, gating {gate} is not a rollout correction of OpenRLHF", remedy)
     elif mode == "clip" and (level == "seq" or gate != "ratio"):
         done.refuse(MODE, "clip is for token ratios only, as in OpenRLHF", f"--{MODE} mask")
     elif str(done["policy_loss_type"]) == "gspo":
-        note = "OpenRLHF computes gspo's ratio from the engine's log-probs, and gates nothing"
+        note = "with gspo, OpenRLHF computes the ratio from the engine's log-probs and masks or clips nothing"
         done.write("algorithm.rollout_correction.bypass", True, LEVEL, note=note)
         done.ignore(note, MODE, GATE, BOUNDS)
     else:
@@ -148,7 +153,7 @@ def _gated(done: Conversion) -> None:
 def _write_correction(
     done: Conversion, level: str, mode: str, gate: str, bounds: tuple[float, float], keys: tuple[str, ...]
 ) -> None:
-    """Writes the correction. Kept tokens have their ratio as weight; dropped tokens still count in the mean."""
+    """Writes the rollout correction: kept tokens have their ratio as weight; dropped tokens count with weight 0."""
     low, high = bounds
     done.write("algorithm.rollout_correction.weight", "token", *keys)
     if mode == "clip":
@@ -163,25 +168,25 @@ def _write_correction(
 
 
 def _bounds(done: Conversion) -> tuple[float, float] | None:
-    """Returns LOW and HIGH; the flag may have only HIGH."""
+    """Returns the bounds LOW and HIGH of the threshold flag; LOW is 0 if the flag has only HIGH."""
     given = done.numbers(BOUNDS)
     low, high = [0.0, *given] if len(given) == 1 else [*given, 0.0, 0.0][:2]
     if len(given) not in (1, 2) or not 0 <= low <= high or high <= 0:
-        done.refuse(BOUNDS, f"{given} is not a band", "write LOW HIGH, or only HIGH")
+        done.refuse(BOUNDS, f"{given} is not a range of ratios", "write LOW HIGH, or only HIGH")
         return None
     return low, high
 
 
 def async_rule(done: Conversion) -> None:
-    """Converts asynchronous generation, which runs in parallel with training with weights of earlier steps."""
+    """Converts asynchronous training: generation runs in parallel with training, with weights of earlier steps."""
     queue = "async_queue_size"
     if done["async_train"]:
-        note = "the maximum age of responses in steps; in OpenRLHF they may be one step older"
+        note = "the maximum age of responses in steps; OpenRLHF's responses may be one step older"
         done.write("rollout.max_staleness", done.integer(queue), "async_train", queue, note=note)
         if "algorithm.rollout_correction.weight" not in done.recipe:
             done.write("algorithm.rollout_correction.weight", "none", "async_train")
     else:
-        done.ignore("OpenRLHF reads it only with async training", queue)
+        done.ignore("OpenRLHF reads this flag only with async training", queue)
 
 
 def data_and_model_rule(done: Conversion) -> None:
@@ -198,7 +203,7 @@ def data_and_model_rule(done: Conversion) -> None:
     schedule_rule(done)
     done.write_number("rollout.top_p", "top_p")
     if done.number("top_p") < 1:
-        note = "as in OpenRLHF: the trainer scores the full distribution, so the ratios are inexact"
+        note = "as in OpenRLHF: the trainer uses log-probs of the untruncated distribution, so ratios are inexact"
         done.write("rollout.truncated_sampling", "ignore", "top_p", note=note)
     for key, name in (("actor_num_gpus_per_node", "devices"), ("actor_num_nodes", "nodes")):
         setattr(done, name, done.integer(key))
@@ -220,7 +225,7 @@ def _lengths(done: Conversion) -> None:
         done.write("rollout.max_tokens", response, new)
         done.write("data.max_prompt_tokens", total - response, "max_len", new)
         return
-    note = "OpenRLHF limits the sum of prompt and response; lockstep limits each, here to half of max_len"
+    note = "OpenRLHF limits prompt plus response; lockstep limits prompt and response each, here to half of max_len"
     done.write("rollout.max_tokens", total // 2, "max_len", note=note)
     done.write("data.max_prompt_tokens", total - total // 2, "max_len", note=note)
 
@@ -234,19 +239,19 @@ def batch_rule(done: Conversion) -> None:
         return
     per_update, note = min(responses // n, prompts), ""
     if per_update < prompts and n > 1:
-        note = "all responses to a prompt are in one update; OpenRLHF shuffles them over the updates"
+        note = "all responses to a prompt are in one update; OpenRLHF shuffles responses over the updates"
     if responses // n > prompts:
-        note = f"{responses} responses are more than the step has: one update"
+        note = f"{responses} responses are more than the step has, so a step has one update"
     done.write("batch.prompts_per_update", per_update, "train_batch_size", note=note)
     if "rollout.max_tokens" not in done.recipe:
-        return  # because the command is refused already
+        return  # the command is refused already
     longest = done.recipe["data.max_prompt_tokens"].value + done.recipe["rollout.max_tokens"].value
     micro, most = "micro_train_batch_size", "train_max_tokens_per_gpu"
     if done["use_dynamic_batch"]:
         done.write("batch.tokens", max(done.integer(most), longest), most, "use_dynamic_batch")
-        done.ignore("dynamic batches count tokens instead", micro)
+        done.ignore("dynamic batches count tokens instead of rows", micro)
         return
-    done.ignore("OpenRLHF reads it only with dynamic batches", most)
+    done.ignore("OpenRLHF reads this flag only with dynamic batches", most)
     if done["packing_samples"]:
         done.write("batch.tokens", done.integer(micro) * longest, micro, "packing_samples")
     else:
@@ -264,7 +269,7 @@ def reward_rule(done: Conversion) -> None:
         done.write("reward.model", models, "reward_pretrain", note=note)
     if done["normalize_reward"]:
         if model and not remote:
-            note = "uses score_stats.json in the model folder; create it from `mean` and `std` of its config.json"
+            note = "lockstep reads score_stats.json in the model folder; create it from `mean` and `std` of config.json"
             done.decided["normalize_reward"] = ("changed", note)
         else:
             done.ignore("scores of functions and endpoints are not normalized, as in OpenRLHF", "normalize_reward")
@@ -272,7 +277,7 @@ def reward_rule(done: Conversion) -> None:
     if done[ESTIMATOR] not in _GROUPS:
         done.write("reward.clip", done.numbers(clip), clip)
     else:
-        done.ignore("OpenRLHF clips what remains after the comparison in the group, which rarely reaches it", clip)
+        done.ignore("OpenRLHF clips scores after subtracting the group baseline; they rarely reach the bounds", clip)
     if done["overlong_buffer_len"]:
         done.write_integer("algorithm.overlong.buffer", "overlong_buffer_len")
         done.write_number("algorithm.overlong.factor", "overlong_penalty_factor")
@@ -290,10 +295,10 @@ def reward_rule(done: Conversion) -> None:
 
 
 def _remote(done: Conversion, remote: str) -> None:
-    """Converts the function of a file, or endpoints."""
-    note = "a query is the prompt's text and the response, without the marks of a chat template"
+    """Converts --remote_rm_url: a reward function in a Python file, or HTTP endpoints."""
+    note = "a query is prompt text plus response, without the special tokens of the chat template"
     if remote.endswith(".py"):
-        done.write("reward.function", f"{remote}:reward_func", "remote_rm_url", note=f"{note}; one response at a time")
+        done.write("reward.function", f"{remote}:reward_func", "remote_rm_url", note=f"{note}; one response per call")
         return
     addresses = dataset_names(remote)
     done.write("reward.remote", addresses if len(addresses) > 1 else addresses[0], "remote_rm_url", note=note)

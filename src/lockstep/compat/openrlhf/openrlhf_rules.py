@@ -11,8 +11,8 @@ from lockstep.compat.verl.verl_rules import run_name
 
 _FILES = re.compile(r"\.(jsonl?|parquet|csv)$")
 _OVERLONG = "lockstep truncates the end of longer answers; OpenRLHF drops rows if the prompt alone fills max_len"
-_LAST_TURN = "lockstep trains every assistant turn; OpenRLHF trains the last one without --multiturn"
-_WARMUP = "lockstep starts the warmup at lr / steps; OpenRLHF starts at 0"
+_LAST_TURN = "lockstep trains every assistant turn; OpenRLHF without --multiturn trains only the last turn"
+_WARMUP = "lockstep starts the warmup at lr / warmup steps; OpenRLHF starts at 0"
 
 
 def is_dotted_command(done: Conversion) -> bool:
@@ -22,7 +22,7 @@ def is_dotted_command(done: Conversion) -> bool:
 def run_rule(done: Conversion) -> None:
     """Converts folder and name of the run, trackers, checkpoints, precision and adapter."""
     path = PurePosixPath(done["save_path"])
-    note = "the run folder is the save path; the trained model is in its export/"
+    note = "the run folder is the save path; the trained model is in its subfolder export/"
     done.write("run.folder", str(path.parent), "save_path", note=note)
     if done.is_set("wandb_run_name"):
         done.write("run.name", run_name(done["wandb_run_name"]), "wandb_run_name")
@@ -67,7 +67,7 @@ def dataset_names(names: Any) -> list[str]:
 
 
 def sources(names: str, probs: str | None, split: str) -> list[dict[str, Any]]:
-    """Returns data sources for `a,b` and `0.4,0.6`. A name that is not a file is a data set of the Hugging Face hub."""
+    """Returns the sources of names `a,b` with weights `0.4,0.6`. A name that is no file is a Hugging Face data set."""
     paths = dataset_names(names)
     weights = [float(weight) for weight in probs.split(",")] if probs else []
     found: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def source_paths(done: Conversion, names: str, split: str) -> list[str]:
 
 
 def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
-    """Converts the training data. `names`, `probs` and `split` are the command's keys."""
+    """Converts the training data. `names`, `probs` and `split` are the flags that hold data sets, weights and split."""
     if not done.require(names, "give the training data"):
         return
     if "@" in str(done[names]):
@@ -97,14 +97,14 @@ def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
             raise ValueError
         found = sources(done[names], weights, done[split])
     except ValueError:
-        done.refuse(probs, f"{weights!r} is not one number for each of {count} data sets", "write for example 0.4,0.6")
+        done.refuse(probs, f"{weights!r}: give one number for each of {count} data sets", "write for example 0.4,0.6")
         return
     keys, note = [names, *(key for key in (probs, split) if done.is_set(key))], ""
     if done.is_set("max_samples"):
         keys.append("max_samples")
         found = [{**source, "rows": done.integer("max_samples")} for source in found]
         if count > 1:
-            note = "the first rows of each data set; OpenRLHF uses the first rows of the mixture"
+            note = "lockstep uses the first rows of each data set; OpenRLHF the first rows of the mixture"
     done.write(
         "data.train", [source["path"] if set(source) == {"path"} else source for source in found], *keys, note=note
     )
@@ -125,7 +125,7 @@ def template_rule(done: Conversion) -> None:
     if form and "{}" in form:
         done.write("data.prompt_format", form, "input_template")
     elif form:
-        done.ignore("it has no {} for the prompt; OpenRLHF does not use it either", "input_template")
+        done.ignore("the template has no {} for the prompt; OpenRLHF does not use it either", "input_template")
 
 
 # Offline trainers ----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _dpo(done: Conversion) -> None:
         done.write("preference.loss", "ipo", "ipo")
         done.write("preference.average", False, "ipo")
         if done["label_smoothing"]:
-            done.refuse("label_smoothing", "the ipo loss has no label smoothing", "remove it, or remove --ipo")
+            done.refuse("label_smoothing", "the ipo loss has no label smoothing", "remove --label_smoothing or --ipo")
     else:
         done.write_number("preference.label_smoothing", "label_smoothing")
     done.write_number("preference.nll", "nll_loss_coef")
@@ -189,7 +189,7 @@ def _rm(done: Conversion) -> None:
     _pairs(done)
     done.write("rm.loss", "sigmoid" if done["loss"] == "sigmoid" else "logexp", "loss")
     if not done["margin_loss"]:
-        done.remarks.append("lockstep uses a column `margin`; rename the column if the command has no --margin_loss.")
+        done.remarks.append("lockstep always uses a column `margin`; rename it if the command has no --margin_loss.")
 
 
 def _prm(done: Conversion) -> None:
@@ -208,7 +208,7 @@ def _kd(done: Conversion) -> None:
         done.write("distill.divergence", "forward")
 
 
-# The method and the rule for each program.
+# For each program of OpenRLHF: the method of lockstep, and the conversion rule.
 OFFLINE: dict[str, tuple[str, KeyRule]] = {
     "train_sft": ("sft", _sft),
     "train_dpo": ("dpo", _dpo),
@@ -229,7 +229,7 @@ def offline_rules(program: str) -> tuple[KeyRule, ...]:
         done.write_text("model.path", "pretrain")
         data_rule(done, "dataset", "dataset_probs", "dataset_split")
         _validation(done)
-        # Process reward models and plain text have no prompt.
+        # Rows of process reward models and plain text have no prompt, so no template applies.
         if method != "prm" and not done["pretrain_mode"]:
             template_rule(done)
         done.write_integer("run.epochs", "max_epochs")

@@ -1,4 +1,4 @@
-"""Converts a command of verl: finds the program and the version, then applies the table and the rules."""
+"""Converts a command of verl to a recipe: finds the program and the verl version, applies the key table and rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer
 
 
 def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Converts `verl PROGRAM WORDS`. `locations`: the location of each word in a script."""
+    """Converts `verl PROGRAM WORDS`. `locations` has the place of each word in a script."""
     tables = load_tables("verl")
     name = program_name("verl", program, tables)
     trainer = tables["programs"][name]
@@ -33,7 +33,7 @@ def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = 
 
 
 def renamed(given: dict[str, Setting]) -> dict[str, Setting]:
-    """Renames the keys of 0.9 to their names in 0.4."""
+    """Renames keys of verl 0.9 to their names in verl 0.4."""
     names: dict[str, str] = load_tables("verl")["renamed"]
     settings = {}
     for key, value in given.items():
@@ -52,8 +52,8 @@ def _is_09(program: str, given: dict[str, Setting]) -> bool:
 def _config_problems(parsed: ParsedOverrides) -> list[Problem]:
     if parsed.config in _CONFIGS:
         return []
-    why: Any = "is a custom configuration, and its keys are not on the command line"
-    remedy = "print it with `--cfg job --resolve`, and pass its keys as overrides"
+    why: Any = "is a custom configuration file, and its keys are not on the command line"
+    remedy = "print the configuration with `--cfg job --resolve`, and pass its keys as overrides"
     if "megatron" in str(parsed.config):
         why, remedy = "lockstep has no Megatron backend", "convert the FSDP variant of the script"
     return Refusal.at(f"--config-name {parsed.config}", why, remedy, code="unsupported-setting").problems

@@ -1,4 +1,4 @@
-"""Rules for verl's estimator, policy loss, aggregation, KL, group filter and rollout correction."""
+"""Conversion rules for verl's advantage estimator, policy loss, aggregation, KL, group filter, rollout correction."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ REJECT, BOUNDS = f"{GROUP}.rollout_rs", f"{GROUP}.rollout_rs_threshold"
 BYPASS, BYPASS_LOSS = f"{GROUP}.bypass_mode", f"{GROUP}.loss_type"
 
 _ADVANTAGE_NOTES = {
-    "optimal_token_baseline": "a group of one response has advantage 0; in verl it has its return",
-    "gpg": "the factor counts sequences of groups with different scores; verl counts scores other than zero",
+    "optimal_token_baseline": "the response of a group of one has advantage 0; in verl its advantage is its return",
+    "gpg": "the scale factor counts sequences in groups with unequal scores; verl counts non-zero scores",
 }
-# verl averages these losses over sequences for any loss_agg_mode, but not KL and entropy.
+# verl averages these losses over sequences, whatever loss_agg_mode is; KL and entropy follow loss_agg_mode.
 _BY_SEQUENCE = ("sapo", "geo_mean")
-_GSPO = "verl 0.9 aggregates GSPO by loss_agg_mode (by default over tokens), earlier releases always over sequences"
+_GSPO = "verl 0.9 aggregates GSPO by loss_agg_mode (default: over tokens); earlier releases always over sequences"
 _SUM_NORM = {
-    "0.4": "verl 0.4 sums over the sequences of a micro-batch: its loss is larger by the number of sequences in it",
+    "0.4": "verl 0.4 sums over a micro-batch's sequences: the loss is larger by the number of sequences (as a factor)",
     "0.9": "lockstep divides by max_response_length, verl 0.9 by the longest response of a micro-batch",
 }
 _CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
-# The parameters of each loss: recipe key and verl's key.
+# For each loss, its parameters as pairs: recipe key and verl's key.
 _LOSS_PARAMETERS = {
     "clip": [("dual_clip", "clip_ratio_c")],
     "dppo_tv": [("ratio_cap", "clip_ratio_c")],
@@ -39,10 +39,10 @@ _LOSS_PARAMETERS = {
     ],
     "kl_cov": [("cov_ratio", "policy_loss.kl_cov_ratio"), ("cov_kl", "policy_loss.ppo_kl_coef")],
 }
-# Values of filter_groups.metric that mean the score of a response.
+# Values of verl's filter_groups.metric that mean the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# For each of verl's rejection criteria: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
+# For each of verl's rejection criteria: token or sequence statistic, and its name. k1 is lockstep's inverse ratio.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {
@@ -51,7 +51,7 @@ CRITERIA = {
     for name, statistic in _STATISTICS.items()
     if (over, name) != ("seq_max", "k1")
 }
-ONCE = "lockstep rejects once per step, before its first update; verl rejects at every update with the current policy"
+ONCE = "lockstep rejects tokens once per step, before the first update; verl at every update with the current policy"
 
 
 def algorithm_rule(done: Conversion) -> None:
@@ -77,25 +77,25 @@ def algorithm_rule(done: Conversion) -> None:
 
 def _filter_groups(done: Conversion) -> None:
     enable, batches, key = (f"algorithm.filter_groups.{name}" for name in ("enable", "max_num_gen_batches", "metric"))
-    note = "groups with equal rewards are replaced; after the last generation batch they fill the step"
+    note = "groups with equal rewards are sampled again; after the last generation batch such groups fill the step"
     done.write("algorithm.dynamic_sampling.max_gen_batches", done.integer(batches) or 10, enable, batches, note=note)
     metric = done[key]
     if metric in _SCORE:
-        done.ignore("the score of a response, as in verl", key)
+        done.ignore("groups are filtered by the score of a response, as in verl", key)
     elif done["custom_reward_function.path"] is not None:
         done.write("algorithm.dynamic_sampling.metric", f"function/{metric}", key)
     else:
-        done.ignore(f"{metric} of verl's reward rules is the score here: 1 for a correct answer", key)
+        done.ignore(f"{metric} of verl's reward rules is the score in lockstep: 1 for a correct answer", key)
 
 
 def _resampling(done: Conversion, advantage: str) -> None:
     """Converts PF-PPO, which verl supports only with gae."""
     switch, method, power = (f"algorithm.{n}" for n in ("use_pf_ppo", "pf_ppo.reweight_method", "pf_ppo.weight_pow"))
     if not done[switch] or advantage != "gae":
-        why = "verl resamples only with gae" if done[switch] else "verl reads it only with use_pf_ppo"
+        why = "verl resamples only with gae" if done[switch] else "verl reads this key only with use_pf_ppo"
         done.ignore(why, switch, method, power)
         return
-    note = "a response counts in its update as often as it is drawn; verl moves responses between updates of a step"
+    note = "a response is weighted by how often it is sampled; verl moves copies between the updates of a step"
     done.write("algorithm.pf_ppo.method", str(done[method]), switch, method, note=note)
     if done[method] == "pow":
         done.write_number("algorithm.pf_ppo.power", power)
@@ -104,7 +104,7 @@ def _resampling(done: Conversion, advantage: str) -> None:
 def _gdpo(done: Conversion, advantage: str) -> None:
     keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
     if advantage != "gdpo":
-        done.ignore("verl reads it only with gdpo", keys, weights)
+        done.ignore("verl reads this key only with gdpo", keys, weights)
         return
     names = done[keys]
     if not isinstance(names, list) or not names or done["custom_reward_function.path"] is None:
@@ -116,7 +116,7 @@ def _gdpo(done: Conversion, advantage: str) -> None:
     if len(given) != len(names):
         done.refuse(weights, f"{len(given)} weights for {len(names)} rewards", "write one weight per reward")
         return
-    # verl calls the function's main reward `score`.
+    # verl uses the name `score` for the main reward of the function.
     rewards = {
         "function" if name == "score" else f"function/{name}": weight for name, weight in zip(names, given, strict=True)
     }
@@ -134,14 +134,16 @@ def _loss(done: Conversion) -> None:
         loss = done.write_lookup("algorithm.loss", LOSS_MODE)
         if loss is None:
             return
-        done.ignore("verl reads it only with bypass_mode", BYPASS_LOSS)
+        done.ignore("verl reads this key only with bypass_mode", BYPASS_LOSS)
     _aggregation(done, "" if done[BYPASS] else done[LOSS_MODE])
     if loss in _CLIPPED:
         done.write_number("algorithm.clip_low", f"{A}.clip_ratio_low")
         done.write_number("algorithm.clip_high", f"{A}.clip_ratio_high")
     for ours, theirs in _LOSS_PARAMETERS.get(loss, []):
         done.write_number(f"algorithm.{ours}", f"{A}.{theirs}")
-    if loss == "dro" and done.require(f"{A}.policy_loss.dro_beta", "write a number over 0", "is not set; dro needs it"):
+    if loss == "dro" and done.require(
+        f"{A}.policy_loss.dro_beta", "write a number over 0", "is not set, but the loss dro needs a value"
+    ):
         done.write_number("algorithm.dro_beta", f"{A}.policy_loss.dro_beta")
     if loss == "sapo":
         for ours, theirs in (("sapo_positive", "tau_pos"), ("sapo_negative", "tau_neg")):
@@ -167,14 +169,14 @@ def _aggregation(done: Conversion, mode: str) -> None:
             note = ""
         done.write("algorithm.aggregation", ours, AGGREGATION, note=note)
     if not sum_norm:
-        done.ignore("verl reads it only with seq-mean-token-sum-norm", SCALE)
+        done.ignore("verl reads this key only with seq-mean-token-sum-norm", SCALE)
         if done.is_set(SCALE):
             return
     if done[SCALE] is not None and done[SCALE] != done.integer("data.max_response_length"):
-        why = "the sums are divided by data.max_response_length"
+        why = "lockstep divides the token sums by data.max_response_length"
         done.refuse(SCALE, why, f"set it to {done['data.max_response_length']}")
     elif sum_norm:
-        done.ignore("the sums are divided by data.max_response_length", SCALE)
+        done.ignore("lockstep divides the token sums by data.max_response_length", SCALE)
 
 
 def _kl(done: Conversion) -> None:
@@ -198,7 +200,7 @@ def _kl(done: Conversion) -> None:
 
 
 def _kl_in_both(done: Conversion) -> None:
-    """Converts a KL penalty in the reward in addition to the one in the loss."""
+    """Converts a KL penalty in the reward of a command that also has a KL term in the loss."""
     coefficient, estimator, kind = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
     if done[kind] == "adaptive":
         done.refuse(kind, "if the loss has a KL term too, the KL coefficient in the reward is fixed", f"{kind}=fixed")
@@ -239,7 +241,7 @@ def _correction(done: Conversion) -> None:
         done.write("algorithm.rollout_correction.normalize", bool(done[NORMALIZE]), NORMALIZE)
         if floor is not None:
             if bands:
-                done.refuse(BOUND, "zero weights outside a band and rejection exclude each other", "remove one of them")
+                done.refuse(BOUND, "weights with a lower bound and rejection cannot be combined", "remove one of them")
                 return
             over = "token" if kind == "token" else "sum"
             bands = [{"over": over, "by": "ratio", "low": floor, "high": cap}]
@@ -247,7 +249,7 @@ def _correction(done: Conversion) -> None:
             done.write("algorithm.rollout_correction.rejected", "zero", BOUND)
             return
     else:
-        done.ignore("verl reads it only with rollout_is", BOUND, NORMALIZE)
+        done.ignore("verl reads this key only with rollout_is", BOUND, NORMALIZE)
     if bands:
         done.write("algorithm.rollout_correction.reject", bands, REJECT, BOUNDS, note=ONCE if done[BYPASS] else "")
 
@@ -255,31 +257,31 @@ def _correction(done: Conversion) -> None:
 def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> None:
     done.write("algorithm.rollout_correction.bypass", True, BYPASS)
     if done[BYPASS_LOSS] == "ppo_clip":
-        why = "the clipped ratio is relative to the rollout engine already; verl uses the weights only in metrics"
+        why = "the clipped ratio already compares with the rollout engine; verl uses the weights only in metrics"
         done.ignore(why, WEIGHT, BOUND, NORMALIZE)
         return
     if done.lookup(BYPASS_LOSS) is None:
         return
     if done[NORMALIZE]:
-        done.refuse(NORMALIZE, "the mean weight of a micro-batch depends on its size", f"{NORMALIZE}=false")
+        done.refuse(NORMALIZE, "verl's mean weight per micro-batch depends on the batch size", f"{NORMALIZE}=false")
     if floor is not None:
-        done.refuse(BOUND, "bypass_mode has no zero weights outside a band", "write one number, the largest weight")
+        done.refuse(BOUND, "bypass_mode has no lower bound of weights", "write one number, the largest weight")
     if kind is None:
         done.write("algorithm.rollout_correction.bypass", False, BYPASS)
-        done.decided[BYPASS] = ("mapped", "without weights the old log-probs are unused: the plain policy gradient")
+        done.decided[BYPASS] = ("mapped", "without rollout_is, the loss is the plain policy gradient")
     else:
         done.write("algorithm.ratio_of", kind, WEIGHT)
         done.write("algorithm.ratio_cap", cap, BOUND)
 
 
 def _weight_bounds(spec: Any) -> tuple[float | None, float]:
-    """Returns the lower and upper bound of the weights; one number is the upper bound."""
+    """Returns the lower and upper bound of importance weights; a single number is the upper bound."""
     low, separator, high = str(spec).partition("_")
     if not separator:
         return None, _bound(low)
     lower, upper = _bound(low), _bound(high)
     if lower > upper:
-        raise ValueError(f"{spec}: the lower bound is over the upper one")
+        raise ValueError(f"{spec}: the lower bound exceeds the upper bound")
     return lower, upper
 
 
@@ -306,7 +308,7 @@ def _band(name: str, spec: str) -> dict[str, Any]:
         return {"over": over, "by": statistic, "high": _bound(spec)}
     low, separator, high = spec.partition("_")
     lower, upper = (_bound(low), _bound(high)) if separator else (1 / _bound(low), _bound(low))
-    # verl bounds -log r, so its ratio is the engine's probability over the trainer's.
+    # verl bounds -log r, so verl's ratio is engine probability / trainer probability: the inverse of lockstep's.
     return {"over": over, "by": "ratio", "low": _rounded(1 / upper), "high": _rounded(1 / lower)}
 
 
@@ -314,10 +316,10 @@ def _bound(text: str) -> float:
     # Python would read 0.5_2 as 0.52.
     value = math.nan if "_" in text else float(text)
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{text} is not a bound: it must be one number over 0")
+        raise ValueError(f"{text} is not a bound: a bound must be one number over 0")
     return value
 
 
 def _rounded(value: float) -> float:
-    """Rounds off the digits that a division adds at the end."""
+    """Rounds to 12 digits, which removes the rounding error of a division."""
     return float(f"{value:.12g}")

@@ -1,4 +1,4 @@
-"""Rules of verl's `main_ppo` for data, model, optimizer, batch, rollout, validation, critic and reward."""
+"""Conversion rules of verl's `main_ppo` for data, model, optimizer, batch, rollout, validation, critic and reward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lockstep.compat.verl.verl_rules import (
 )
 
 A, M, R = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
-UNSET = "is not set, and verl's default is a folder of its authors"
-FULL_RATIO = "as in verl: the trainer scores the full distribution, so the ratios are inexact"
+UNSET = "is not set, and verl's default is a folder on its authors' machines"
+FULL_RATIO = "as in verl: the trainer uses log-probs of the untruncated distribution, so ratios are inexact"
 
 
 def data_rule(done: Conversion) -> None:
@@ -26,13 +26,13 @@ def data_rule(done: Conversion) -> None:
     done.write("data.drop_last", True)
     for key, name in (("data.prompt_key", "prompt"), ("data.reward_fn_key", "data_source")):
         if done[key] != name:
-            done.refuse(key, f"the name of the column {done[key]} must be {name}", "rename the column")
+            done.refuse(key, f"the column {done[key]} must have the name {name}", "rename the column")
         else:
-            done.ignore(f"the name of the column is {name} here too", key)
+            done.ignore(f"the column has the name {name} in lockstep, too", key)
     drops, cuts = "data.filter_overlong_prompts", "data.truncation"
     if done[drops]:
         done.write("data.overlong", "drop", drops)
-        done.ignore("overlong prompts are dropped, so none is truncated", cuts)
+        done.ignore("overlong prompts are dropped, so no prompt is truncated", cuts)
     else:
         done.write_lookup("data.overlong", cuts)
     group_rule(done, "data.template_arguments", "data.apply_chat_template_kwargs")
@@ -59,7 +59,7 @@ def optim_rule(done: Conversion) -> None:
 def batch_rule(done: Conversion) -> None:
     prompts, mini = done.integer("data.train_batch_size"), done.integer(f"{A}.ppo_mini_batch_size")
     done.write("batch.prompts", prompts, "data.train_batch_size")
-    note = f"{mini} is more than the {prompts} prompts of a step: one update uses all of them (verl 0.4.1 refuses this)"
+    note = f"{mini} is more than the {prompts} prompts of a step, so a step has one update (verl 0.4.1 refuses this)"
     done.write(
         "batch.prompts_per_update", min(mini, prompts), f"{A}.ppo_mini_batch_size", note=note if mini > prompts else ""
     )
@@ -67,7 +67,7 @@ def batch_rule(done: Conversion) -> None:
     longest, tokens = _longest(done), done.recipe.get("batch.tokens")
     if tokens is not None and tokens.value < longest:
         why = f"{tokens.value} tokens are fewer than the longest sequence: {longest} (prompt and response)"
-        done.refuse(tokens.sources[0], why, f"raise it to {longest} or more")
+        done.refuse(tokens.sources[0], why, f"raise the value to {longest} or more")
 
 
 def _longest(done: Conversion) -> int:
@@ -81,9 +81,9 @@ def _micro_batch(done: Conversion) -> None:
     if done[dynamic]:
         ranks = done.integer(ulysses) if done[ulysses] else 1
         done.write("batch.tokens", done.integer(most) * ranks, most, dynamic, *([ulysses] if ranks > 1 else []))
-        done.ignore("use_dynamic_bsz counts tokens instead", per_device, overall)
+        done.ignore("use_dynamic_bsz counts tokens instead of rows", per_device, overall)
         return
-    done.ignore("verl reads it only with use_dynamic_bsz", most)
+    done.ignore("verl reads this key only with use_dynamic_bsz", most)
     if done.is_set(per_device):
         rows, key = done.integer(per_device), per_device
     elif done[overall] is not None:
@@ -92,7 +92,9 @@ def _micro_batch(done: Conversion) -> None:
         return
     if done[packed]:
         done.write("batch.tokens", rows * _longest(done), key, packed)
-        done.decided.setdefault(key, ("mapped", f"packed: as many tokens as {rows} of the longest sequences"))
+        done.decided.setdefault(
+            key, ("mapped", f"a packed micro-batch has as many tokens as {rows} sequences of maximum length")
+        )
     else:
         done.write("batch.micro_batch_size", rows, key, packed)
 
@@ -113,7 +115,7 @@ def rollout_rule(done: Conversion) -> None:
 def validation_rule(done: Conversion) -> None:
     every, start = done.integer("trainer.test_freq"), bool(done["trainer.val_before_train"])
     if done["data.val_files"] is None or (every <= 0 and not start):
-        done.ignore("no setting requests a validation: test_freq -1, val_before_train False", "data.val_files")
+        done.ignore("test_freq and val_before_train request no validation", "data.val_files")
         return
     paths = files(done["data.val_files"])
     done.write("val.questions", paths if len(paths) > 1 else paths[0], "data.val_files")
@@ -131,7 +133,7 @@ def validation_rule(done: Conversion) -> None:
         done.ignore("answers are greedy without do_sample", *done.below(group))
     key = "trainer.log_val_generations"
     if done[key]:
-        note = "responses of every step; lockstep always stores the answers of a validation"
+        note = "lockstep logs this many responses per training step; it always stores the answers of a validation"
         done.write("log.samples", done.integer(key), key, note=note)
 
 
@@ -142,7 +144,7 @@ def critic_rule(done: Conversion) -> None:
         return
     if not done.require("critic.model.path", "give the path of the critic's model", UNSET):
         return
-    note = "the value head starts at zero, so all first values are 0; verl initializes it randomly"
+    note = "the value head starts at zero, so the first values are 0; verl's value head starts with random weights"
     done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
     done.write_number("critic.lr", "critic.optim.lr")
     done.write_number("critic.clip", "critic.cliprange_value")

@@ -1,4 +1,4 @@
-"""Rules that verl's two trainers share, and the rules of its SFT trainers (`fsdp_sft_trainer`, `sft_trainer`)."""
+"""Conversion rules shared by verl's PPO and SFT trainers, and the rules for `fsdp_sft_trainer` and `sft_trainer`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
 
-# verl keeps all checkpoints, but `checkpoint.keep_last` is a limit.
+# By default verl keeps all checkpoints; this value of `checkpoint.keep_last` has the same effect.
 KEEP_ALL = 1_000_000
 _TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _CONSOLE = ("console", "file")
-WARMUP_NOTE = "lockstep starts the warmup at lr / steps; verl starts at 0"
+WARMUP_NOTE = "lockstep starts the warmup at lr / warmup steps; verl starts at 0"
 
 
 def files(value: Any) -> list[str]:
@@ -27,7 +27,7 @@ def run_name(value: Any) -> str:
 
 
 def first_set(done: Conversion, keys: Sequence[str]) -> str:
-    """Returns the first key that the command sets, or else the first with a default, or else the first."""
+    """Returns the first of `keys` that the command sets; if it sets none, the first with a default; else the first."""
     return next((key for key in keys if done.is_set(key)), next((key for key in keys if done[key]), keys[0]))
 
 
@@ -48,7 +48,10 @@ def trainer_rule(done: Conversion) -> None:
     if done.integer("trainer.save_freq") > 0:
         done.write_integer("checkpoint.every", "trainer.save_freq")
     else:
-        done.ignore("verl then saves no checkpoint; lockstep saves one at the end, and an export", "trainer.save_freq")
+        done.ignore(
+            "with this value verl saves no checkpoint; lockstep saves a checkpoint and an export at the end",
+            "trainer.save_freq",
+        )
     done.write("run.resume", done.lookup("trainer.resume_mode") or "never", "trainer.resume_mode")
     _devices(done)
 
@@ -80,7 +83,7 @@ def keep_rule(done: Conversion, key: str) -> None:
 
 
 def group_rule(done: Conversion, to: str, group: str) -> None:
-    """Converts the keys below a group to one mapping."""
+    """Converts all keys of the command below `group` to one mapping, the recipe key `to`."""
     if keys := done.below(group):
         done.write(to, {key[len(group) + 1 :]: done[key] for key in keys}, *keys)
 
@@ -92,7 +95,7 @@ def lora_rule(done: Conversion, prefix: str) -> None:
     adapter, dropout = f"{prefix}.lora_adapter_path", f"{prefix}.lora.dropout"
     if done[adapter] is not None:
         done.write_text("model.lora.adapter", adapter)
-        done.ignore("the adapter that training starts from has this value", rank, alpha, modules, exclude)
+        done.ignore("training starts from an adapter, whose config has this value", rank, alpha, modules, exclude)
         return
     if not done[rank]:
         return
@@ -109,7 +112,7 @@ def lora_rule(done: Conversion, prefix: str) -> None:
 
 
 def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
-    """Converts the precision. FSDP keeps fp32 weights and computes in bf16, unless the model is loaded in 16 bits."""
+    """Converts the precision: verl's FSDP has fp32 weights and bf16 compute, unless the model is loaded in 16 bits."""
     keys = [key for key in dtypes if done.is_set(key)]
     done.write("model.dtype", "bf16", *keys)
     done.write("model.master_weights", not any("16" in str(done[key]) for key in keys), *keys)
@@ -182,7 +185,7 @@ def sft_batch_rule(done: Conversion) -> None:
     if done["data.use_dynamic_bsz"]:
         tokens = max(done.integer(most), done.integer("data.max_length"))
         done.write("batch.tokens", tokens, most, "data.use_dynamic_bsz")
-        done.ignore("use_dynamic_bsz counts tokens instead", per_device, overall)
+        done.ignore("use_dynamic_bsz counts tokens instead of rows", per_device, overall)
         return
     done.write_integer(
         "batch.micro_batch_size", overall if done.is_set(overall) and not done.is_set(per_device) else per_device

@@ -1,4 +1,4 @@
-"""Renders chats with the chat template, finds the trained spans, and tokenises the result."""
+"""Renders chats with the chat template, finds the trained text of the assistant, and tokenises the result."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ChatText:
     """One chat, rendered by the tokenizer's template up to any of its messages.
 
-    `apply_chat_template` copies every message and rebuilds the template context for each call, which is slow: a chat is
-    rendered once per turn. Messages of only role and content go directly to the compiled template. Its output is
-    compared with `apply_chat_template` on first use.
+    `apply_chat_template` is slow for this, because it copies every message and rebuilds the template context in each
+    call, and a chat is rendered once per turn. Messages that have only role and content are therefore rendered directly
+    by the compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ def _is_plain(message: Message) -> bool:
 
 
 class _FastTemplate:
-    """A compiled chat template, rendered without `apply_chat_template`."""
+    """A compiled chat template that renders without `apply_chat_template`."""
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
         self._globals = {**compiled.globals, "tools": None, "documents": None}
         self.correct = True
-        """False once its output differed from `apply_chat_template`."""
+        """False after the output differed from that of `apply_chat_template`."""
         self.checked: set[bool] = set()
-        """Values of `open_turn` for which it was compared with `apply_chat_template`."""
+        """Values of `open_turn` for which the output was compared with `apply_chat_template`."""
 
     def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
         """Renders the chat; returns None if the template fails."""
@@ -117,15 +117,15 @@ def _fast_template(template: str) -> _FastTemplate | None:
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:
-        return None  # the function is private to transformers
+        return None  # the function is private to transformers and may be missing
     try:
         return _FastTemplate(_compile_jinja_template(template))
     except TemplateError:
         return None  # `apply_chat_template` reports the error
 
 
-# Only assistant turns are trained. Generation markers of the template delimit them; without markers, a turn is the text
-# that the template adds after the generation prompt.
+# Only assistant turns are trained. The template's generation markers (`{% generation %}`) delimit the trained text.
+# Without markers, the trained text is what the template adds after the generation prompt.
 
 Tools = Sequence[dict[str, Any]]
 """Tools of a chat, as JSON schemas."""
@@ -136,7 +136,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Spans:
-    """A text and its trained character ranges, in order."""
+    """A rendered text and the character ranges of its trained parts, in order."""
 
     text: str
     trained: tuple[tuple[int, int], ...]
@@ -154,7 +154,7 @@ def _marked(template: str) -> bool:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
-    """Renders a chat that passed `check_messages`. Each trained assistant turn must appear unchanged."""
+    """Renders a chat that passed `check_messages`. Each trained assistant turn must appear unchanged in the text."""
     spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
@@ -170,7 +170,7 @@ def render_chat(
             raise Refusal.at(
                 origin,
                 f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
-                "use a template that writes it (data.template), write it into the content, or remove it from the row",
+                "use a template that renders it (data.template), write it into the content, or remove it from the row",
                 code="template-changes-chat",
             )
     refuse_dropped_by_template(spans.text, messages, tools, origin)
@@ -178,7 +178,7 @@ def render_chat(
 
 
 def check_messages(messages: list[Message], origin: Origin) -> None:
-    """Refuse anything that is not a chat with an assistant turn to train."""
+    """Raises a `Refusal` for anything that is not a chat with an assistant turn to train."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise Refusal.at(
             origin,
@@ -194,7 +194,7 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
         raise Refusal.at(
             origin,
             "empty prompt: the chat starts with the assistant",
-            "remove that turn, or put a user turn before it",
+            "remove the first assistant turn, or put a user turn before it",
             code="empty-prompt",
         )
     for number, message in enumerate(messages, 1):
@@ -202,26 +202,29 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
 
 
 def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
-    """Refuse an empty message without tool calls. Tool results and system messages may be empty."""
+    """Raises a `Refusal` for an empty message without tool calls. Tool results and system messages may be empty."""
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str) or not (content.strip() or message.get("tool_calls") or role in MAY_BE_EMPTY):
         raise Refusal.at(
             origin,
             f"message {number} ({role}) is empty or not text",
-            "write it as text, or remove the row",
+            "write the message as text, or remove the row",
             code="empty-field",
         )
 
 
 def contains_turn(text: str, start: int, end: int, turn: Message) -> bool:
-    """Returns whether the trained text contains the turn. The turn may begin before `start`, if the generation prompt
-    already contains the first characters of the answer (for example `<think>`)."""
+    """Returns whether the trained text, from `start` to `end`, contains the turn.
+
+    The turn may begin before `start`, if the generation prompt already contains the first characters of the answer (for
+    example `<think>`).
+    """
     content = str(turn["content"]).strip()
     return not content or text.find(content, max(0, start + 1 - len(content)), end) >= 0
 
 
 def is_trained(turn: Message) -> bool:
-    """Returns whether an assistant turn is trained. A weight of 0 excludes it."""
+    """Returns whether an assistant turn is trained. A turn with weight 0 is not trained."""
     return bool(turn.get("weight", 1))
 
 
@@ -247,7 +250,7 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
         raise Refusal.at(
             origin,
             f"the chat template renders {len(spans[0])} of {len(turns)} assistant turns as trained text",
-            "fix the template: put generation markers around each assistant turn",
+            "fix the template: put generation markers ({% generation %}) around each assistant turn",
             code="template-changes-chat",
         )
     trained = ((first, last) for (first, last), turn in zip(spans[0], turns, strict=True) if is_trained(turn))
@@ -270,8 +273,8 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
                 origin,
                 f"the chat template renders message {i + 1} differently once later messages follow, "
                 "so its trained text cannot be found",
-                "add generation markers to the template, or train the last assistant turn alone: give the others a "
-                "weight of 0",
+                "add generation markers to the template, or train only the last assistant turn: give the other turns "
+                "a weight of 0",
                 code="template-unstable",
             )
         spans.append((len(before), len(after)))
@@ -279,14 +282,14 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
 
 
 def refuse_another_opening(before: str, after: str, turn: Message, where: str, origin: Origin) -> None:
-    """Refuse a turn that does not begin with the end of the generation prompt `before`."""
+    """Raises a `Refusal` for a turn that does not begin with the end of the generation prompt `before`."""
     same = common_length([before, after])
     if after[same:].lstrip().startswith(str(turn["content"]).strip() or "\0"):
         opening = before[same:]
         raise Refusal.at(
             origin,
             f"the generation prompt of the chat template ends with {opening!r}, but {where} is rendered without it",
-            f"begin the answer with {opening!r}, or use a template that renders both alike (data.template)",
+            f"begin the answer with {opening!r}, or use a template with the same text in both (data.template)",
             code="template-unstable",
         )
 
@@ -299,15 +302,15 @@ def render_prompt(
     *,
     open_turn: bool = True,
 ) -> str:
-    """Renders the chat as text. With `open_turn` it ends with the generation prompt."""
+    """Renders the chat as text. With `open_turn` the text ends with the generation prompt."""
     return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
-    """Tokenises the text of the spans; also returns whether it was split at the span borders.
+    """Tokenises the text of `spans`; also returns whether the text was split at the borders of trained ranges.
 
-    A prompt must give the same tokens in training as in generation. If a token of the full text crosses a border, the
-    pieces between the borders are tokenised separately.
+    A prompt must have the same tokens in training as in generation. If a token of the full text crosses the border of a
+    trained range, the pieces between the borders are therefore tokenised separately.
     """
     counted = _between_borders(tokenizer, spans)
     if counted is None:
@@ -320,9 +323,9 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Returns the tokens and whether each is trained; None if they cannot be counted between span borders."""
+    """Returns the tokens and a trained flag per token; None if tokens cannot be counted per trained range."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
-    # Some tokenizers give a token of spaces no offset, or add it to the following token.
+    # Some tokenizers report no offset for a token of spaces, or add its range to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
         return None
     runs = token_runs(tokenizer, text, borders)
@@ -334,7 +337,7 @@ def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[
 
 
 def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
-    """Finds the tokens and whether each is trained from token offsets; also returns whether the text was split."""
+    """Returns the tokens, a trained flag per token (from token offsets), and whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -348,7 +351,7 @@ def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """Returns 1 for each token inside a span (else 0), and whether a token crosses a border of a span."""
+    """Returns 1 for each token inside a trained range (else 0), and whether a token crosses the border of a range."""
     flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
     starts, ends = flat[0::2], flat[1::2]
     inside, across = np.zeros(len(starts), dtype=bool), False
@@ -360,7 +363,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
-    """Mask white space after the end token: templates add a line break there, and the model stops before it.
+    """Masks white space after the end token: templates add a line break there, but generation stops before it.
 
     White space after a special token inside a turn stays trained.
     """

@@ -1,4 +1,4 @@
-"""The chat template of a run: the tokenizer's, or the one that `data.template` names, with its arguments."""
+"""The chat template of a run: that of the tokenizer or of `data.template`, with `data.template_arguments`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 KEY = "data.template"
-# Special tokens of the built-in templates; the last one ends a turn.
+# Special tokens of the built-in templates; the last token of each ends a turn.
 TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "qwen": ("<|im_start|>", "<|im_end|>"),
@@ -31,7 +31,7 @@ TOKENS = {
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
-    """Sets the template of `data` and its arguments on the tokenizer."""
+    """Sets the chat template and template arguments of `data` on the tokenizer."""
     if is_named(data):
         tokenizer.chat_template = template_text(data.template)
         _refuse_missing_tokens(tokenizer, data.template)
@@ -51,7 +51,7 @@ def template_text(name: str) -> str:
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
         raise Refusal.at(
             f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template", code="unreadable"
         ) from error
@@ -61,13 +61,14 @@ def template_text(name: str) -> str:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
-    """Returns the token that ends an answer in the template of `data`, found by rendering a chat; None if not required.
+    """Returns the token that ends an answer in the template of `data`, found by rendering a chat.
 
-    Generation must stop at it, even if the model has another end token.
+    Generation must stop at this token, even if the model has another end token. Returns None if `data` sets no
+    template, or if the answer has no end token and `data.require_end` is false.
     """
     if not is_named(data):
         return None
-    origin = Origin(f"{KEY} {data.template}, tried on a chat of one question:", 0)
+    origin = Origin(f"{KEY} {data.template}, tested on a chat of one question:", 0)
     try:
         example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
     except Refusal as refusal:
@@ -98,7 +99,7 @@ def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Messag
 
 
 def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuses a template whose marks are not single special tokens: generation would not stop at them."""
+    """Refuses a template whose turn markers are not single special tokens: generation would not stop at them."""
     special = special_ids(tokenizer)
     missing = [
         token
@@ -110,7 +111,7 @@ def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> Non
             f"{KEY} {name}",
             f"writes {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} no special token of the "
             "tokenizer",
-            f"use a template whose special tokens it has, or write a template file: {_ends_with(tokenizer)}",
+            f"use a template whose special tokens the tokenizer has, or write a template file: {_ends_with(tokenizer)}",
             code="unknown-token",
         )
 
@@ -128,7 +129,7 @@ def _near_word(name: str, template: str) -> str:
 def with_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, bool | int | float | str]
 ) -> PreTrainedTokenizerBase:
-    """Set the arguments at the beginning of the tokenizer's template. An export does not include them."""
+    """Sets variables at the beginning of the tokenizer's template. An exported model does not include the variables."""
     if not arguments:
         return tokenizer
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
@@ -136,7 +137,7 @@ def with_arguments(
         [
             Problem(
                 f"data.template_arguments.{name}",
-                "the chat template does not read it",
+                "the chat template does not use this argument",
                 _near_word(name, template),
                 code="unused-key",
             )

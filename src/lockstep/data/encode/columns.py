@@ -1,4 +1,4 @@
-"""Finds which column holds which field of a row, and columns that extend the prompt (input, system, history, tools)."""
+"""Finds the column of each field of a row, and columns that extend the prompt (input, system, history, tools)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLS = ("tools", "functions")
 
 @dataclass(frozen=True)
 class ExtraColumns:
-    """Columns that extend the prompt: input, system message, earlier turns, tools. Empty string: no such column."""
+    """Columns that extend the prompt: input, system message, earlier turns, tools. "" means: no such column."""
 
     input: str = ""
     system: str = ""
@@ -31,8 +31,10 @@ class ExtraColumns:
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
-        """Finds the extra columns of a source. Input and history columns are used only with an `instruction` prompt and
-        if they are not already `used`."""
+        """Finds the extra columns of a source. A column in `used` is not found.
+
+        Input and history columns are found only if the prompt column is `instruction`.
+        """
         free = [name for name in available if name != prompt and name not in used]
 
         def first(names: Sequence[str]) -> str:
@@ -46,14 +48,14 @@ class ExtraColumns:
         )
 
     def prompt(self, value: Any, name: str, row: Row, origin: Origin) -> Turns:
-        """Returns the prompt with its extra columns. It stays a text unless a column makes it a chat."""
+        """Returns the prompt with its extra columns. A text stays a text, unless an extra column makes it a chat."""
         turns = as_turns(value, name, origin)
         if self.input:
             extra = self._text(self.input, row, origin)
             if extra and not isinstance(turns, str):
                 raise Refusal.at(
                     origin,
-                    f"{name} is a chat, and {self.input} cannot be added to it",
+                    f"{name} is a chat, and the text of {self.input} cannot be added to a chat",
                     "fix the row",
                     code="invalid-chat",
                 )
@@ -76,7 +78,7 @@ class ExtraColumns:
                 return turns
             raise Refusal.at(
                 origin,
-                f"has a system message in {self.system}, and another in its chat",
+                f"has a system message in {self.system}, and a different one in its chat",
                 "keep one of them",
                 code="invalid-chat",
             )
@@ -92,7 +94,7 @@ class ExtraColumns:
         return tuple(name for name in (self.input, self.system, self.history, self.tools) if name)
 
     def description(self) -> str:
-        """Returns text for the data report; empty without extra columns."""
+        """Describes the extra columns for the data report; empty without extra columns."""
         parts = {
             "and {} on a new line": self.input,
             "system message from {}": self.system,
@@ -130,7 +132,7 @@ class ExtraColumns:
 NO_EXTRA_COLUMNS = ExtraColumns()
 
 
-# Column names of other trainers, in order of preference.
+# Common column names, as other trainers use them, in order of preference.
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")
 CHATS = ("messages", "conversations", "conversation")
 
@@ -145,22 +147,22 @@ class ColumnFinder:
     data: Data
     available: Sequence[str]
     partly: Mapping[str, int] = field(default_factory=dict)
-    """Columns that only some rows have, with the number of rows."""
+    """For each column that only some rows have, the number of rows that have it."""
 
     def setting(self, key: str) -> str:
-        """Returns the setting of the source, else of the recipe; empty if neither is set."""
+        """Returns the value of `key` of the source, else of the recipe's `data`; empty if it is set nowhere."""
         return getattr(self.source, key) or getattr(self.data, key) or ""
 
     def first_column(self, names: Sequence[str]) -> str:
-        """Returns the first name that is a column; empty if none is."""
+        """Returns the first of `names` that is a column of the source; empty if no name is."""
         return next((name for name in names if name in self.available), "")
 
     def first_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-        """Returns the first pair whose names are both columns."""
+        """Returns the first of `pairs` whose two names are both columns of the source."""
         return next((pair for pair in pairs if set(pair) <= set(self.available)), None)
 
     def find(self, key: str, names: Sequence[str]) -> str:
-        """Returns the column set by `key`, else the first well-known name; empty if there is none."""
+        """Returns the column that the setting `key` names, else the first of `names` that is a column, else ""."""
         return self.setting(key) or self.first_column(names)
 
     def prompt(self) -> str:
@@ -169,12 +171,12 @@ class ColumnFinder:
         return given or self.first_column((*PROMPTS, *CHATS))
 
     def extra_columns(self, prompt: str, *used: str) -> ExtraColumns:
-        """Returns the columns that extend the prompt. A prompt column named by a setting gets no input or history."""
+        """Returns the columns that extend the prompt. If `data.prompt_key` is set, there is no input or history."""
         named = bool(self.setting("prompt_key"))
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 
     def unread(self, *used: str) -> str:
-        """Returns text for the data report: the columns that are not read."""
+        """Returns a text for the data report that lists the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
         names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
@@ -193,12 +195,12 @@ def filled(row: Row, key: str, origin: Origin) -> Any:
     """Returns the value at `key`, which must not be empty."""
     value = lookup(row, key, origin)
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in", code="empty-field")
+        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill in the value", code="empty-field")
     return value
 
 
 def lookup(row: Row, key: str, origin: Origin) -> Any:
-    """Returns the value at `key`. Dots lead into objects and lists: "extra_info.question", "choices.0".
+    """Returns the value of a row at `key`. Dots select inside objects and lists: "extra_info.question", "choices.0".
 
     A column whose name contains dots takes precedence over a path.
     """
@@ -216,7 +218,7 @@ def lookup(row: Row, key: str, origin: Origin) -> Any:
 
 
 def _step(value: Any, parts: list[str]) -> int | None:
-    """Returns how many leading parts together are a key or an index of `value`; None if none are."""
+    """Returns how many leading elements of `parts`, joined by dots, are a key or index of `value`; None if none are."""
     if isinstance(value, dict):
         return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in value), None)
     if isinstance(value, list) and parts[0].isascii() and parts[0].isdecimal():
@@ -229,9 +231,9 @@ def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Re
     if isinstance(value, dict):
         content = f"{inside} has the keys {_listed(list(value))}" if value else f"{inside} has no keys"
     elif isinstance(value, list):
-        content = f"{inside} is a list of {len(value)}"
+        content = f"{inside} is a list of {len(value)} values"
     else:
-        content = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
+        content = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, which has no inner values"
     near = _nearest(row, key)
     return Refusal.at(
         origin,
@@ -247,7 +249,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _nearest(row: Row, key: str) -> str | None:
-    """Returns the most likely intended path: one with the same last name (a missing parent), else one spelled alike."""
+    """Returns the path that was probably meant: one with the same last component, else one with similar spelling."""
     paths = list(row)
     paths += [f"{column}.{inner}" for column, value in row.items() if isinstance(value, dict) for inner in value]
     same_end = [path for path in paths if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

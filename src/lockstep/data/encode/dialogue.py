@@ -1,4 +1,4 @@
-"""Splits rows of many forms into a prompt and its responses; finds special tokens that are spelled out in text."""
+"""Splits rows of various formats into a prompt and its responses; finds special tokens that are written out in text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 Turns = str | list[Message]
 """A text, or the messages of a chat."""
 
-# Start of the answer in dialogues stored as one text (Anthropic's helpful and harmless pairs).
+# The text before an answer in dialogues stored as one text (Anthropic's helpful and harmless pairs, HH-RLHF).
 ANSWER_MARK = "\n\nAssistant:"
-# Start of a chat stored as JSON text, or as the repr of a Python list.
+# The start of a text that is a chat, stored as JSON or as the repr of a Python list.
 _CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _PYTHON_CHAT = re.compile(
     r"\[\{'(role|from)': '\w+', '(content|value)': |\[\{'(content|value)': .*, '(role|from)': '\w+'", re.DOTALL
@@ -31,17 +31,18 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
-    """Returns the prompt, and each response without it. A prompt of None means the common beginning of the responses.
+    """Returns the prompt, and each response without the prompt.
 
-    Responses are texts or chats. A chat that does not start with the assistant is a full chat and must begin with the
-    prompt. `names` are the columns of the responses.
+    If `prompt` is None, the prompt is the common prefix of the responses. Responses are texts or chats. A chat that
+    does not start with the assistant is a full chat and must begin with the prompt. `names` are the columns of the
+    responses.
     """
     responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
     if len({type(response) for response in responses}) > 1:
         raise Refusal.at(
             origin,
             f"{_listed(names)} are partly text and partly chats",
-            "write all of them in one way",
+            "write all of them as text, or all of them as chats",
             code="mixed-rows",
         )
     if prompt is None:
@@ -66,9 +67,9 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """Converts a dialogue stored as one text up to the answer mark to a chat; returns None for anything else.
+    """Converts a dialogue stored as one text ("Human: ... Assistant:") to a chat; returns None for anything else.
 
-    A chat template would otherwise put all of it into one user message.
+    Otherwise, a chat template would put the full dialogue into one user message.
     """
     if not isinstance(beginning, str) or not all(isinstance(answer, str) for answer in answers):
         return None
@@ -82,9 +83,10 @@ def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], l
 
 
 def as_turns(value: Any, name: str, origin: Origin) -> Turns:
-    """Returns a text, or messages in the standard form, from a list or a single message. Refuses anything else.
+    """Returns a text, or a list of messages in the standard form. Refuses anything else.
 
-    A text that is the JSON of messages, as in csv files, is parsed.
+    The value may be a text, a list of messages or a single message. A text with the JSON of messages, as in csv files,
+    is parsed.
     """
     if isinstance(value, str):
         value = _written_chat(value, name, origin)
@@ -102,7 +104,7 @@ def as_turns(value: Any, name: str, origin: Origin) -> Turns:
 
 
 def _written_chat(text: str, name: str, origin: Origin) -> Any:
-    """Returns the messages, if the text is their JSON, else the text."""
+    """Returns the parsed messages if the text is the JSON of messages, else the text."""
     if not _CHAT_TEXT.match(text):
         return text
     try:
@@ -111,7 +113,9 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
         if not _PYTHON_CHAT.match(text):
             return text
         why = f"{name} looks like the repr of a Python list, not JSON: {error}"
-        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages", code="invalid-json") from error
+        raise Refusal.at(
+            origin, why, "write the chat as JSON, or as a list of messages", code="invalid-json"
+        ) from error
     is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
     return found if is_chat else text
 
@@ -119,7 +123,7 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
 def _filled(name: str, response: Any, origin: Origin) -> Turns:
     turns = as_turns(response, name, origin)
     if not turns or (isinstance(turns, str) and not turns.strip()):
-        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in", code="empty-field")
+        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill in the value", code="empty-field")
     return turns
 
 
@@ -127,12 +131,15 @@ def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
     if isinstance(rest, str):
         if not rest.strip():
             raise Refusal.at(
-                origin, f"{name} has no answer after the prompt", "remove the row or fill it in", code="no-answer"
+                origin,
+                f"{name} has no answer after the prompt",
+                "remove the row or fill in the value",
+                code="no-answer",
             )
     elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
         raise Refusal.at(
             origin,
-            f"{name} must start with an assistant turn after the prompt and end with one",
+            f"after the prompt, {name} must start and end with an assistant turn",
             "fix or remove the row",
             code="no-answer",
         )
@@ -160,7 +167,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """Returns how many messages of a full chat are the prompt. A text prompt is the last user turn with that text."""
+    """Returns how many messages of a full chat are the prompt. A text prompt is the last user turn of that text."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [
@@ -178,7 +185,7 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
             origin,
-            f"{short} is only the beginning of the others, so it has no answer",
+            f"{short} is only the beginning of the other chats, so it has no answer",
             "fix or remove the row",
             code="no-answer",
         )
@@ -194,14 +201,14 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
     else:
         cut = next((i for i in range(len(common), 0, -1) if common[i - 1].isspace()), 0)
     rests = [text[cut:] for text in texts]
-    # Another answer after the cut: the dialogues differ before their last answer.
+    # If another answer follows the common prefix, the dialogues differ before their last answer.
     if not common[:cut].strip() or any(ANSWER_MARK in rest for rest in rests):
         raise _different_prompts(names, origin)
     return common[:cut], rests
 
 
 def common_length(sequences: Sequence[Any]) -> int:
-    """Returns the length of the common prefix."""
+    """Returns the length of the longest prefix that all sequences share."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
 
@@ -210,7 +217,7 @@ def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:
     return Refusal.at(
         origin,
         f"{_listed(names)} answer different prompts: they have no common beginning before their answers",
-        "pair responses to one prompt, or name its column with data.prompt_key",
+        "pair only responses to one prompt, or name the prompt's column with data.prompt_key",
         code="different-prompts",
     )
 
@@ -222,8 +229,8 @@ def _listed(names: Sequence[str]) -> str:
 class SpecialText:
     """Finds special tokens of a tokenizer in texts.
 
-    The tokenizer reads them as special tokens: an `<|im_end|>` in a user's text ends the user's turn. Such rows are
-    counted and reported.
+    The tokenizer converts such text to special tokens: an `<|im_end|>` in a user's text ends the user's turn. Rows that
+    contain special tokens are counted and reported.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -241,12 +248,12 @@ class SpecialText:
         )
 
     def _in(self, text: str) -> bool:
-        # Fast path: most texts do not contain even the first character of a special token.
+        # The first test is fast: most texts do not contain even the first character of a special token.
         return any(first in text for first in self._firsts) and self._any.search(text) is not None
 
 
 def special_rows_note(rows: int, first: object) -> str:
-    """Returns text for the data report."""
+    """Describes the rows that contain special tokens, for the data report."""
     return (
         f"{rows:,} rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn; "
         f"the first is {first}"

@@ -22,12 +22,14 @@ _DROP = "raise data.max_tokens or drop the row"
 
 
 class OverLimit(Refusal):
-    """A row over the token limit. `data.overlong` handles it, not `data.bad_rows`."""
+    """Raised for a row over the token limit. Such rows are handled by `data.overlong`, not by `data.bad_rows`."""
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """Returns the tokens to keep by `data.overlong`; None if the row is dropped. Raises `over` if cutting is
-    forbidden."""
+    """Returns the range of tokens that `data.overlong` keeps; None if the row is dropped.
+
+    If `overlong` is `error`, raises `over`.
+    """
     if tokens <= limit:
         return slice(0, tokens)
     if overlong == "drop":
@@ -48,7 +50,7 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
 
 
 def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
-    """Returns the example within `limit` tokens, with at least one `needed` token; None if it is dropped."""
+    """Cuts the example to `limit` tokens; it must keep a trained token. Returns None if the example is dropped."""
     if len(example) <= limit:
         return example
     over = too_long(example.origin, f"has {len(example)}", limit)
@@ -66,7 +68,7 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
 def fit_responses(
     examples: Sequence[Example], names: Sequence[str], limit: int, overlong: str
 ) -> Sequence[Example] | None:
-    """Cuts responses to one prompt to `limit` tokens each; returns None if they are dropped.
+    """Cuts each sequence of prompt and response to `limit` tokens; returns None if the row is dropped.
 
     truncate_left cuts the prompt, at the same position for all responses; truncate_right cuts each response.
     """
@@ -82,7 +84,7 @@ def fit_responses(
         if span.start >= prompt:
             raise Refusal.at(
                 origin,
-                f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt",
+                f"{name} alone has {longest - prompt} tokens, which leaves no token of {limit} for the prompt",
                 _DROP,
                 code="truncated-away",
             )
@@ -93,7 +95,7 @@ def fit_responses(
             raise Refusal.at(
                 origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP, code="truncated-away"
             )
-    refuse_equal(short, names, f" once cut to {limit} tokens")
+    refuse_equal(short, names, f" after truncation to {limit} tokens")
     return short
 
 
@@ -103,7 +105,7 @@ def prompt_length(example: Example) -> int:
 
 
 def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str = "") -> None:
-    """Refuse responses with identical tokens: there is no preference between them."""
+    """Raises a `Refusal` for responses with identical tokens, because there is no preference between them."""
     first: dict[tuple[int, ...], str] = {}
     for name, example in zip(names, examples, strict=True):
         twin = first.setdefault(tuple(example.ids), name)
@@ -117,7 +119,7 @@ def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str =
 
 
 class Encoding:
-    """A tokenizer with the settings of `data`. Without `learned`, no end token is required."""
+    """A tokenizer with the recipe's `data` settings. If `learned` is False, rows need no trained end token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, *, learned: bool = True):
         self.tokenizer = tokenizer
@@ -133,24 +135,24 @@ class Encoding:
         if data.system and not self.templated:
             raise Refusal.at(
                 "data.system",
-                "plain rows without a chat template cannot have it",
+                "rows without a chat template cannot have a system message",
                 "remove it",
                 code="no-chat-template",
             )
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of the text, without special tokens."""
+        """Returns the tokens of the text; no special tokens are added."""
         return token_ids(self.tokenizer, text)
 
     def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
-        """Encodes a chat with all assistant turns trained; also returns whether it was split at a turn border."""
+        """Encodes a chat; its assistant turns are trained. Also returns whether the text was split at a turn border."""
         check_messages(messages, origin)
         self.need_template(origin)
         spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
         return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
-        """Encodes a formatted prompt and a response separately. The response and the end token are trained."""
+        """Encodes prompt and response separately. Only the response and the end token are trained."""
         prompt = formatted(prompt, self.prompt_format)
         self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
         before = self.opening + self.ids(prompt)
@@ -158,7 +160,7 @@ class Encoding:
         return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
 
     def text(self, text: str, origin: Origin) -> Example:
-        """Encodes plain text, all of it trained."""
+        """Encodes plain text; all its tokens are trained."""
         after = self.ids(text) + self.end(origin)
         trained = bytes([0] * len(self.opening) + [1] * len(after))
         return Example(array("q", self.opening + after), trained, origin)
@@ -177,8 +179,8 @@ class Encoding:
         if not self.tokenizer.chat_template:
             raise Refusal.at(
                 origin,
-                "the row holds a chat, but the tokenizer has no chat template",
-                "set data.template, use a model whose tokenizer has one, or rows of plain text",
+                "the row contains a chat, but the tokenizer has no chat template",
+                "set data.template, use a model whose tokenizer has a chat template, or use rows of plain text",
                 code="no-chat-template",
             )
 
@@ -188,14 +190,14 @@ class Encoding:
         if self.require_end:
             raise Refusal.at(
                 origin,
-                "the tokenizer has no eos token to train as the end",
+                "the tokenizer has no eos token to train as the end of a response",
                 "set data.require_end=false",
                 code="no-end-token",
             )
         return []
 
     def checked(self, example: Example) -> Example:
-        """Returns the example. Refuses two BOS tokens, a row without trained tokens, and a missing end token."""
+        """Returns the example. Refuses a row with two BOS tokens, without trained tokens, or without an end token."""
         self.refuse_two_openings(example)
         if not example.targets:
             raise Refusal.at(example.origin, "no token of the row is trained", code="no-trained-token")
@@ -216,13 +218,13 @@ class Encoding:
             raise Refusal.at(
                 example.origin,
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
-                "the rows or the template already carry the BOS token; remove it from the rows",
+                "the rows or the template already contain the BOS token; remove it from the rows",
                 code="two-bos-tokens",
             )
 
 
 def after_system(messages: list[Message], system: str | None) -> list[Message]:
-    """Returns the chat with the message of `data.system`, if it has no system message; an empty one is replaced."""
+    """Returns the chat with `system` as system message, if the chat has no system message or an empty one."""
     present = [message for message in messages if message["role"] in ("system", "developer")]
     if not system or any(str(message["content"]).strip() for message in present):
         return messages
@@ -230,14 +232,14 @@ def after_system(messages: list[Message], system: str | None) -> list[Message]:
 
 
 def written(prompt: Any, form: str | None, origin: Origin) -> Any:
-    """Apply `data.prompt_format` to a text, or to the only user message of a chat."""
+    """Applies `data.prompt_format` to a text, or to the only user message of a chat."""
     if form is None or isinstance(prompt, str):
         return prompt if form is None else formatted(prompt, form)
     users = [number for number, turn in enumerate(prompt) if turn["role"] == "user"]
     if len(users) != 1 or any(turn["role"] not in ("system", "user") for turn in prompt):
         raise Refusal.at(
             origin,
-            "the prompt is a chat of several turns, and data.prompt_format is for one",
+            "the prompt is a chat of several turns, and data.prompt_format needs a single turn",
             "remove data.prompt_format",
             code="unused-key",
         )
@@ -248,12 +250,12 @@ def written(prompt: Any, form: str | None, origin: Origin) -> Any:
 
 
 def formatted(prompt: str, form: str | None) -> str:
-    """Apply `data.prompt_format` to a text."""
+    """Applies `data.prompt_format` to a text."""
     return prompt if form is None else form.replace("{}", prompt, 1)
 
 
 def last_trained(example: Example) -> int:
-    """Returns the last trained token of the row. Generation must stop at it."""
+    """Returns the last trained token of the row, at which generation must stop."""
     return example.ids[bytes(example.loss_mask).rindex(1)]
 
 

@@ -1,4 +1,4 @@
-"""KTO rows: responses labelled desirable or undesirable. A pair gives one desirable and one undesirable response."""
+"""KTO rows: responses labelled desirable or undesirable. A preference pair gives one response of each label."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 RESPONSES = ("completion", "response", "output")
-# Accepted labels. 1 == 1.0 == True, so these include the booleans.
+# Accepted labels. 1 == 1.0 == True in Python, so the booleans are accepted, too.
 VERDICTS: dict[Any, bool] = {1: True, 0: False, -1: False}
 SPELLED = {"true": True, "false": False, "1": True, "+1": True, "0": False, "-1": False}
 
 
 @dataclass(frozen=True)
 class JudgedColumns:
-    """Columns of the label, and of a prompt and response or of a chat that ends with the response."""
+    """The columns of the label and of either prompt and response, or a chat that ends with the response."""
 
     label: str
     prompt: str = ""
@@ -48,7 +48,7 @@ class JudgedColumns:
 
 
 def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
-    """Finds the columns by setting, else of responses with a label, of chats with a label, or of pairs."""
+    """Finds the columns, by settings or by name: of labelled responses, of labelled chats, or of preference pairs."""
     label = finder.find("label_key", ("label", "kto_tag"))
     pair = find_pair_columns(finder)
     if pair and (not label or finder.setting("chosen_key")):
@@ -112,7 +112,7 @@ class LabeledRows(ResponseRows):
         verdicts = f"{self.tally['desirable']:,} desirable, {self.tally['undesirable']:,} undesirable"
         if isinstance(columns, RankingColumns):
             prompt = prompt_description(columns, self.tally)
-            return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
+            return f"pairs ({prompt}, {pair_names(columns)}), each split into two labelled responses: {verdicts}"
         parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.extra.description()
         return f"labelled responses ({parts}; label from {columns.label}): {verdicts}"
 
@@ -128,14 +128,14 @@ def verdict(row: Row, key: str, origin: Origin) -> bool:
         raise Refusal.at(
             origin,
             f"{key} is {label!r}, which is not a label",
-            "write true or false, 1 or 0, or 1 or -1",
+            "write the label as true or false, 1 or 0, or 1 or -1",
             code="invalid-label",
         )
     return found
 
 
 def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, Any]:
-    """Returns the prompt and its response, from a column or from the last turn of the chat."""
+    """Returns the prompt and the labelled response, from two columns or from a chat that ends with the response."""
     if not columns.messages:
         prompt = columns.extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
         return prompt, lookup(row, columns.response, origin)

@@ -1,4 +1,4 @@
-"""Converts chats of various formats to one form: messages of role and content, with tool calls."""
+"""Converts chats of various formats to the standard form: messages with role, content and tool calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Chat templates do not handle ShareGPT's `from`/`value` and role names, contents that are null or lists of text parts,
-# or arguments as JSON strings: they drop them or render them wrongly.
+# The conversion is needed, because chat templates drop or wrongly render ShareGPT's `from`/`value` and role names,
+# contents that are null or lists of text parts, and tool arguments that are JSON strings.
 
-# Role names of other projects, mapped to the standard roles. A tool call is an assistant turn.
+# Role names of other projects, mapped to the standard roles. A message with role `function_call` is an assistant turn.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -33,13 +33,13 @@ ROLES = {
     "function_call": "assistant",
 }
 ROLE_NAMES = ("system", "developer", "user", "assistant", "tool")
-# Types of text parts; all others (image_url, input_audio, video ...) are refused.
+# Types of content parts that are text; all other types (image_url, input_audio, video ...) are refused.
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Keys that say whether a turn is trained (OpenAI, axolotl, ms-swift).
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-# Inputs without which the model would be trained to answer something it does not see.
+# Keys of images, video and audio. Rows with such inputs are refused: the model would answer what it does not see.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 
@@ -49,14 +49,14 @@ def is_message(turn: Any) -> bool:
 
 
 def as_messages(turns: Sequence[Any], origin: Origin) -> list[Message]:
-    """Convert messages to the standard form. Each must satisfy `is_message`."""
+    """Converts messages to the standard form. Each message must satisfy `is_message`."""
     return [_message(turn, number, origin) for number, turn in enumerate(turns, 1)]
 
 
 def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     if len(turn) == 2 and turn.get("role") in ROLE_NAMES and isinstance(turn.get("content"), str):
         return turn  # fast path: already in the standard form
-    # In a table, every message has the keys of all messages, with null values.
+    # In a table (parquet), every message has the keys of all messages, with null values for unused keys.
     fields = {key: value for key, value in turn.items() if value is not None}
     written = fields.pop("from", None) if "role" not in fields else fields["role"]
     role = ROLES.get(str(written).lower(), str(written))
@@ -84,7 +84,7 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
 
 
 def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> dict[str, int]:
-    """Removes the training flag from the message; returns it as a weight of 0 or 1, or an empty dict without a flag."""
+    """Removes the training flag from the message; returns {"weight": 0 or 1}, or an empty dict without a flag."""
     for key in _DETAILS:
         if fields.get(key):
             why = f"message {number} selects trained characters with {key}, but only full turns can be trained"
@@ -115,7 +115,7 @@ def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> d
 
 
 def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
-    """Refuse a row or message with images, audio or video."""
+    """Raises a `Refusal` for a row or message with images, audio or video."""
     for key in NOT_TEXT:
         if holder.get(key):
             raise Refusal.at(
@@ -124,8 +124,10 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
-    """Returns the text of a content, also of a list of text parts. Returns other values unchanged, to be refused
-    later."""
+    """Returns the text of a message content, which may be a list of text parts.
+
+    Returns content of other types unchanged; it is refused later.
+    """
     if not isinstance(content, list):
         return content
     texts = []
@@ -136,7 +138,7 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
             what = repr(kind) if kind else "unknown"
             raise Refusal.at(
                 origin,
-                f"{where} has a part of type {what}, but only text is trained",
+                f"{where} has a content part of type {what}, but only text is trained",
                 "remove the row",
                 code="not-text",
             )
@@ -160,7 +162,7 @@ def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
 
 
 def _written_calls(content: Any, where: str, origin: Origin) -> list[Any]:
-    """Returns the tool calls of a `function_call` message, whose content is the JSON of one call or of a list."""
+    """Returns the tool calls of a `function_call` message, whose content is the JSON of one call or a list of calls."""
     value = _parsed(content, f"{where}, from 'function_call',", origin)
     return value if isinstance(value, list) else [value]
 
@@ -169,7 +171,10 @@ def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise Refusal.at(
-            origin, f"{where} names no function", 'write it as {"name": ..., "arguments": {...}}', code="invalid-tool"
+            origin,
+            f"{where} names no function",
+            'write the call as {"name": ..., "arguments": {...}}',
+            code="invalid-tool",
         )
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
@@ -178,14 +183,14 @@ def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, dict):
         raise Refusal.at(
-            origin, f"the arguments of {where} are no object", "fix or remove the row", code="invalid-tool"
+            origin, f"the arguments of {where} are not a JSON object", "fix or remove the row", code="invalid-tool"
         )
     outer = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
     return {"type": "function", **outer, "function": {"name": inner["name"], "arguments": _of_row(arguments, origin)}}
 
 
 def as_tools(value: Any, key: str, origin: Origin) -> list[dict[str, Any]]:
-    """Returns the tools of a row, from a list or its JSON, in the standard form."""
+    """Returns the tools of a row in the standard form. `value` is a list of tools, or its JSON."""
     if isinstance(value, str):
         value = _parsed(value, key, origin) if value.strip() else None
     if value is None:
@@ -206,7 +211,7 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise Refusal.at(
-            origin, f"{where} has no name", 'write it as {"name": ..., "parameters": {...}}', code="invalid-tool"
+            origin, f"{where} has no name", 'write the tool as {"name": ..., "parameters": {...}}', code="invalid-tool"
         )
     wrapped = tool if "function" in tool else {"type": "function", "function": tool}
     result: dict[str, Any] = _of_row(wrapped, origin)
@@ -214,7 +219,7 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
 
 
 def _of_row(value: Any, origin: Origin) -> Any:
-    """Removes nulls that a table (parquet, arrow, hub) has for keys that only other rows set. Text files keep nulls."""
+    """Removes the nulls that tables (parquet, arrow, hub) have for unset keys. Nulls of text files are kept."""
     table = origin.file.startswith("hub:") or origin.file.lower().endswith((".parquet", ".arrow"))
     return _without_nulls(value) if table else value
 
@@ -234,11 +239,11 @@ def _parsed(text: Any, what: str, origin: Origin) -> Any:
         ) from error
 
 
-# Most chat templates take the arguments of tool calls as an object, some as its JSON. The latter, given an object, fail
-# or render a Python repr (`{'city': 'Rome'}`), which would train unparsable calls.
+# Most chat templates take the arguments of a tool call as an object, some as JSON text. A template that takes JSON text
+# fails for an object, or renders a Python repr (`{'city': 'Rome'}`), which would train unparsable calls.
 
 _TRIED = {"city": "Rome"}
-# Errors of a template that gets an unexpected type, or does not support tool calls.
+# Errors that a template raises if it gets an unexpected type or does not support tool calls.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -268,7 +273,7 @@ def _takes_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @lru_cache(maxsize=16)
 def _tried(template: str, special: tuple[tuple[str, Any], ...]) -> bool:
-    """Returns whether the template renders arguments correctly from JSON text, but not from an object."""
+    """Returns whether the template renders tool arguments correctly from JSON text, but not from an object."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def shows(arguments: object) -> str:
@@ -278,7 +283,7 @@ def _tried(template: str, special: tuple[tuple[str, Any], ...]) -> bool:
             return render_jinja_template(
                 [[{"role": "user", "content": "?"}, turn]], chat_template=template, **dict(special)
             )[0][0]
-        except _FAILURES:  # reported where the template is used
+        except _FAILURES:  # the error is reported when the template renders a row
             return ""
 
     return json.dumps(_TRIED) not in shows(_TRIED) and json.dumps(_TRIED) in shows(json.dumps(_TRIED))
