@@ -43,8 +43,7 @@ class PolicyTokens:
 def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -> Sums:
     """PPO (arXiv 1707.06347): max(-A r, -A clip(r, 1 - low, 1 + high)), with separate bounds as in DAPO.
 
-    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729); with None the loss has no
-    bound.
+    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729). None: no bound.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp()
@@ -60,9 +59,8 @@ def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -
 def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """GSPO in its token form (arXiv 2507.18071): clipped as in PPO, with one ratio per sequence.
 
-    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. The gradient of this log
-    ratio is that of the token's own log-prob. With the aggregation `seq_mean_token_mean` this is the objective of the
-    GSPO paper.
+    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. Its gradient is that of
+    the token's own log-prob. With `seq_mean_token_mean` this is the objective of the GSPO paper.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
@@ -75,8 +73,7 @@ def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """CISPO (arXiv 2506.13585): -clip(r, 1 - low, 1 + high) A log p. The clipped ratio is a detached weight.
 
-    The CISPO paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts the tokens
-    whose ratio is clipped.
+    The paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts clipped ratios.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp().detach()
@@ -100,9 +97,8 @@ def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """GMPO (arXiv 2507.20673): each token's loss is -A times the geometric mean of its sequence's token ratios.
 
     Each token's log ratio d is clamped before the mean: to at most `high` if A > 0, and to at least -`low` if A < 0.
-    The bounds apply to the log ratio as in the paper (e^-0.4, e^0.4), not to the ratio. The geometric mean is over the
-    tokens of non-zero weight, and each of these tokens gets a gradient. With the aggregation `seq_mean_token_mean` this
-    is the mean over sequences of the GMPO paper.
+    The bounds apply to the log ratio as in the paper (e^-0.4, e^0.4), not to the ratio. The mean is over the tokens of
+    non-zero weight, and each of them gets a gradient. With `seq_mean_token_mean` this is the GMPO paper's objective.
     """
     tokens = _counted(tokens)
     d_K, advantages_K = _log_ratio(tokens), tokens.advantages_K
@@ -134,8 +130,7 @@ def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
     """DPPO (arXiv 2602.04879) with a bound on the total variation |p - p_old|: -min(r, cap) A log p, with r detached.
 
     The loss of a token is 0 if its probability moved too far in the direction of its advantage: A > 0 and p - p_old >
-    `high`, or A < 0 and p - p_old < -`low`. The bounds apply to the probability, not to the ratio, so the ratio of a
-    rare token may be large.
+    `high`, or A < 0 and p - p_old < -`low`. A rare token may have a large ratio, because the ratio has no bound.
     """
     tokens = _counted(tokens)
     moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
@@ -172,9 +167,8 @@ def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
 def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
     """The policy gradient of samples from the old policy: -min(w, cap) A log p, with a detached weight w.
 
-    With `of` = `token` the weight w is the ratio of the token (IMPALA's truncation, arXiv 1802.01561). With `sequence`,
-    w is the product of the ratios of the sequence; the logarithm of the product is clamped to +-20. If the old
-    log-probs are those of the rollout engine, the loss is verl's `reinforce`.
+    `of`: `token` uses the ratio of the token as w (IMPALA's truncation, arXiv 1802.01561), `sequence` the product of
+    the sequence's ratios, whose logarithm is clamped to +-20. With rollout log-probs as p_old it is verl's `reinforce`.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens).detach()
@@ -263,11 +257,7 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
 
 def _selected(tokens: PolicyTokens) -> torch.Tensor:
     if tokens.selected_K is None:
-        raise Refusal.at(
-            "algorithm.loss",
-            "the losses clip_cov and kl_cov need selected tokens (selected_K), and got none",
-            code="missing-input",
-        )
+        raise Refusal.at("algorithm.loss", "clip_cov and kl_cov need selected tokens", code="missing-input")
     return tokens.selected_K > 0
 
 

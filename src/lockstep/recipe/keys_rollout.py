@@ -205,7 +205,7 @@ class RolloutSettings(Section):
     free_cache: bool | None = Field(
         None,
         description="Native engine: free the KV cache after each generation phase. `false` keeps the cache and the "
-        "CUDA graphs captured for it, which is faster if memory is plentiful. Default: keep the cache if the device "
+        "graphs captured for it, which is faster if memory is plentiful. Default: keep the cache if the device "
         "captures graphs and the cache takes at most a twentieth of its memory.",
         effect=CACHE,
         resumable=True,
