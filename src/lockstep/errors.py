@@ -259,8 +259,8 @@ class LostProcess(Refusal):
 
 
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
-    """Raises a `Refusal` if there are problems. If `what` is given, the refusal lists the first problems and counts the
-    others."""
+    """Raises a `Refusal` if there are problems. If `what` is given, the refusal lists only the first problems and the
+    number of further problems."""
     if problems:
         raise Refusal(shortened(problems, what) if what else problems)
 

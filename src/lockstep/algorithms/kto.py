@@ -1,6 +1,7 @@
 """KTO (arXiv 2402.01306): single responses with binary labels, and a KL estimate from mismatched pairs.
 
-Shapes: N rows of a micro-batch. The log-ratio of a row is log p - log p_ref, summed over its response.
+Shapes: The suffix N of tensor names means the N rows of a micro-batch. The log-ratio of a row is log p - log p_ref,
+summed over its response.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of equal rows: equal rows have equal `numbers`; `ends` has the end of each row's run, over two cycles."""
+    """Runs (neighbouring equal rows) in a cyclic list of rows. Equal rows have the same number in `numbers`. `ends`
+    has, for the list repeated twice, the index after each row's run."""
 
     numbers: list[int]
     ends: list[int]

@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 #
 # Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
 # clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the selection does
-# not depend on micro-batches or devices, and at that time no token is clipped.
+# not depend on micro-batches or devices, and before the update no token is clipped.
 
 
 def select_clip_cov(

@@ -1,4 +1,4 @@
-"""The devices and their properties. `kernels` and higher layers import this package. Its `__init__` needs no torch."""
+"""The devices and their properties. `kernels` and higher layers import this package. Importing it needs no torch."""
 
 from lockstep.device import process_setup
 

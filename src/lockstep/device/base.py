@@ -99,8 +99,8 @@ class Device(ABC):
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
         """Counts operators that fall back to the CPU, by name.
 
-        Counting is slow, so it is intended for one step. If `allow_fallback` is false, the first operator that falls
-        back raises an error.
+        Counting is slow, so use this method for one step only. If `allow_fallback` is false, the first operator that
+        falls back raises an error.
         """
         yield {}
 

@@ -54,7 +54,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
 
 
 def reset_host_peak(proc: Path = PROC) -> bool:
-    """Resets the peak memory of this process. Returns False if the Linux kernel does not support that."""
+    """Resets the peak memory of this process. Returns False if the Linux kernel does not support the reset."""
     try:
         # Writing 5 resets only the peak resident size (see proc(5)).
         (proc / "self" / "clear_refs").write_text("5")

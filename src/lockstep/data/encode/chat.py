@@ -102,7 +102,7 @@ class _FastTemplate:
 
 
 def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
-    """Returns the compiled template; None if the tokenizer overrides `apply_chat_template`."""
+    """Returns the compiled template, or None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase
@@ -323,7 +323,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Returns the tokens and a trained flag per token; None if tokens cannot be counted per trained range."""
+    """Returns the tokens and a trained flag per token, or None if tokens cannot be counted per trained range."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
     # Some tokenizers report no offset for a token of spaces, or add its range to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
@@ -365,7 +365,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
     """Masks white space after the end token: templates add a line break there, but generation stops before it.
 
-    White space after a special token inside a turn stays trained.
+    White space after a special token inside an assistant turn is not masked, so it is part of the loss.
     """
     facts = token_facts(tokenizer)
     for ended in facts.where_special(ids):

@@ -22,7 +22,8 @@ TOOLS = ("tools", "functions")
 
 @dataclass(frozen=True)
 class ExtraColumns:
-    """Columns that extend the prompt: input, system message, earlier turns, tools. "" means: no such column."""
+    """Columns that extend the prompt: input, system message, earlier turns, tools. An empty name means that the rows
+    have no such column."""
 
     input: str = ""
     system: str = ""

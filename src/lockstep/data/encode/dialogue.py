@@ -69,7 +69,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
     """Converts a dialogue stored as one text ("Human: ... Assistant:") to a chat; returns None for anything else.
 
-    Otherwise, a chat template would put the full dialogue into one user message.
+    Without this conversion, a chat template would put the full dialogue into one user message.
     """
     if not isinstance(beginning, str) or not all(isinstance(answer, str) for answer in answers):
         return None
