@@ -1,6 +1,6 @@
 """Advantage estimators, with discounted returns and generalized advantages.
 
-Shapes: Suffixes of tensor names: K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
+The suffixes of tensor names mean K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rollout correction for the difference between the log-probs of engine and trainer.
 
 The correction is truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences whose
-log-probs differ too much. Shapes: Suffixes of tensor names: K tokens of the step, S sequences. The ratio of a token is
-e^d with d = log p_trainer - log p_engine, clamped to +-20.
+log-probs differ too much. The suffixes of tensor names mean K tokens of the step and S sequences. The ratio of a token
+is e^d with d = log p_trainer - log p_engine, clamped to +-20.
 """
 
 from __future__ import annotations

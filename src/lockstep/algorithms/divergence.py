@@ -75,8 +75,8 @@ def adapt_coefficient(coefficient: float, measured: float, target: float, horizo
     return coefficient * (1 + error * sequences / horizon)
 
 
-# Divergences between the next-token distributions of student and teacher, full or top-k. Shapes: R positions, V
-# vocabulary, k tokens kept at a position. All tensors contain log-probs.
+# Divergences between the next-token distributions of student and teacher, full or top-k. The suffixes of tensor names
+# mean R positions, V vocabulary, k tokens kept at a position. All tensors contain log-probs.
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 LEAST_REST = -100.0

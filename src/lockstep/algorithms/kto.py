@@ -1,7 +1,7 @@
 """KTO (arXiv 2402.01306): single responses with binary labels, and a KL estimate from mismatched pairs.
 
-Shapes: The suffix N of tensor names means the N rows of a micro-batch. The log-ratio of a row is log p - log p_ref,
-summed over its response.
+The suffix N of tensor names means the rows of a micro-batch. The log-ratio of a row is log p - log p_ref, summed over
+its response.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio, log
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
-# Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a function of the log-ratio); for
-# losses without a reference it is log p. Scores are sums or means over tokens. h is the chosen score minus the rejected
-# score.
+# The suffix P of tensor names means the pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a
+# function of the log-ratio); for losses without a reference it is log p. Scores are sums or means over tokens. h is the
+# chosen score minus the rejected score.
 
 # Maximum exponent of a ratio: e^40 squared is finite in float32. A response with a larger exponent has no gradient.
 EXPONENT_BOUND = 40.0

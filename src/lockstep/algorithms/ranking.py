@@ -1,7 +1,7 @@
 """The loss of a reward model on ranked responses, as a sum in which each ranking has weight 1.
 
-Shapes: S scored responses, in order of their rankings and best first within a ranking; R rankings; P pairs of a better
-and a worse response of one ranking; n responses of the longest ranking.
+The suffixes of tensor names mean S scored responses (in order of their rankings, best first within a ranking), R
+rankings, P pairs of a better and a worse response of one ranking, and n responses of the longest ranking.
 """
 
 from __future__ import annotations

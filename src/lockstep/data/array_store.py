@@ -1,7 +1,7 @@
 """Stores encoded items (rows) as a few large arrays, in memory or memory-mapped; items are built on access.
 
 The byte layout is the same in memory and on disk: a JSON header with metadata (`about`) and array offsets, then the
-arrays. Shapes: Suffixes of array names: I items, E sequences of all items, T tokens of all sequences.
+arrays. The suffixes of array names mean I items, E sequences of all items, T tokens of all sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects them.
+"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects the fused
+operators.
 
 With `model.attention: sdpa` every operator is plain torch, so no fused operator is used.
 """

@@ -145,7 +145,7 @@ class WorkerEnded(Exception):
 
 
 class LineWorker(SupervisedProcess):
-    """A process that replies with lines of text. Only one thread may call it, but any thread may kill it."""
+    """A process that replies with lines of text. Only one thread may call the process, but any thread may kill it."""
 
     def __init__(
         self, serve: str, arguments: tuple[Any, ...], log: Path | None = None, longest_line: int | None = None

@@ -85,8 +85,8 @@ def refuse_rigid(settings: Parallel) -> None:
 # device and one actor per bundle, and each actor runs `lockstep train` as one rank. Ray decides on which node each rank
 # runs; torch.distributed connects the ranks.
 
-# Prefixes of the driver's environment variables that are passed to the ranks. Other variables describe only the
-# driver's host.
+# Prefixes of the driver's environment variables that are passed to the ranks. Variables with other prefixes describe
+# only the driver's host, so they are not passed.
 PASSED_ON = (
     *("LOCKSTEP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "PYTHONPATH", "TRITON_"),
     *("WANDB_", "MLFLOW_", "SWANLAB_"),
@@ -193,8 +193,9 @@ class Cluster:
         self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
-        """Returns the working directory of the ranks. This is the current directory, which all nodes must share. For a
-        submitted Ray job returns None, because the ranks then use the job's copy of its working directory."""
+        """Returns the working directory of the ranks. The working directory is the current directory, which all nodes
+        must share. For a submitted Ray job returns None, because the ranks then use the job's copy of its working
+        directory."""
         context = self.ray.get_runtime_context()
         if not context.runtime_env.working_dir():
             return os.getcwd()

@@ -1,6 +1,6 @@
 """Derives the config of a small model of an architecture: keeps all options, and reduces sizes and limits.
 
-A few dozen tokens then exceed every sliding window, attention chunk and original context length.
+In the small model a few dozen tokens exceed every sliding window, attention chunk and original context length.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Digits:
-    """Where to read trained parameters that the files store in higher precision than the model has. `lost` is true if
-    the files have higher precision but cannot be read tensor by tensor."""
+    """Where to read trained parameters that the files store in a wider dtype than the model has. `lost` is true if the
+    files have a wider dtype but cannot be read tensor by tensor."""
 
     stored: StoredTensors | None
     places: Mapping[str, InFiles]

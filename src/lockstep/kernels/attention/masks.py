@@ -1,8 +1,8 @@
 """Reads the attention window of each layer from the model's masks: causal, or causal within a window.
 
 In transformers, a model may pass a window to attention as a keyword, as a mask, or as both. Lockstep builds no masks.
-Instead, a probe forward pass after loading sets the window on each attention module. Only causal and sliding-window
-masks are accepted.
+Instead, lockstep runs the model once after loading (the probe pass), and stores the window on each attention module.
+Only causal and sliding-window masks are accepted.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if it sees all
-    tokens."""
+    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if that token
+    sees all tokens."""
     query = torch.tensor([FAR])
     if bool(sees(query, torch.tensor([0]))):
         return None
