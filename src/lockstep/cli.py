@@ -294,7 +294,7 @@ def replay(
         str,
         typer.Option(
             metavar="forced|chained|free",
-            help="What each step takes from the tape: weights and data; only data; only initial weights.",
+            help="What each step takes from the recording: weights and data; only data; only initial weights.",
         ),
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Replay only this step; may be repeated.")] = None,

@@ -187,7 +187,7 @@ async def _record_status(response: Any) -> None:
 
 def _root_cause(error: BaseException) -> str:
     """Returns the message of the innermost exception (of the operating system or the parser). The outer exceptions only
-    repeat it."""
+    repeat that message."""
     root = error
     while (below := root.__cause__ or root.__context__) is not None:
         root = below

@@ -45,7 +45,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     status = _kilobytes(proc / "self" / "status")
     peak = status.get("VmHWM", _peak_from_rusage())
     allocated = status.get("VmRSS", peak)
-    # Without /proc, the free memory is unknown. The best estimate is the total minus the use of this process.
+    # Without /proc, the free memory is estimated as the total memory minus the memory that this process uses.
     available = _kilobytes(proc / "meminfo").get("MemAvailable", physical - allocated)
     limited = list(groups(proc, cgroups))
     total = min([physical, *(group.limit for group in limited)])

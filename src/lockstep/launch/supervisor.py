@@ -215,8 +215,8 @@ def main(
     connection: int, parent_pipe: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
     """Runs the supervisor. The worker calls `serve` (`module:function`) with its `connection` and the arguments.
-    `parent_pipe` is the read end of a pipe from the run. Data or end-of-file in this pipe ends the worker. The worker
-    also ends if the process with PID `run` ends."""
+    `parent_pipe` is the read end of a pipe from the run. Data or end-of-file in `parent_pipe` ends the worker. The
+    worker also ends if the process with PID `run` ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = serve.partition(":")
     work = getattr(importlib.import_module(module), name)

@@ -52,7 +52,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("max_target_positions", "rel_extent"), POSITIONS),
     **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
-    # The Mamba width is twice the hidden size, in heads of size 8. A config may have this key even if no layer uses it.
+    # The Mamba width is twice the hidden size, in heads of size 8. A config may have `mamba_n_heads` even if no layer
+    # uses it.
     "mamba_n_heads": 2 * WIDTH // 8,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),

@@ -182,7 +182,8 @@ class World:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """Must be called when the first step begins. Afterwards the watchdog no longer counts CPU use as progress."""
+        """Must be called when the first step begins. After this call the watchdog no longer counts CPU use as
+        progress."""
         if self.watch is not None:
             self.watch.started()
 

@@ -309,8 +309,8 @@ def render_prompt(
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
     """Tokenises the text of `spans`; also returns whether the text was split at the borders of trained ranges.
 
-    A prompt must have the same tokens in training as in generation. If a token of the full text crosses the border of a
-    trained range, the pieces between the borders are therefore tokenised separately.
+    A prompt must have the same tokens in training as in generation. If a token of the full text crosses the start or
+    end of a trained range, the text is therefore split at these positions, and the parts are tokenised separately.
     """
     counted = _between_borders(tokenizer, spans)
     if counted is None:

@@ -150,7 +150,7 @@ class Pieces(dict[str, bytes]):
         ends."""
         border = ahead[0]
         if border < start:
-            raise NotCacheable  # the border is inside an added token, or it is the second one in a piece
+            raise NotCacheable  # the border is inside an added token, or is the second border in a piece
         match, right = self._find.match, b""
         while start < border:
             found = match(text, start, end)

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""With fewer values it is not tested whether a curve consists of means over several steps."""
+"""A curve with fewer values than this is not tested for being means over several steps."""
 CLEARLY = 2.0
 """The best explanation of two curves (means or single steps, or one shift) must have an error this many times smaller
 than the alternatives."""
@@ -154,8 +154,8 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
     first, last = np.searchsorted(cell_ends, starts, "right"), np.searchsorted(cell_ends, ends, "right")
     upto = np.concatenate([[0], np.cumsum(lengths)])
     covered = (last > first) & (upto[last] - upto[first] == ends - starts)
-    # The cells (steps of one value of `fine`) do not overlap. If they have as many steps as the interval of `coarse`
-    # and start where it starts, they cover it.
+    # The cells (steps of one value of `fine`) do not overlap. If the cells have as many steps as an interval of
+    # `coarse` and start where the interval starts, they cover the interval.
     covered[covered] = cell_starts[first[covered]] == starts[covered]
     if not covered.any():
         return None
@@ -185,8 +185,8 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
-    """Tests whether the values of `coarse` are means of several steps of `fine`. If they are, returns as text the
-    errors that show it; otherwise None."""
+    """Tests whether the values of `coarse` are means of several steps of `fine`. If so, returns a text with the errors
+    against means and against single steps; otherwise returns None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
@@ -208,7 +208,7 @@ def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
 
 def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
     """Describes the planned steps for which a side has no finite value: at the end, at the start and in between.
-    Returns an empty string if there are none. If a side logs every ten steps, the nine steps in between are not
+    Returns an empty string if no step is missing. If a side logs every ten steps, the nine steps in between are not
     missing."""
     last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
     # Step 0 is ignored, because some frameworks log an evaluation as step 0 before the first update.
@@ -233,8 +233,8 @@ def _missing(series: Series, first: int, last: int) -> Iterator[str]:
 
 
 def usual_gap(series: Series) -> float:
-    """Returns the median number of steps between two values of the curve. If it has a single value, returns the step of
-    that value."""
+    """Returns the median number of steps between two values of the curve. If the curve has a single value, returns the
+    step of that value."""
     steps = series.steps
     if not len(steps):
         return 1.0
