@@ -267,7 +267,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to the device without waiting for queued work. An ordinary copy would wait."""
+    """Copies a host tensor to the device without waiting for queued work, as an ordinary copy would."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     # Only pinned memory is copied asynchronously, because pageable memory may be reused before the copy has read it.

@@ -42,8 +42,8 @@ _LOSS_PARAMETERS = {
 # Values of verl's filter_groups.metric that mean the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# For each of verl's rejection criteria: how lockstep combines the statistic over tokens, and its name in lockstep. verl's
-# k1 becomes a range of the ratio in lockstep; `_band` inverts its bounds.
+# For each of verl's rejection criteria: how lockstep combines the statistic over tokens, and its name in lockstep.
+# verl's k1 becomes a range of the ratio in lockstep; `_band` inverts its bounds.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {

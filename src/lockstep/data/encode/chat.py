@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ChatText:
     """One chat, rendered by the tokenizer's template up to any of its messages.
 
-    `apply_chat_template` is slow for this, because it copies every message and rebuilds the template context in each
-    call, and a chat is rendered once per turn. Messages that have only role and content are therefore rendered directly
-    by the compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
+    A chat is rendered once per turn, and `apply_chat_template` is slow, because it copies every message and rebuilds
+    the template context in each call. Messages that have only role and content are therefore rendered directly by the
+    compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class Bench:
         return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
-        """Returns the model's output for each target token. For a policy it is the log-prob."""
+        """Returns the model's output for each target token. For a policy the output is the log-prob."""
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:

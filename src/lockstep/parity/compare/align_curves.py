@@ -90,8 +90,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Matched:
-    """The curves of both sides on comparable steps. `only_a` and `only_b` count the steps that only one side has.
-    `averaged` says whether and how a side was averaged."""
+    """The curves of A and B on comparable steps. `only_a` and `only_b` count the steps that only A or only B has.
+    `averaged` says whether and how A or B was averaged."""
 
     a: list[Series]
     b: list[Series]
@@ -101,7 +101,7 @@ class Matched:
 
     @property
     def explanation(self) -> str:
-        """Describes which side was averaged and how many steps were left out. The description is empty if both sides
+        """Describes which of A and B was averaged and how many steps were left out. The description is empty if A and B
         logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
@@ -112,9 +112,9 @@ class Matched:
 
 
 def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
-    """Aligns the first runs of both sides, and treats further runs of a side in the same way. A side is averaged only
-    if the other side logs means over several steps, and if all steps of these means are present. Whether values are
-    means is known from the log format or detected by `_detected_means`."""
+    """Aligns the first runs of A and B, and treats their repeated runs in the same way. A is averaged only if B logs
+    means over several steps and A has all these steps, and vice versa. Whether values are means is known from the log
+    format or detected by `_detected_means`."""
     a, b = a_runs[0], b_runs[0]
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
@@ -207,8 +207,8 @@ def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
 
 
 def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
-    """Describes the planned steps for which a side has no finite value: at the end, at the start and in between.
-    Returns an empty string if no step is missing. If a side logs every ten steps, the nine steps in between are not
+    """Describes the planned steps for which A or B has no finite value: at the end, at the start and in between.
+    Returns an empty string if no step is missing. If a run logs every ten steps, the nine steps in between are not
     missing."""
     last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
     # Step 0 is ignored, because some frameworks log an evaluation as step 0 before the first update.
@@ -241,7 +241,7 @@ def usual_gap(series: Series) -> float:
     return float(np.median(np.diff(steps))) if len(steps) > 1 else float(max(1, steps[0]))
 
 
-# Shifted step counts: one side starts at 0 and the other at 1, or a resumed run restarts its count -------------------
+# Shifted step counts: one run starts at 0 and the other at 1, or a resumed run restarts its count -------------------
 
 
 @dataclass(frozen=True)
