@@ -172,7 +172,7 @@ def load_user_function(
 ) -> UserFunction:
     """Loads the function of `function_path` and checks that it accepts the positional arguments `call`.
 
-    `seconds` is the time limit of a call. The recipe key `limit` sets it.
+    `seconds` is the time limit of a call, which the recipe key `limit` sets.
     """
     if function_path in _given:
         function = _given[function_path]

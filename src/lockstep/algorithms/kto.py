@@ -81,7 +81,7 @@ def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequ
 
 
 def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """KTO's recommended ranges of the desirable weight (undesirable = 1) and of the undesirable one (desirable = 1)."""
+    """The ranges that KTO recommends for the desirable weight if the undesirable weight is 1, and vice versa."""
     if not desirable or not undesirable:
         raise ValueError("weights balance two kinds of rows, desirable and undesirable, and one kind has no rows")
     scarce = undesirable / desirable

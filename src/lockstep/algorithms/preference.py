@@ -220,7 +220,8 @@ def paired_partners(
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """Partners of `aot`: the reference log-probs of the pair of the same rank minus those of the pair itself.
+    """Partners of `aot`: for each pair, the reference log-probs of the pair of the same rank minus its own reference
+    log-probs.
 
     If d is the policy's log-prob and r the reference's, a score is d - r. Subtracting r_partner - r from the score
     gives d - r_partner.

@@ -112,8 +112,8 @@ Start = Callable[[Sequence[str], int], int]
 
 @contextmanager
 def ray_cluster(recipe: Recipe) -> Iterator[Start]:
-    """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is none,
-    starts a cluster for this run.
+    """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is no
+    cluster, starts one for this run.
 
     Yields a function that runs `lockstep` with given arguments in all ranks and returns the exit status.
     """
@@ -235,7 +235,7 @@ class Cluster:
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
         """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
-        With `parallel.elastic` the group may have fewer after a failure."""
+        With `parallel.elastic` the group may have fewer devices after a failure."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic

@@ -152,7 +152,8 @@ def _write_streamed(
     where: str,
     end_tokens: Sequence[int],
 ) -> bool:
-    """Writes the model tensor by tensor, to save memory. Returns False if that is not possible for this model."""
+    """Writes the model tensor by tensor, to save memory. Returns False if this model cannot be written tensor by
+    tensor."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)

@@ -153,9 +153,9 @@ def refuse_operations(conversions: list[Any]) -> None:
 def places_by_name(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[str, InFiles]:
-    """Returns for each model tensor from which file tensors transformers would load it. Raises `Unmapped` if that is
-    not certain. The model keeps the list of conversions, which `save_pretrained` needs. Names of file tensors that the
-    model does not use are added to `unused`."""
+    """Returns for each model tensor from which file tensors transformers would load it. Raises `Unmapped` if this
+    mapping is not certain. The model keeps the list of conversions, which `save_pretrained` needs. Names of file
+    tensors that the model does not use are added to `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = conversions_of(model)
@@ -274,8 +274,8 @@ class Streamed:
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
-    """Builds the model with `build`, without weights, and finds its parameters in the files. Returns None if they
-    cannot be read one by one."""
+    """Builds the model with `build`, without weights, and finds its parameters in the files. Returns None if the
+    parameters cannot be read one by one."""
     files = weight_files(path)
     if files is None:
         return None

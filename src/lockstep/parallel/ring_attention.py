@@ -55,7 +55,7 @@ class RingLayout(DividedLayout):
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
         """Returns the step of the ring for the keys of rank `source`. Returns None if no query of this rank attends to
-        them, which happens if sequences are too short to fill all chunks."""
+        these keys, which happens if sequences are too short to fill all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
         # Which of the two chunks are used: the first, the second.
         query_chunks, key_chunks = (True, True), (True, True)

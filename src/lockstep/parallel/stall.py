@@ -258,7 +258,7 @@ class Ending:
         os._exit(STALLED)
 
     def _meet(self, name: str, ranks: list[int]) -> None:
-        """Waits until all of these ranks have reached the point `name`, or until a timeout."""
+        """Waits until all given ranks have reached the point `name`, or until a timeout."""
         if self.rank in ranks:
             self.store.set(f"{name}/{self.rank}", "")
         deadline = time.monotonic() + self.patience

@@ -45,8 +45,8 @@ class Layout:
     """End of each sequence in the packed row, as host integers. Reading the ends from device memory would wait for the
     device."""
     packed_index_E: torch.Tensor | None = None
-    """Index in the packed row of each token of the expanded sequences (with a copy of the prefix each), on the host;
-    None if no prefix is shared."""
+    """For each token of the expanded sequences (each with its own copy of the prefix), its index in the packed row. A
+    host tensor, or None if no prefix is shared."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

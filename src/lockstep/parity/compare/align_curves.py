@@ -143,8 +143,8 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
 
 
 def averaged(coarse: Series, fine: Curve) -> Series | None:
-    """Averages `fine` over each logging interval of `coarse` in which `fine` has every step. Returns None if there is
-    no such interval.
+    """Averages `fine` over each logging interval of `coarse` in which `fine` has every step. Returns None if `fine`
+    lacks steps of every interval.
 
     If the values of `fine` are means themselves, each value is weighted by the number of its steps.
     """
@@ -280,7 +280,7 @@ def _selected(series: Series, first: int, last: int) -> Series:
 
 def better_shift(a: Curve, b: Curve) -> Shift | None:
     """Returns the shift of B's steps with which the curves agree clearly better than with any other shift. Returns None
-    if there is no such shift."""
+    if no shift is clearly better."""
     needed = max(MIN_SHIFT_STEPS, min(_finite_count(a.series), _finite_count(b.series)) // 2)
     if _finite_count(a.series) < needed or _finite_count(b.series) < needed or _mean_error(a, b)[0] == 0:
         return None
