@@ -72,9 +72,9 @@ def kl_estimate(logratios: torch.Tensor) -> float:
 def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
     """Returns for each row the row that provides the mismatched completion.
 
-    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. Without such a
-    row, the partner is the next row whose completion differs. Always using the neighbour would give a matched pair if
-    neighbours share a prompt.
+    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. If no row
+    differs in both, the partner is the next row whose completion differs. Always using the neighbour would give a
+    matched pair if neighbours share a prompt.
     """
     prompt, completion = _runs(prompts), _runs(completions)
     return [_partner(row, prompt, completion) for row in range(len(completions))]

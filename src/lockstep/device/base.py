@@ -267,7 +267,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to the device without waiting for queued work, as an ordinary copy would."""
+    """Copies a host tensor to the device. Unlike an ordinary copy, this copy does not wait for queued work."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     # Only pinned memory is copied asynchronously, because pageable memory may be reused before the copy has read it.

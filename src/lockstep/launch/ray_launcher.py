@@ -105,7 +105,7 @@ _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
 _SETTINGS_FRAME, _FRAME_HEAD = 4, 9
-_START_REMEDY = "start it (`ray start --head`), or unset RAY_ADDRESS and run `ray stop`: the run then starts a cluster"
+_START_REMEDY = "start a cluster (`ray start --head`); or unset RAY_ADDRESS and run `ray stop`: the run then starts one"
 
 Start = Callable[[Sequence[str], int], int]
 
@@ -265,7 +265,7 @@ class Cluster:
                 raise Refusal.at(
                     "parallel.devices",
                     f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
-                    "start more nodes (`ray start --address=...`), wait for other jobs to end, or reduce it",
+                    "start more nodes (`ray start --address=...`), wait for other jobs, or reduce parallel.devices",
                     code="too-few-devices",
                 )
             if time.monotonic() >= log_at:

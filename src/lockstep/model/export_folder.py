@@ -46,8 +46,8 @@ class SavedNames:
     """The tensors of the exported files: the shape of each tensor, and the model parameter it comes from. Tensors of
     one parameter are adjacent.
 
-    When transformers loads a model, it merges some tensors of the files into one parameter. The export splits these
-    parameters again, one parameter at a time.
+    When transformers loads a model, it merges some tensors of the files into one parameter. The export splits such
+    merged parameters again, one parameter at a time.
     """
 
     model: Any

@@ -151,7 +151,7 @@ def _loaded(
 
 def refuse_no_classifier(config: Any, path: str) -> None:
     """Raises `Refusal` if transformers has no sequence classification class for the architecture. Reward models are
-    exported as that class."""
+    exported as sequence classification models."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

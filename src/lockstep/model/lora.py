@@ -103,8 +103,8 @@ def _of_decoder(settings: Lora, prefix: str) -> Lora:
 
 
 def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
-    """Converts an error message of PEFT to problems. For a name that matches no module it suggests a similar name,
-    which PEFT does not do."""
+    """Converts an error message of PEFT to problems. For a name that matches no module, the problem suggests a similar
+    name, which PEFT does not do."""
     problems = list(_unmatched_targets(settings.targets, modules, ()))
     if problems and "not found" in message:
         return problems

@@ -116,8 +116,8 @@ def _shrink(data: dict[str, Any]) -> None:
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
-            # Sliding-window attention begins at this layer. The small model has such layers only if the original model
-            # has some.
+            # Sliding-window attention begins at this layer. The small model has sliding-window layers only if the
+            # original model has some.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))

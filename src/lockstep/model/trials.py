@@ -192,7 +192,7 @@ _collected: ContextVar[list[Problem] | None] = ContextVar("problems that a repla
 
 def refuse_unless_replayed(problem: Problem) -> None:
     """Raises `Refusal` for a problem found before the first step. In a replay of a recorded run, collects the problem
-    instead."""
+    instead of raising it."""
     collected = _collected.get()
     if collected is None:
         raise Refusal([problem])

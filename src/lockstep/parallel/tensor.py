@@ -67,7 +67,7 @@ class TensorGroup:
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Marks a tensor as input of column-parallel modules. The gradient of such an input is all-reduced in the
+        """Marks a tensor as input of column-parallel modules. The gradient of a marked input is all-reduced in the
         backward pass, only once if several modules have the same input."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor

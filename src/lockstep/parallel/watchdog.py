@@ -49,7 +49,7 @@ VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
 # Timeout of requests to the rendezvous store that it can answer immediately.
 STORE_TIMEOUT = timedelta(minutes=5)
-# Minimum interval between heartbeats. If a rank changes its position more often, some positions are not sent.
+# Minimum interval between heartbeats. If a rank changes its position more often than this, some positions are not sent.
 _TELL_PAUSE = 0.02
 # A rank has at least this time to send its first heartbeat, even if `parallel.stall_seconds` is shorter.
 UNSEEN_SECONDS = 600.0
@@ -295,8 +295,8 @@ class Watch:
                 self._end_without_store(self._stall, moment, self._idle(now, moment))
 
     def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
-        """Ends this rank if the rendezvous store does not respond for 1.5 times the limit. Normally the heartbeat
-        thread ends a stalled run earlier, but without the store that thread would wait forever."""
+        """Ends this rank if the rendezvous store does not respond for 1.5 times `parallel.stall_seconds`. Normally the
+        heartbeat thread ends a stalled run earlier, but without the store that thread would wait forever."""
         unanswered = time.monotonic() - max(self._answered, self._awake)
         if idle >= stall.seconds and unanswered >= 1.5 * stall.seconds and not self._ending:
             position = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"

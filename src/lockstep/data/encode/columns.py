@@ -177,7 +177,7 @@ class ColumnFinder:
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 
     def unread(self, *used: str) -> str:
-        """Returns a text for the data report that lists the columns that are not read."""
+        """Returns a text for the data report: the names of the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
         names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
@@ -186,7 +186,7 @@ class ColumnFinder:
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
             self.source.path,
-            f"cannot tell which columns {what}; it has {', '.join(self.available)}",
+            f"cannot tell which columns {what}; the columns are {', '.join(self.available)}",
             remedy,
             code="unclear-columns",
         )

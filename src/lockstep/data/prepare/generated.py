@@ -259,8 +259,8 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
 
 
 def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
-    """Returns each sum with both requests (brief, worked), in random order. If `wanted` is odd, the last sum has one
-    request."""
+    """Returns each sum with both requests (brief, worked), in random order. If `wanted` is odd, the last sum occurs
+    with only one of the two requests."""
     size, question_at = LEVELS[1]
     drawn = draw.sample(range(size), size)
     # Each sum gives two questions, so half as many sums are needed, rounded up.

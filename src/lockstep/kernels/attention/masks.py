@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 PROBE = "lockstep_probe"
-# Names of attributes that are set on an attention module. WINDOW is its window, or None if it sees all earlier tokens.
-# SHAPE is the shape of its keys and values as (heads, key size, value size).
+# Names of attributes that are set on an attention module. WINDOW is the module's window, or None if a token sees all
+# earlier tokens. SHAPE is the shape of its keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"

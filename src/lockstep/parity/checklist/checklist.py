@@ -261,8 +261,8 @@ def _firsts(recorded: StepRecord, replayed: StepRecord) -> list[tuple[dict[str, 
 
 def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance) -> list[Check]:
     learner = a["learner"]
-    # With centred advantages a loss may be 0 although its gradients are not. So the error is relative to the sum of
-    # absolute token gradients, if that is larger.
+    # With centred advantages a loss may be 0 although its gradients are not. So the error is relative to the loss or to
+    # the sum of absolute token gradients, whichever is larger.
     pulls = float(recorded.tensors[f"{learner}/0/pulls"].double().abs().sum())
     figures = {"loss": (max(abs(a["loss"]), pulls, 1e-12), tolerance.loss + tolerance.logprob)}
     if "grad_norm" in a and "grad_norm" in b:

@@ -185,8 +185,8 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
-    """Tests whether the values of `coarse` are means of several steps of `fine`. If so, returns a text with the errors
-    against means and against single steps; otherwise returns None."""
+    """Tests whether the values of `coarse` are means of several steps of `fine`. If they are means, returns a text with
+    the errors against means and against single steps, else None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
