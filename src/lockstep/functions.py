@@ -98,7 +98,8 @@ class UserFunction:
     """A user function and the recipe key that names it. Exceptions of the function are reported with file, name and
     line.
 
-    `seconds` is the time limit of a call (None: no limit), and `limit` is the recipe key that sets the time limit.
+    `seconds` is the time limit of a call (None: this class sets no limit), and `limit` is the recipe key of the time
+    limit.
     """
 
     key: str

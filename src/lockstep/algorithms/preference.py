@@ -278,8 +278,8 @@ def preference_loss(
 ) -> Sums:
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
-    `average` divides every score by the length of its response; `simpo` and `orpo` always divide by it. `nll` is a mean
-    over the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the
+    `average` divides every score by the length of its response; `simpo` and `orpo` always divide by the length. `nll`
+    is a mean over the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the
     divergence of f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT)
     need `partners`, computed over all pairs of the update.
 

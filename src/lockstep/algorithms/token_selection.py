@@ -47,8 +47,8 @@ def select_kl_cov(
     share: float,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Returns 1 at the tokens of highest covariance (the fraction `share` of all kept tokens, at least one unless it is
-    0), else 0.
+    """Returns 1 at the tokens of highest covariance (the fraction `share` of all kept tokens, at least one unless
+    `share` is 0), else 0.
 
     Of tokens with equal covariance the earlier one is selected. The selection has no randomness.
     """

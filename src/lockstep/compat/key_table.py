@@ -19,8 +19,8 @@ from lockstep.errors import Problem
 
 FOLDER = Path(__file__).parent / "tables"
 OutcomeKind = Literal["mapped", "changed", "ignored", "refused"]
-"""What happens to a key: it is mapped with the same meaning, mapped with a changed meaning, ignored, because it has no
-effect in lockstep, or refused."""
+"""What happens to a key: it is mapped with the same meaning, mapped with a changed meaning, ignored (it has no effect
+in lockstep), or refused."""
 _CASTS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "same": lambda value: value}
 
 

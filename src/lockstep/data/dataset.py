@@ -149,7 +149,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 
 
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
-    """Reads the encoded rows of the range `span` from the row cache into `parts`. Returns False if they are not
+    """Reads the encoded rows of the range `span` from the row cache into `parts`. Returns False if the range is not
     cached."""
     assert work.cache is not None
     data = work.cache.get(span)

@@ -16,8 +16,8 @@ from lockstep.kernels.attention.paged import PrefillPass
 class GeneratingLayers(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether the layers may replace the model's modules. For this, the model's modules must be unchanged and must
-        have no hooks."""
+        """Whether the layers may replace the model's modules. They may replace the modules only if the model's modules
+        are unchanged and have no hooks."""
 
     def lay(self) -> None:
         """Arranges the weights in memory. Call this method before CUDA graph capture, because a captured graph fixes

@@ -38,7 +38,7 @@ def log1p(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """Computes tanh from exponentials that cannot overflow. Near 0 the difference of the exponentials would lose all
+    """Computes tanh from exponentials that cannot overflow. Near 0 the difference of the exponentials would lose
     precision, so a series is used for small x."""
     size = tl.abs(x)
     small = tl.exp(-2.0 * size)

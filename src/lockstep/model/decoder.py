@@ -48,7 +48,7 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Accessing this property also reads their sliding windows."""
+        """The attention modules of the model. Accessing this property also reads the sliding windows of the modules."""
         found = read_windows(self.model, inner_decoder(self.model))
         _refuse_other_layers(self.model, found)
         return found

@@ -122,7 +122,7 @@ def divide(
             parameter = module._parameters[part]
             assert parameter is not None
             # Either all ranks have the full parameter, or all ranks have it on the meta device. Only this rank's part
-            # is kept.
+            # of the parameter is kept.
             local = parameter.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
             sliced = DTensor.from_local(
                 local, group.mesh, [Shard(dimension)], run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -241,7 +241,7 @@ def _column(row: Row, key: str, origin: Origin, flag: str) -> Any:
     if row.get(key) is None:
         raise Refusal.at(
             origin,
-            f"has no column {key}; the columns are {', '.join(row)}",
+            f"has no column {key}; the existing columns are {', '.join(row)}",
             f"name the column with {flag}",
             code="missing-column",
         )

@@ -1,7 +1,7 @@
 """Reads rows with a user function: `reader(path)` yields a dict for each row.
 
 The function runs in a separate process with time and memory limits. A callable that was passed from Python cannot be
-loaded in another process, so it runs in this process, with the time limit only.
+loaded in another process, so it runs in this process, with a time limit but without a memory limit.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
 STANDSTILL = 3
 # To distinguish old weights from new ones, an update must change log-probs by this multiple of the tolerance.
 VISIBLE = 10
-# Number of learning rates that are tried until an update changes log-probs that much: first the recipe's rate, then
-# rates that are each ten times larger.
+# Number of learning rates that are tried until an update changes log-probs enough: first the recipe's rate, then rates
+# that are each ten times larger than the previous one.
 RATES = 5
 
 OFFLINE = "an offline method generates nothing"
