@@ -21,7 +21,7 @@ EMULATED = "LOCKSTEP_EMULATED"
 @dataclass(frozen=True)
 class Memory:
     """Memory in bytes. `total` is the memory of the device, and `free` is available to this process. `allocated` and
-    `peak` are used by this process."""
+    `peak` are the current and the maximum memory use of this process."""
 
     total: int
     free: int

@@ -258,7 +258,7 @@ def _correction(done: Conversion) -> None:
 def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> None:
     done.write("algorithm.rollout_correction.bypass", True, BYPASS)
     if done[BYPASS_LOSS] == "ppo_clip":
-        why = "the clipped ratio already compares with the rollout engine; verl uses the weights only in metrics"
+        why = "the clipped ratio already uses the rollout engine's log-probs; verl uses the weights only in metrics"
         done.ignore(why, WEIGHT, BOUND, NORMALIZE)
         return
     if done.lookup(BYPASS_LOSS) is None:
