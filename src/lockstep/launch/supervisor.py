@@ -62,7 +62,7 @@ def worker_socket(descriptor: int) -> socket.socket:
 
 
 def exit_if_forked(worker: int) -> None:
-    """Exits if this process is not the worker, but a fork made by the user function that returned from the function.
+    """Exits if this process is not the worker: the user function may fork, and the fork may return from the function.
     `worker` is the PID of the worker process."""
     if os.getpid() != worker:
         os._exit(0)
