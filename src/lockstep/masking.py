@@ -1,7 +1,8 @@
 """Detects secrets (passwords, API keys) in values, masks them in text, and resolves references to secrets.
 
 A recipe refers to a secret by name, where `${env:NAME}` is an environment variable and `${file:PATH}` is the text of a
-file. Files and output contain only this reference. The secret itself is read when it is used, and masked in all output.
+file. Files and output contain only the reference, not the secret. The secret itself is read when it is used, and masked
+in all output.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ def references(text: str) -> list[str]:
 
 
 def variables(values: Any) -> set[str]:
-    """Returns the names of the environment variables that a recipe refers to. All processes of the run need them."""
+    """Returns the names of the environment variables that a recipe refers to. All processes of the run need these
+    variables."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
     found = _REFERENCE.findall(values) if isinstance(values, str) else []
     return {name for kind, name in found if kind == "env"}.union(*map(variables, inner))

@@ -1,6 +1,6 @@
 """Advantage estimators, with discounted returns and generalized advantages.
 
-Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
+The suffixes of tensor names mean K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Signals:
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
     energy_K: torch.Tensor | None = None
-    """Squared norm of the gradient of log p by the logits: 1 - 2 p + the sum of squared vocabulary probabilities."""
+    """Squared norm of the gradient of log p with respect to the logits: 1 - 2 p + sum of squared vocabulary
+    probabilities."""
     rewards: tuple[tuple[float, torch.Tensor], ...] = ()
     """The separate rewards of `gdpo`: for each reward its weight and one score per sequence."""
     kl_penalty_K: torch.Tensor | None = None
@@ -229,8 +230,8 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
 def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """GDPO (arXiv 2601.05242): normalise each reward per group as in `grpo`, sum the rewards by weight, whiten the sum.
 
-    So a reward with a small spread has as much influence as a reward with a large spread. A KL penalty in the reward is
-    not included.
+    So a reward with a small spread has as much influence as a reward with a large spread. The normalised rewards
+    include no KL penalty.
     """
     if not signals.rewards:
         raise Refusal.at(

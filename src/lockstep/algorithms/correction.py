@@ -1,8 +1,8 @@
 """Rollout correction for the difference between the log-probs of engine and trainer.
 
 The correction is truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences whose
-log-probs differ too much. Shapes: K tokens of the step, S sequences. The ratio of a token is e^d with d = log
-p_trainer - log p_engine, clamped to +-20.
+log-probs differ too much. The suffixes of tensor names mean K tokens of the step and S sequences. The ratio of a token
+is e^d with d = log p_trainer - log p_engine, clamped to +-20.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def correct(
     keeps a token whose ratio is in [low, high]; `sequence` keeps a sequence whose geometric mean of ratios is in [low,
     high]. `reject` lists further ranges; a kept token must be inside every range. Masking a token does not change the
     weights of other tokens. `rejected` = `left_out` excludes masked tokens from the mean of the loss; `zero` includes
-    them with weight 0.
+    masked tokens with weight 0.
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at(

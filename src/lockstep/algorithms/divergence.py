@@ -75,8 +75,8 @@ def adapt_coefficient(coefficient: float, measured: float, target: float, horizo
     return coefficient * (1 + error * sequences / horizon)
 
 
-# Divergences between the next-token distributions of student and teacher, full or top-k. Shapes: R positions, V
-# vocabulary, k tokens kept at a position. All tensors contain log-probs.
+# Divergences between the next-token distributions of student and teacher, full or top-k. The suffixes of tensor names
+# mean R positions, V vocabulary, k tokens kept at a position. All tensors contain log-probs.
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 LEAST_REST = -100.0
@@ -90,8 +90,9 @@ def distribution_divergence(
 
     - `forward`: KL(teacher, student).
     - `reverse`: KL(student, teacher). A token of teacher probability 0 would make the divergence infinite, so it adds
-      the student's probability instead. The result is never negative: over the other tokens it is the generalised KL
-      divergence, the sum of p log(p/q) - p + q. The student still learns to avoid tokens of teacher probability 0.
+      the student's probability instead. The result equals the generalised KL divergence, the sum of p log(p/q) - p + q
+      over all tokens of non-zero teacher probability, which is never negative. The student still learns to avoid tokens
+      of teacher probability 0.
     - `jsd`: mix KL(teacher, m) + (1 - mix) KL(student, m) with m = mix teacher + (1 - mix) student, the generalised
       Jensen-Shannon divergence of GKD (arXiv 2306.13649) with the paper's beta as `mix`.
 

@@ -13,9 +13,9 @@ from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio, log
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
-# Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a function of the log-ratio); for
-# losses without a reference it is log p. Scores are sums or means over tokens. h is the chosen score minus the rejected
-# score.
+# The suffix P of tensor names means the pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a
+# function of the log-ratio); for losses without a reference it is log p. Scores are sums or means over tokens. h is the
+# chosen score minus the rejected score.
 
 # Maximum exponent of a ratio: e^40 squared is finite in float32. A response with a larger exponent has no gradient.
 EXPONENT_BOUND = 40.0
@@ -220,7 +220,8 @@ def paired_partners(
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """Partners of `aot`: the reference log-probs of the pair of the same rank minus those of the pair itself.
+    """Partners of `aot`: for each pair, the reference log-probs of the pair of the same rank minus its own reference
+    log-probs.
 
     If d is the policy's log-prob and r the reference's, a score is d - r. Subtracting r_partner - r from the score
     gives d - r_partner.
@@ -277,10 +278,10 @@ def preference_loss(
 ) -> Sums:
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
-    `average` divides every score by the length of its response; `simpo` and `orpo` always do this. `nll` is a mean over
-    the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the divergence of
-    f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT) need `partners`,
-    computed over all pairs of the update.
+    `average` divides every score by the length of its response; `simpo` and `orpo` always divide by the length. `nll`
+    is a mean over the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the
+    divergence of f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT)
+    need `partners`, computed over all pairs of the update.
 
     Metrics are sums over pairs: `chosen` and `rejected` are the implicit rewards (beta times the score), `margin` is
     chosen minus rejected, `accuracy` is 1 for a positive margin (0.5 for a tie), and `nll`, if used, is the loss term

@@ -44,8 +44,9 @@ def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
     return torch.where(logprobs > -math.log(2), torch.log(-torch.expm1(logprobs)), torch.log1p(-logprobs.exp()))
 
 
-# Shapes: K tokens that the policy generated, concatenated over the S sequences. `sequence_K` (int64, non-decreasing) is
-# the sequence index of each token. Vectors over K exclude prompt tokens, environment tokens and padding.
+# The suffixes of tensor names mean K tokens that the policy generated, concatenated over the S sequences. `sequence_K`
+# (int64, non-decreasing) is the sequence index of each token. Vectors over K exclude prompt tokens, environment tokens
+# and padding.
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 

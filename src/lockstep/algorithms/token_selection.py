@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 #
 # Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
 # clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the selection does
-# not depend on micro-batches or devices, and at that time no token is clipped.
+# not depend on micro-batches or devices, and before the update no token is clipped.
 
 
 def select_clip_cov(
@@ -27,7 +27,7 @@ def select_clip_cov(
     high: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """1 at randomly chosen tokens whose covariance is in [low, high].
+    """Returns 1 at randomly chosen tokens whose covariance is in [low, high], else 0.
 
     `share` is the fraction of all kept tokens to choose. At least one token is chosen, unless `share` is 0 or no token
     is in the range. If the range [low, high] has too few tokens, all its tokens are chosen. With the same seed all
@@ -47,7 +47,8 @@ def select_kl_cov(
     share: float,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """1 at the tokens of highest covariance: the fraction `share` of all kept tokens, at least one unless `share` is 0.
+    """Returns 1 at the tokens of highest covariance (the fraction `share` of all kept tokens, at least one unless
+    `share` is 0), else 0.
 
     Of tokens with equal covariance the earlier one is selected. The selection has no randomness.
     """

@@ -265,7 +265,8 @@ class Handle:
         return {name: value / count for name, value in totals.items()}
 
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
-        """Runs one AdamW step with the accumulated gradients divided by the count; `lr` replaces the handle's."""
+        """Runs one AdamW step with the accumulated gradients divided by the number of tokens or examples; `lr` replaces
+        the handle's."""
         if not self._gathered.count:
             raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first", code="missing-input")
         rate = self.lr if lr is None else lr
@@ -382,8 +383,8 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
-        # In a packed batch, the two sequences of a pair share their prompt. That is wrong for models whose positions
-        # depend on the sequence length.
+        # In a packed batch, the two sequences of a pair share their prompt. Sharing gives wrong results for models
+        # whose positions depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:

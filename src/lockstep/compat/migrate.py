@@ -190,7 +190,8 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """Returns the inner script of `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
+    """Returns the inner script of `bash -c "..."` and `eval "..."`. The variables of the inner script are already
+    expanded."""
     texts = [word.text for word in words]
     if texts[:1] == ["eval"] and len(texts) > 1:
         inner = read_script(" ".join(texts[1:]))

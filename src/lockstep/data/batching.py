@@ -229,7 +229,7 @@ def of_all(batch: MicroBatch, output: Any) -> Any:
 
 
 def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
-    """Run a module on a micro-batch; returns the output for all of its targets."""
+    """Runs a module on a micro-batch and returns the output for all targets of the micro-batch."""
     return of_all(batch, module(to_device(own_part(batch), device)))
 
 
@@ -270,7 +270,8 @@ def pack_groups(
     If the responses to one prompt are split over several rows, each row contains the prompt.
 
     In sequences of up to `alike_up_to` tokens (None: of any length), the hidden states of a prefix do not depend on the
-    sequence length. If a sequence of a group is longer, the group does not share its prompt.
+    sequence length. If the sequence of one response is longer than `alike_up_to`, the responses to its prompt do not
+    share the prompt.
     """
     numbered = list(enumerate(_alike(responses, alike_up_to)))
     bins = _even(numbered, shares, tokens)

@@ -21,7 +21,7 @@ EMULATED = "LOCKSTEP_EMULATED"
 @dataclass(frozen=True)
 class Memory:
     """Memory in bytes. `total` is the memory of the device, and `free` is available to this process. `allocated` and
-    `peak` are used by this process."""
+    `peak` are the current and the maximum memory use of this process."""
 
     total: int
     free: int
@@ -99,8 +99,8 @@ class Device(ABC):
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
         """Counts operators that fall back to the CPU, by name.
 
-        Counting is slow, so it is intended for one step. If `allow_fallback` is false, the first operator that falls
-        back raises an error.
+        Counting is slow, so use this method for one step only. If `allow_fallback` is false, the first operator that
+        falls back raises an error.
         """
         yield {}
 
@@ -267,7 +267,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to the device without waiting for queued work. An ordinary copy would wait."""
+    """Copies a host tensor to the device. Unlike an ordinary copy, this copy does not wait for queued work."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     # Only pinned memory is copied asynchronously, because pageable memory may be reused before the copy has read it.

@@ -18,10 +18,10 @@ class Reached:
     attention: float
     """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
     layer_passes: float
-    """Number of times that a training update reads or writes the activations saved for backward, at full memory
-    speed."""
+    """Time in which a training update reads and writes the activations saved for backward, as a multiple of the time to
+    read them once from memory."""
     head_passes: float
-    """Number of times that a training update reads or writes the fp32 logits, at full memory speed."""
+    """Time in which a training update reads and writes the fp32 logits, as a multiple of the time to read them once."""
     optimizer_passes: float
     """Time of an AdamW step, as a multiple of the time to read its bytes from memory."""
     decoding: float

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Variable:
-    """The value of an engine's environment variable, and the reason for it. None keeps the value of the run's
-    environment."""
+    """The value of an engine's environment variable, and the reason for it. If the value is None, the engine inherits
+    the variable from the run's environment."""
 
     value: str | None
     why: str

@@ -1,4 +1,5 @@
-"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects them.
+"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects the fused
+operators.
 
 With `model.attention: sdpa` every operator is plain torch, so no fused operator is used.
 """
@@ -55,7 +56,7 @@ def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
 
 
 def replaced(model: nn.Module) -> list[str]:
-    """Returns the names of what `fuse` replaced in a model, even if another module (e.g. a PEFT adapter) wraps it
-    now."""
+    """Returns the names of what `fuse` replaced in a model, even if another module (e.g. a PEFT adapter) wraps the
+    model now."""
     # `vars` is used instead of `getattr`, because adapters forward attribute access to the module they wrap.
     return [entry for module in model.modules() for entry in vars(module).get(REPLACED, ())]

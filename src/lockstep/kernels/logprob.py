@@ -23,7 +23,7 @@ from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, trun
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
 # Largest accepted difference between `token_grads` and the actual loss gradients, relative to the largest gradient.
-# Only rounding makes them differ.
+# Correct `token_grads` differ from the loss gradients only by rounding.
 TOKEN_GRADS_TOLERANCE = 1e-4
 
 
@@ -62,7 +62,7 @@ class Scores(NamedTuple):
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
 """A function that takes the log-probs and entropies of a slice of the positions. The function returns the gradients of
 the loss with respect to these values, up to one factor common to all positions. Only a loss whose tokens are
-independent of each other has such a function."""
+independent of each other has a `TokenGrads` function."""
 
 
 def uniform_token_grads(
@@ -472,8 +472,8 @@ def _logits(
 ) -> torch.Tensor:
     """Returns the projected logits of a chunk, in which truncated tokens get no probability and no gradient.
 
-    The soft cap and temperature are used only to truncate (top-p), because they change the probabilities. The returned
-    logits do not include them.
+    The soft cap and temperature are applied only to find the truncated tokens (top-p). The returned logits are neither
+    capped nor divided by the temperature.
     """
     return _truncated(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
 

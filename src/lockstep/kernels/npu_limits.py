@@ -55,7 +55,7 @@ def part_problem(
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
-        # The backward requires equal head sizes of keys and values; the forward also supports smaller values.
+        # The backward requires equal head sizes of keys and values; the forward also supports smaller value heads.
         (size != value_SGE.shape[-1], f"value head size {value_SGE.shape[-1]} differs from key head size {size}"),
         (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
         (heads % value_SGE.shape[1] != 0, f"{heads} query heads are no multiple of {value_SGE.shape[1]} key heads"),

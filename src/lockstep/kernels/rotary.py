@@ -1,7 +1,8 @@
 """Computes rotary embeddings that depend on the sequence length (longrope, dynamic NTK) separately per sequence.
 
 transformers scales these embeddings by the longest sequence of the forward pass, and dynamic NTK also by earlier
-passes. So in a packed row or padded batch the longest sequence would change the embeddings of all other sequences.
+passes. So without this module the longest sequence of a packed row or padded batch would change the embeddings of all
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DYNAMIC, LONGROPE = "dynamic", "longrope"
 
 def fixed_length(config: Any) -> int | None:
     """Returns the sequence length up to which rotary embeddings do not depend on the sequence length. Returns None if
-    they never depend on it."""
+    rotary embeddings never depend on the sequence length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     # A config has one set of rope parameters for all layers, or one set per layer type.
     lengths = [

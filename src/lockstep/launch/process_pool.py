@@ -46,7 +46,7 @@ class SupervisedProcess:
         """Starts a process that calls `serve` (`module:function`) with a socket and the arguments, which must be Python
         literals.
 
-        The last lines of its output are written to `log`; without `log` the output is discarded.
+        The last lines that the process prints are written to `log`; without `log` the output is discarded.
         """
         self._mark = secrets.token_hex(16)
         self._pipe_lock, self._kill_lock = threading.Lock(), threading.Lock()
@@ -145,7 +145,7 @@ class WorkerEnded(Exception):
 
 
 class LineWorker(SupervisedProcess):
-    """A process that replies with lines of text. Only one thread may call it, but any thread may kill it."""
+    """A process that replies with lines of text. Only one thread may call the process, but any thread may kill it."""
 
     def __init__(
         self, serve: str, arguments: tuple[Any, ...], log: Path | None = None, longest_line: int | None = None
@@ -222,8 +222,8 @@ class PoolWorker(LineWorker, ABC, Generic[CallT, ReplyT]):
 
     @abstractmethod
     def wait_loaded(self) -> None:
-        """Waits until the worker has loaded the user code. Raises `Refusal` if it cannot be loaded, or `LostProcess` if
-        the process was lost and a restart may help."""
+        """Waits until the worker has loaded the user code. Raises `Refusal` if the code cannot be loaded, or
+        `LostProcess` if the process was lost and a restart may help."""
 
     @abstractmethod
     def call(self, call: CallT) -> ReplyT:
@@ -346,7 +346,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
         return reply
 
     def _ready(self, index: int) -> str | None:
-        """Starts the worker process of this slot if none is running. Returns the error text if that fails, else
+        """Starts the worker process of this slot if none is running. Returns the error text if the start fails, else
         None."""
         if self._closing.is_set():
             return "the pool is closed"

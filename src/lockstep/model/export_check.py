@@ -176,6 +176,6 @@ def _outputs(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
     inputs = [torch.tensor([ids]) for ids in rows]
     if kind == "policy":
         return torch.cat([reference_logprobs(model, ids) for ids in inputs])
-    # Without a padding token the classifier scores the last token of a row, even if that is the padding token.
+    # If `pad_token_id` is None, the classifier scores the last token of a row, even if it is a padding token.
     model.config.get_text_config().pad_token_id = None
     return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in inputs])

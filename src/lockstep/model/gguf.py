@@ -96,7 +96,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     if not tie:
         return [
             f"its output head differs from its embedding by only {off:.1%}: the model was tied before it was "
-            "converted to GGUF. It is imported with a separate head, as in the file; "
+            "converted to GGUF. The model is imported with a separate head, as in the file; "
             f"`lockstep import-gguf {file} DIR --tie` ties head and embedding again"
         ]
     import torch

@@ -21,8 +21,8 @@ from lockstep.model.trials import TENSOR_PARALLEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide
 
-# Tolerances in fp32: absolute error of log-probs, and error of a gradient relative to its norm. A norm below
-# GRADIENT_FLOOR times the largest norm is replaced by that.
+# Tolerances in fp32: absolute error of log-probs, and error of a gradient relative to its norm. A gradient norm below
+# GRADIENT_FLOOR times the largest norm is replaced by GRADIENT_FLOOR times the largest norm.
 LOGPROB_ERROR, GRADIENT_ERROR, GRADIENT_FLOOR = 1e-4, 1e-3, 1e-3
 
 

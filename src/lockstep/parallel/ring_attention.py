@@ -8,8 +8,8 @@ attends to these keys of rank j:
     j > r: the queries of the second chunk attend to all keys of rank j
 
 Only for j = r a mask is needed. Partial attention results are merged in fp32 by their log-sum-exp. In the backward pass
-keys and values are passed around again. Their gradients follow one hop behind, until they reach the rank that has the
-keys. Keys and values are sent as one tensor.
+keys and values are passed around again. The gradients of keys and values follow one hop behind, until they reach the
+rank that has these keys. Keys and values are sent as one tensor.
 
 The method is that of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order
 of Megatron and ring-flash-attention. Unlike in Megatron and ring-flash-attention, chunks may differ in size, so there
@@ -55,9 +55,9 @@ class RingLayout(DividedLayout):
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
         """Returns the step of the ring for the keys of rank `source`. Returns None if no query of this rank attends to
-        them, which happens if sequences are too short to fill all chunks."""
+        these keys, which happens if sequences are too short to fill all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Which of the two chunks are used: the first, the second.
+        # Whether the first and whether the second chunk is used.
         query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
             key_chunks = (True, False)

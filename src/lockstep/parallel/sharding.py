@@ -32,7 +32,7 @@ class Sharding:
     device: torch.device
     on_host: bool = False
     tensor: TensorGroup | None = None
-    """The tensor-parallel group of this rank. `mesh` then has only one rank of each tensor-parallel group."""
+    """The tensor-parallel group of this rank. With tensor parallelism, `mesh` has only one rank of each group."""
     every: DeviceMesh | None = None
     """With tensor parallelism, a mesh of all ranks, for the parameters that tensor parallelism does not split."""
 

@@ -182,7 +182,8 @@ class World:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """Must be called when the first step begins. Afterwards the watchdog no longer counts CPU use as progress."""
+        """Must be called when the first step begins. After this call the watchdog no longer counts CPU use as
+        progress."""
         if self.watch is not None:
             self.watch.started()
 
@@ -254,13 +255,13 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
     return replace(world, context=group, dp_group=dp_groups[index])
 
 
-# A problem that one rank finds must be raised on all ranks. If only one rank raised it, the other ranks would hang in
-# their next collective operation.
+# A problem that one rank finds must be raised on all ranks. If only one rank raised a problem, the other ranks would
+# hang in their next collective operation.
 
 
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
-    """Collects the problems that the `with` block raises on any rank. All ranks then raise all of these problems
+    """Collects the problems that the `with` block raises on any rank. All ranks then raise all collected problems
     together. `what` says what the problems are about, such as weights."""
     problems: list[Problem] = []
     try:

@@ -22,7 +22,8 @@ TOOLS = ("tools", "functions")
 
 @dataclass(frozen=True)
 class ExtraColumns:
-    """Columns that extend the prompt: input, system message, earlier turns, tools. "" means: no such column."""
+    """Columns that extend the prompt: input, system message, earlier turns, tools. An empty name means that the rows
+    have no such column."""
 
     input: str = ""
     system: str = ""
@@ -176,7 +177,7 @@ class ColumnFinder:
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 
     def unread(self, *used: str) -> str:
-        """Returns a text for the data report that lists the columns that are not read."""
+        """Returns a text for the data report: the names of the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
         names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
@@ -185,7 +186,7 @@ class ColumnFinder:
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
             self.source.path,
-            f"cannot tell which columns {what}; it has {', '.join(self.available)}",
+            f"cannot tell which columns {what}; the columns are {', '.join(self.available)}",
             remedy,
             code="unclear-columns",
         )

@@ -3,9 +3,9 @@
 Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. The text
 can be cut at positions where a word ends regardless of its context. The tokens of the text are then the concatenated
 tokens of its pieces. A chat consists of hundreds of pieces, and most pieces occur in many chats. Looking up a cached
-piece is many times faster than tokenising it. A piece that is not cached goes to the tokenizer. For ASCII pieces, each
-uncached word goes to the tokenizer. This module does no BPE merges itself. A text that cannot be cut safely is
-tokenised as a whole.
+piece is many times faster than tokenising it. A piece that is not cached is tokenised by the tokenizer. An uncached
+ASCII piece is split into words, and only the words that are not cached are tokenised. This module does no BPE merges
+itself. A text that cannot be cut safely is tokenised as a whole.
 
 Positions where a text can safely be cut, for the word patterns in `_CUTS`:
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The cache uses about 50 MB at most. MOST limits the characters of all pieces, where each piece counts OVERHEAD
-# characters more. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of cached words.
+# The cache uses about 50 MB at most. MOST limits the sum over all cached pieces of their number of characters plus
+# OVERHEAD. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of cached words.
 MOST, OVERHEAD, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
@@ -150,7 +150,7 @@ class Pieces(dict[str, bytes]):
         ends."""
         border = ahead[0]
         if border < start:
-            raise NotCacheable  # the border is inside an added token, or it is the second one in a piece
+            raise NotCacheable  # the border is inside an added token, or is the second border in a piece
         match, right = self._find.match, b""
         while start < border:
             found = match(text, start, end)

@@ -54,7 +54,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
     if missing:
         raise Refusal.at(
             samples,
-            f"lacks the columns {', '.join(missing)}; it has {', '.join(rows.columns)}",
+            f"lacks the columns {', '.join(missing)}; the existing columns are {', '.join(rows.columns)}",
             "give a file that `lockstep sample` wrote",
             code="missing-column",
         )

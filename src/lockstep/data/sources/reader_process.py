@@ -1,4 +1,4 @@
-"""The process that runs a user's reader function and sends the rows. It imports no heavy packages.
+"""The process that runs a user's reader function and sends the rows. This module imports no heavy packages.
 
 Each message is a line: one byte for the kind of message, then JSON. The parent hashes the lines of rows to the
 fingerprint of the data.

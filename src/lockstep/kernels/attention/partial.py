@@ -61,7 +61,7 @@ def same_parts(
     )
 
 
-# Shapes: T queries, S keys, H query heads, G key/value heads, D key size, E value size.
+# The suffixes of tensor names mean T queries, S keys, H query heads, G key/value heads, D key size, E value size.
 
 
 def partial_kernel(

@@ -34,7 +34,8 @@ SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
 STANDSTILL = 3
 # To distinguish old weights from new ones, an update must change log-probs by this multiple of the tolerance.
 VISIBLE = 10
-# Number of learning rates that are tried for such an update: the recipe's rate first, then each ten times larger.
+# Number of learning rates that are tried until an update changes log-probs enough: first the recipe's rate, then rates
+# that are each ten times larger than the previous one.
 RATES = 5
 
 OFFLINE = "an offline method generates nothing"
@@ -94,7 +95,7 @@ class Bench:
         return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
-        """Returns the model's output for each target token. For a policy it is the log-prob."""
+        """Returns the model's output for each target token. For a policy the output is the log-prob."""
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
