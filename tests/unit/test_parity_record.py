@@ -157,7 +157,11 @@ DAMAGE = [
     ("no table", lambda text: "# Support\n", "contains no support table"),
     ("no rule", lambda text: text.replace(RULE + "\n", ""), "line 12 [damaged-file]"),
     ("a cell less", lambda text: text.replace("| tiny-7 ", ""), "line 13 [damaged-file]: has 7 cells"),
-    ("no link", lambda text: text.replace("[json]", "json"), "line 13 [damaged-file]: its evidence is `json"),
+    (
+        "no link",
+        lambda text: text.replace("[json]", "json"),
+        "line 13 [damaged-file]: its last cell (evidence) is `json",
+    ),
     ("words", lambda text: text + "and so on\n", "line 14 [damaged-file]"),
     ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), "line 14 [damaged-file]"),
     (

@@ -101,8 +101,8 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
-        # In the replay a fused operator replaces these children. So the operators of the children are logged as part of
-        # the clean module.
+        # In the replay a fused operator replaces these children. So the log of the clean module must also contain the
+        # operators of these children.
         same = log(clean.module, batch, given=replayed.border, through=fused)
     case = _case(run.recipe, clean, tape, step, diverged, batch)
     return judge_module(replayed, same, which_side(case, replayed, same, record), diverged, run)
@@ -321,8 +321,8 @@ def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable
 def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
-    """Returns the gradient at the module's output in the replay. If the replay has none, returns the gradient of the
-    clean module if it agrees with the recorded gradient, otherwise None."""
+    """Returns the gradient at the module's output in the replay. If the replay has no such gradient, returns the
+    gradient of the clean module if that agrees with the recorded gradient, otherwise None."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])

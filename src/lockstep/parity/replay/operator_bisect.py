@@ -246,8 +246,9 @@ def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tupl
 
 
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
-    """Returns the operator that is the most likely fault in a group with a differing result. It is a cast to lower
-    precision, otherwise an operator that exists only on the device and cannot be tested, otherwise `end`."""
+    """Returns the operator that is the most likely fault in a group with a differing result. This is a cast to lower
+    precision if there is one, otherwise an operator that exists only on the device and cannot be tested, otherwise
+    `end`."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)
@@ -272,7 +273,8 @@ def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -
 def _needless(
     made: OperatorResult | None, instead: str = "the clean CPU copy of the module does not run it"
 ) -> WrongOperator | None:
-    """Returns the description of an operator that should not run. Its input is the expected result."""
+    """Returns the description of an operator that should not run. The input of this operator is already the expected
+    result."""
     if made is None:
         return None
     expected = next((one for one in made.call.inputs if one.shape == made.tensor.shape), NONE)
@@ -334,8 +336,8 @@ def _doubled(leaf: Any) -> Any:
 
 
 def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the larger norm. It is infinite if the shapes differ or if a value
-    is finite in only one tensor."""
+    """Returns the norm of the difference divided by the larger norm. The result is infinite if the shapes differ or if
+    a value is finite in only one tensor."""
     if actual.shape != wanted.shape:
         return math.inf
     x, y = actual.double(), wanted.double()

@@ -39,8 +39,8 @@ def copied(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator call. Tensor arguments and results are stored as copies on the host. Other arguments are stored
-    unchanged."""
+    """One operator call. Tensor arguments and results are stored as copies on the host. Arguments that are not tensors
+    are stored unchanged."""
 
     function: Any
     args: tuple[Any, ...]
@@ -356,14 +356,15 @@ class OperatorGraph:
         ]
 
     def ends(self) -> list[OperatorResult]:
-        """Returns the results that no logged operator reads. They go to the module's caller or to its child modules."""
+        """Returns the results that no logged operator reads. These results go to the module's caller or to its child
+        modules."""
         return self.leaving(range(len(self.calls)))
 
     def leaving(self, part: range) -> list[OperatorResult]:
         """Returns the results of the calls in `part` that a call outside `part` reads, or that no call reads.
 
-        If an operator has several results and some are read, its unread results are ignored. If none is read, only the
-        first result is returned.
+        If an operator has several results and some are read, its unread results are ignored. If no result of an
+        operator is read, only its first result is returned.
         """
         found = []
         for number in part:
@@ -386,8 +387,8 @@ class OperatorGraph:
 
 
 def _floats(call: Operator) -> list[int]:
-    """Returns the indices of a call's floating-point results. If it has none, returns the indices of all its
-    results."""
+    """Returns the indices of a call's floating-point results. If a call has no floating-point results, returns the
+    indices of all its results."""
     floats = [index for index, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
     return floats or list(range(len(call.outputs)))
 

@@ -48,7 +48,7 @@ class ReplayRequest:
     checklist: bool
     json: bool
     model: str | None = None
-    """The folder of the model that was trained. It is needed only for recordings of other frameworks."""
+    """The folder of the model that was trained, which is needed only for recordings of other frameworks."""
 
 
 def replay_run(request: ReplayRequest) -> int:

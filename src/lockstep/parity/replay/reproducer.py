@@ -12,11 +12,13 @@ from torch.utils import _pytree as pytree
 from lockstep.parity.replay.operator_bisect import WrongOperator, in_double, in_torch, relative_difference, run_on_cpu
 from lockstep.parity.replay.operator_log import Operator
 
-# The maximum number of tensor elements that the script itself contains. More elements go into a separate file.
+# The maximum number of tensor elements that the script itself contains. If there are more elements, the tensors go into
+# a separate file.
 INLINE = 4096
 # A relative difference between two float64 results that exceeds this value is more than rounding.
 SEEN = 1e-6
-# The tolerance for the relative difference of an operator. A correct fp32 operator is well below it.
+# The tolerance for the relative difference of an operator. The difference of a correct fp32 operator is well below this
+# tolerance.
 ALLOWED = 1e-5
 
 
@@ -173,8 +175,8 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the relative difference of two tensors. It is 0 if the shapes differ, because such a fault cannot be
-    shown."""
+    """Returns the relative difference of two tensors. The result is 0 if the shapes differ, because the script cannot
+    show such a fault."""
     return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 
