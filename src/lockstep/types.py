@@ -189,8 +189,8 @@ class MicroBatch:
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split of this micro-batch over a context-parallel group. The part of one rank also has this split, and has
-    the `lengths` of the full sequences."""
+    """The split of this micro-batch over a context-parallel group. The part of the micro-batch on one rank has the same
+    split, and the `lengths` of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -268,7 +268,7 @@ class PartialResponse:
 class Request:
     """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the number of
     the first sample. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`. Only rollout
-    functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished samples. Only
+    functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished samples; only
     engines that can pause use it."""
 
     ids: Sequence[int]

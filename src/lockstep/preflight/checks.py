@@ -1,4 +1,4 @@
-"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all of them.
+"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all checks.
 
 A check is a function of a `Context` that returns problems or raises a refusal. Checks run stage by stage, and all
 problems of the stages before the plan are reported together.

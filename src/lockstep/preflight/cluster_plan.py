@@ -193,8 +193,8 @@ class Fit:
 
 
 def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
-    """Finds the recipe keys with which the recipe fits on the cluster and is fastest. If none fit, tries more nodes of
-    the same type. Returns None if nothing fits."""
+    """Finds the recipe keys with which the recipe fits on the cluster and is fastest. If no keys make the recipe fit,
+    tries more nodes of the same type. Returns None if the recipe fits on no tried cluster."""
     nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
     while nodes <= most:
         larger = replace(cluster, nodes=nodes)
@@ -251,8 +251,8 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
 
 
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
-    """Yields all valid combinations of keys with which the recipe fits. Each allows as many concurrent sequences as
-    fit."""
+    """Yields all valid combinations of keys with which the recipe fits. Each combination allows as many concurrent
+    sequences as fit."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
@@ -317,7 +317,7 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     """Returns alternatives for gradient checkpointing and activation offload. Offload is proposed only together with
-    checkpointing. Without checkpointing it would need host memory and bandwidth that are not modelled."""
+    checkpointing. Without checkpointing, offload would need host memory and bandwidth that are not modelled."""
     whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
     return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]

@@ -101,8 +101,8 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
-    """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. These are
-    the parameters outside the layers and one gathered layer with its buffer, while the previous layer is still
+    """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. The extra
+    parameters are those outside the layers and one gathered layer with its buffer, while the previous layer is still
     allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
     layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)

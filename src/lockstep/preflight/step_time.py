@@ -262,7 +262,7 @@ class StepTimes:
 
     def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
         """Returns the time of an all-gather of parameters of `each` bytes. Parameters that tensor parallelism divides
-        are gathered over the shard group. Other parameters are gathered over the shard and tensor groups."""
+        are gathered over the shard group. All other parameters are gathered over the shard and tensor groups."""
         part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
         seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
         return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))

@@ -81,7 +81,7 @@ class RolloutCorrection(Section):
     )
     rejected: Literal["left_out", "zero"] = Field(
         "left_out",
-        description="How the loss means treat masked tokens. `left_out` excludes them from the mean. "
+        description="How the means in the loss treat masked tokens. `left_out` excludes masked tokens from the mean. "
         "`zero` includes them with the loss 0.",
     )
 
@@ -117,8 +117,8 @@ class Kl(Section):
     horizon: int = Field(
         10000,
         ge=1,
-        description="Number of sequences that sets the speed at which `coefficient` adapts. A larger number adapts "
-        "more slowly.",
+        description="With `target`, `coefficient` changes in each step by an amount proportional to the number of "
+        "sequences divided by `horizon`. With a larger value, `coefficient` adapts more slowly.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reward_coefficient: float = Field(
@@ -136,15 +136,16 @@ class Kl(Section):
     weighted: bool = Field(
         False,
         description="With a `+` estimator in the loss, multiply its gradient by the ratio of new to old probability, "
-        "at most 10. Then it remains the gradient of the KL divergence in later updates of a step, when responses "
+        "at most 10. This keeps the gradient of the KL divergence correct in later updates of a step, when responses "
         "are off-policy.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     before_baseline: bool = Field(
         True,
-        description="When a KL penalty in the reward is applied, with advantage estimators that compare groups. "
-        "`true` subtracts the penalty from the rewards before the baseline of the group is computed. `false` "
-        "subtracts the penalty afterwards: each token gets the penalty of the rest of the response.",
+        description="When a KL penalty in the reward is subtracted, for advantage estimators that compare the "
+        "responses of a group. `true` subtracts the penalty from the rewards before the baseline of the group is "
+        "computed. `false` subtracts the penalty from the advantages after the baseline: for each token, the "
+        "penalties of this token and all later tokens.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reference: str | None = Field(
@@ -180,9 +181,9 @@ class DynamicSampling(Section):
     max_gen_batches: int = Field(
         1,
         ge=1,
-        description="Maximum number of batches of prompts that are generated per step. If it is above 1, groups "
-        "whose responses all have equal rewards are replaced by new prompts, until the step is full or this maximum "
-        "is reached.",
+        description="Maximum number of batches of prompts that are generated per step. If this number is above 1, "
+        "groups whose responses all have equal rewards are replaced by new prompts, until the step is full or this "
+        "maximum is reached.",
     )
     between: list[float] | None = Field(
         None,
@@ -220,8 +221,8 @@ class Overlong(Section):
     factor: float = Field(
         1.0,
         ge=0,
-        description="Penalty of a response with `rollout.max_tokens` tokens. It grows linearly from 0 within the "
-        "buffer.",
+        description="Penalty of a response with `rollout.max_tokens` tokens. The penalty grows linearly from 0 within "
+        "the buffer.",
     )
     truncated_reward: float | None = Field(
         None,
@@ -403,9 +404,9 @@ class Reward(Section):
     )
     process: str | None = Field(
         None,
-        description="Folder of a process reward model (method `prm`). The reward of each reasoning step of a "
-        "response is its probability of being good, divided by the number of steps. It is given at the last token of "
-        "the step.",
+        description="Folder of a process reward model (method `prm`). The reward of each reasoning step of a response "
+        "is its probability of being good, divided by the number of steps. This reward is assigned to the last token "
+        "of the step.",
         effect=FOLDER,
     )
     separator: str = Field(

@@ -62,8 +62,8 @@ class State:
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters have no weight decay. `role`: biases and norms. Empty, in checkpoints of earlier lockstep
-    versions: one-dimensional parameters."""
+    """Which parameters have no weight decay. The value `role` means biases and norms. An empty value, in checkpoints of
+    earlier lockstep versions, means one-dimensional parameters."""
     probe: dict[str, Any] = field(default_factory=dict)
     """A few token sequences and the model outputs for them, which the exported model must reproduce. Empty in
     checkpoints of earlier lockstep versions."""
@@ -133,8 +133,8 @@ def unwritten_checkpoint(target: Path, why: str) -> Refusal:
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
-    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a piece of advice for the error
-    message: the recipe keys that save space."""
+    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a part of the error message that
+    says which recipe keys save space."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:

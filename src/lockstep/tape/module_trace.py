@@ -229,8 +229,8 @@ def trace_modules(
     """Traces `forward` and a backward pass. `forward` returns one number per target token. The backward pass starts at
     `fixed_sum` of these numbers.
 
-    Parameter gradients are cleared afterwards, because tracing happens between two updates. All ranks trace the same
-    sequences, and a sharded model sums the gradients of the ranks. So gradients are divided by `ranks`.
+    After tracing, the parameter gradients are cleared, because tracing happens between two updates. All ranks trace the
+    same sequences, and a sharded model sums the gradients of the ranks. So gradients are divided by `ranks`.
     """
     patterns, whole_patterns = list(patterns), list(whole_patterns)
     tracer = _Tracer(lambda name: _matches(name, patterns), lambda name: _matches(name, whole_patterns))

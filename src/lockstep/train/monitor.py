@@ -68,7 +68,7 @@ def failure_warning(failed: Unscored) -> list[str]:
 
 
 def _of_rollout(failure: Failure) -> bool:
-    """Returns whether the rollout function failed. Otherwise a reward function failed."""
+    """Returns True if the rollout function failed, and False if a reward function failed."""
     return failure.part == ROLLOUT_FUNCTION
 
 

@@ -117,8 +117,8 @@ def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]
             found.append(f"the {name} after step {step} changes, because recipe keys have changed: {rates_text}")
         else:
             found.append(
-                f"the {name} schedule up to step {step} was computed for {before} steps, and after it for {steps}: "
-                f"{rates_text}; it differs from the schedule of a run of {steps} steps"
+                f"the {name} schedule up to step {step} was computed for {before} steps, and after this step for "
+                f"{steps}: {rates_text}; it differs from the schedule of a run of {steps} steps"
             )
     return found
 
@@ -183,7 +183,7 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
 
 
 def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
-    """Returns warnings about parameters whose weight decay differs from that of the lockstep version that saved the
+    """Returns warnings about parameters whose weight decay was different in the lockstep version that saved the
     checkpoint."""
     if state.decay_rule or not optim.weight_decay:
         return []

@@ -203,8 +203,8 @@ class Run:
 
     @contextmanager
     def timed(self, step: int) -> Iterator[None]:
-        """Times step `step`, which counts from 1. In the first step, it also records operators that fall back to the
-        CPU."""
+        """Times step `step`, which counts from 1. In the first step, operators that fall back to the CPU are also
+        recorded."""
         self._step = step
         self.world.started()
         with self.phases("step"):
@@ -248,7 +248,7 @@ class Run:
         tokens: bool = False,
     ) -> None:
         """Appends responses to samples.jsonl. `advantages` has a list per response, with one number per policy token.
-        With `tokens`, it also writes token details."""
+        With `tokens`, token details are written too."""
         if not self.world.main or not rollouts:
             return
         advantage_lists = advantages if advantages is not None else [None] * len(rollouts)

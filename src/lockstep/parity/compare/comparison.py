@@ -48,8 +48,8 @@ class Noise:
     """The mean of the errors between all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """The 95 % bootstrap interval (over blocks of steps) of the mean error between A and B minus the mean error between
-    repeats, in percent."""
+    """The bounds, in percent, of a 95 % bootstrap interval over blocks of steps. The interval is that of the mean error
+    between A and B minus the mean error between repeats."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Metric:
     verdict: Verdict | None
     """None if the metric is shown but gets no verdict."""
     decided_by: str
-    """The explanation of the verdict: which error metric met or missed which bar."""
+    """The explanation of the verdict, which names the error metric and the bar that it met or missed."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]

@@ -52,8 +52,8 @@ SPIKE_SIZE = 9.5
 """The difference at a single step is significant only if it exceeds this multiple of the root mean square of the
 differences at all other steps."""
 SPIKE_CHANCE = 0.025
-"""The difference at a single step is significant only if the estimated tail of all other steps reaches it with a
-probability of at most this value and at most 0.5 / (number of steps)."""
+"""The difference at a single step is significant only if it is improbable by the estimated tail of all other steps: its
+probability must be at most this value and at most 0.5 / (number of steps)."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
 """The false-alarm probability of the test for opposed moves, which runs only without repeats. The other statistics then

@@ -421,7 +421,7 @@ def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str
 
 
 def same_setting(one: Log, other: Log) -> bool:
-    """Returns whether two runs are repeats: they use the same hardware and differ only in the seed and in harmless
+    """Returns whether two runs are repeats. Repeats use the same hardware and differ only in the seed and in harmless
     keys."""
     if one.evidence is None or other.evidence is None:
         return False

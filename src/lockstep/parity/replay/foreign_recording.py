@@ -42,8 +42,8 @@ NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
-    """Compares the recordings of every rank that A and B both contain. The result is that of the first rank that
-    diverges."""
+    """Compares the recordings of every rank that A and B both contain. If a rank diverges, the result of the first such
+    rank is returned."""
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:

@@ -329,8 +329,8 @@ class OperatorResult:
 
 
 class OperatorGraph:
-    """The data flow between logged operators: the calls in their order, without allocations, and which call reads which
-    result."""
+    """The data flow between logged operators: the calls in their order, without allocations, and the calls that read
+    each result."""
 
     def __init__(self, calls: Sequence[Operator]):
         self.calls = _selected(calls, [number for number, call in enumerate(calls) if not call.allocates])

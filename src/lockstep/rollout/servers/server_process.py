@@ -136,8 +136,8 @@ def start_server(
     log: Path,
     host: str = HOST,
 ) -> tuple[ServerProcess, str, str]:
-    """Starts a server on a free port of this machine without waiting until it responds. Returns its process, address
-    and API key."""
+    """Starts a server on a free port of this machine without waiting until it responds. Returns the process, address
+    and API key of the server."""
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
     env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}

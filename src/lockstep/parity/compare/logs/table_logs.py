@@ -24,7 +24,7 @@ from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_ste
 # of these columns, because wandb increments it at each log call.
 STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
-# Columns that identify the process that wrote the row.
+# Columns with the rank or process that wrote the row.
 _RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
 _NO_METRICS = frozenset({*STEP_COLUMNS, *_RANK_COLUMNS, WANDB_COUNT, "_runtime", "_timestamp", "_wandb"})
 _RANGE_COLUMNS = ("__MIN", "__MAX")
