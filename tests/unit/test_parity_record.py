@@ -167,7 +167,7 @@ DAMAGE = [
     (
         "twice",
         lambda text: text + text.splitlines()[-1] + "\n",
-        "line 14 [damaged-file]: links to the same evidence file as line 13",
+        "line 14 [damaged-file]: links to the same JSON file as line 13",
     ),
 ]
 

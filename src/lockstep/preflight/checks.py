@@ -285,8 +285,8 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
 
 
 def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
-    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of them as remarks to the context
-    instead."""
+    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of these problems as remarks to
+    the context instead."""
     problems: list[Problem] = []
     for check in (check for section in CHECKS.values() for check in section):
         if check.stage != stage or not check.applies(context):

@@ -202,9 +202,9 @@ class DynamicSampling(Section):
 class PolicyFiltration(Section):
     method: Literal["none", "pow", "max_min", "max_random"] = Field(
         "none",
-        description="PF-PPO: resample the responses of a step by their scores. `pow` draws responses in proportion "
-        "to a power of the score. `max_min` draws only the best and the worst responses. `max_random` draws the best "
-        "responses four times as often as the others.",
+        description="PF-PPO: resample the responses of a step by their scores. `pow` samples responses in proportion "
+        "to a power of the score. `max_min` samples only the best and the worst responses. `max_random` samples the "
+        "best responses four times as often as all others.",
     )
     power: float = Field(
         2.0, gt=0, description="The exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
@@ -233,7 +233,7 @@ class Overlong(Section):
     mask_truncated: bool = Field(
         False,
         description="Mask responses that were cut off at `rollout.max_tokens` in the loss (overlong filtering). The "
-        "baselines of other responses still include them.",
+        "baselines of other responses still include the scores of masked responses.",
     )
 
 
@@ -334,8 +334,9 @@ class Algorithm(Section):
     )
     gdpo_rewards: dict[str, float] = Field(
         default_factory=dict,
-        description="For the estimator `gdpo`: the weights of the rewards that are compared separately. The names of "
-        "rewards are those of `dynamic_sampling.metric`. Default: all rewards of the recipe, with `reward.weights`.",
+        description="For the estimator `gdpo`: the weights of the rewards that are compared separately. The rewards "
+        "have the same names as in `dynamic_sampling.metric`. Default: all rewards of the recipe, with "
+        "`reward.weights`.",
         read_where=("algorithm.advantage", ("gdpo",)),
     )
     whiten: Whiten = Field(default_factory=Whiten)

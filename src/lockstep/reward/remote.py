@@ -37,8 +37,8 @@ from lockstep.types import Failure, Question
 # Number of concurrent batches: some are on the network while the endpoints score others.
 CONCURRENT_BATCHES = 4
 MAX_BYTES = 16 * 2**20
-# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. The bearer key is not a recipe key,
-# because recipes are stored and shown.
+# The bearer key for endpoints that require a key, such as `lockstep serve --api-key`. The bearer key is not a recipe
+# key, because recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
 MAX_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429

@@ -154,7 +154,7 @@ class Shares:
         """Starts and returns up to `count` prompts of the rank with the most unstarted prompts.
 
         A rank that has started no prompt yet may have room for all of its prompts. So only an `idle` rank takes prompts
-        from such a rank.
+        from a rank that has started none.
         """
         if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []

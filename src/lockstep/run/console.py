@@ -120,7 +120,7 @@ class Console:
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Prints every problem of a refusal to stderr. If `colour` is None, it prints colours if the terminal supports
+    """Prints every problem of a refusal to stderr. If `colour` is None, colours are printed if the terminal supports
     them."""
     from rich.text import Text
 

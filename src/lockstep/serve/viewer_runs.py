@@ -242,7 +242,7 @@ class RunIndex:
         if self._file is None or not (new or changed >= WRITE_AFTER):
             return
         body = {str(run): [states, read] for run, (states, read) in self.cache.items()}
-        # The checksum must be that of the data as it is read back. JSON converts tuples to lists.
+        # The checksum must match the data as it is read back. JSON converts tuples to lists.
         body = json.loads(json.dumps(body))
         stored = {"version": self._version, "sha256": _checksum(body), "runs": body}
         with contextlib.suppress(OSError):

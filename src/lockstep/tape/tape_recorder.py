@@ -428,7 +428,7 @@ class TapeRecorder(Recorder):
 
 def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
     """Returns the sequences of a module trace: the first sequences that have target tokens, up to `rows` sequences and
-    `TRACE_TOKENS` tokens. The first such sequence is always included."""
+    `TRACE_TOKENS` tokens. The first sequence with target tokens is always included."""
     chosen: list[Example] = []
     for example in examples:
         if not example.targets:

@@ -397,7 +397,7 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         WarningSign(
             "moved",
             lambda metrics: abs(metrics.get("actor/ppo_kl", 0.0)) > 0.2,
-            f"the policy moved by more than 0.2 nats per token {'since the draw' if from_draw else 'within a step'}. "
+            f"the policy moved by more than 0.2 nats per token {'since generation' if from_draw else 'within a step'}. "
             "Usually optim.lr is too high",
         ),
         WarningSign(

@@ -91,8 +91,8 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
-    """Shows the comparison of the curves, then that of the stages and modules of all recorded updates. Returns whether
-    the recorded updates of A and B are in step."""
+    """Shows the comparison of the curves, then the comparison of the stages and modules of all recorded updates.
+    Returns whether the recorded updates of A and B are in step."""
     # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json

@@ -288,7 +288,7 @@ def _refuse_duplicates(path: Path, first: int, rows: list[SupportRow]) -> None:
     seen: dict[str, int] = {}
     for number, row in enumerate(rows, start=first):
         if row.evidence in seen:
-            raise _damaged(path, number, f"links to the same evidence file as line {seen[row.evidence]}")
+            raise _damaged(path, number, f"links to the same JSON file as line {seen[row.evidence]}")
         seen[row.evidence] = number
 
 

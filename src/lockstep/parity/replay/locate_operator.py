@@ -101,7 +101,7 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
-        # In the replay a fused operator replaces these children. So the log of the clean module must also contain the
+        # In the replay a fused operator replaces these children. So the log of the clean copy must also contain the
         # operators of these children.
         same = log(clean.module, batch, given=replayed.border, through=fused)
     case = _case(run.recipe, clean, tape, step, diverged, batch)
@@ -322,7 +322,7 @@ def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
     """Returns the gradient at the module's output in the replay. If the replay has no such gradient, returns the
-    gradient of the clean module if that agrees with the recorded gradient, otherwise None."""
+    gradient of the clean copy of the module if that agrees with the recorded gradient, otherwise None."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])

@@ -145,8 +145,8 @@ def _instead(found: OperatorResult, value: Array) -> WrongOperator:
 def _differing_counterpart(
     end: OperatorResult, theirs: OperatorGraph, tolerance: Tolerance
 ) -> OperatorResult | Literal[False] | None:
-    """Returns the clean module's result that `end` should equal. Returns None if both agree, or False if the clean
-    module has no such result."""
+    """Returns the result of the clean copy of the module that `end` should equal. Returns None if both results agree,
+    or False if the clean copy has no such result."""
     error, near = _nearest(end.tensor, theirs.ends())
     if near is None:
         error, _ = _nearest(end.tensor, theirs.results())
@@ -185,11 +185,11 @@ def _source(call: Operator, index: int) -> bool:
 def _other_part(
     ours: OperatorGraph, theirs: OperatorGraph, mine: range, wanted: range, tolerance: Tolerance
 ) -> WrongOperator | None:
-    """Compares a group of operators of the replayed module with a different group of the clean module. The difference
-    is harmless if the results that leave the groups agree."""
+    """Compares a group of operators of the replayed module with a different group of operators of its clean copy. The
+    difference is harmless if the results that leave the groups agree."""
     if not mine:
-        # Only the clean module runs operators here. That is harmless if they change nothing, or if the replayed module
-        # computes their results elsewhere.
+        # Only the clean copy of the module runs operators here. This is harmless if these operators change nothing, or
+        # if the replayed module computes their results elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None

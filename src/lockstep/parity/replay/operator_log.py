@@ -129,7 +129,7 @@ def _is_view(func: Any) -> bool:
 
 @dataclass
 class ModuleLog:
-    """The operators and border tensors of the first call of a module."""
+    """The operators of the first call of a module, and the tensors that entered the module (border tensors)."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     """The module's outputs. For the backward pass, these are the gradients at the module's inputs in the order of their
@@ -181,8 +181,7 @@ def log_module(
 
 
 class _ModuleLogger:
-    """Tracks when the module's own code runs (outside its child modules), and records the tensors that cross its
-    border."""
+    """Tracks when the module's own code runs (outside its child modules), and records the tensors that enter it."""
 
     def __init__(
         self, root: nn.Module, wanted: str, phase: str, given: Mapping[str, torch.Tensor], through: frozenset[str]
@@ -263,7 +262,7 @@ class _ModuleLogger:
             self.began = torch.autograd._get_sequence_nr()
 
     def _cross(self, values: Any, prefix: str, change: Any, change_gradient: Any, keep_gradient: Any) -> Any:
-        """Records or replaces tensors that cross the module's border, and their gradients."""
+        """Records or replaces tensors that enter the module's own code, and their gradients."""
         leaves, spec = pytree.tree_flatten(values)
         for number, leaf in enumerate(leaves):
             if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):

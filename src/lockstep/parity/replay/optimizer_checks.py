@@ -46,8 +46,8 @@ def check_optimizer(
     *,
     restored: bool,
 ) -> Iterator[Check]:
-    """Checks the optimizer step of one update. `manifest` is that of the replay. `restored` is true if the replay
-    started from the recorded optimizer state."""
+    """Checks the optimizer step of one update. `manifest` is the manifest of the replay. `restored` is true if the
+    replay started from the recorded optimizer state."""
     rates = info[0]["lr"], info[1]["lr"]
     difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
     what = f"{learner}, update {number + 1}: learning rate"

@@ -149,7 +149,8 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
 
 
 def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
-    """Returns the operator call with the non-tensor arguments of the clean module's call."""
+    """Returns the operator call with the non-tensor arguments of the corresponding call in the clean copy of the
+    module."""
     if clean is None or clean.name != call.name:
         return None
     mine, spec = pytree.tree_flatten((call.args, call.kwargs))
@@ -193,7 +194,7 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
         same = "The same operator" if case.judge is case.call else "With the arguments of a clean module copy"
         judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
     return [
-        f'"""{_quotable(title)}: needs only torch; exits with 1 if the two differ and with 0 if they agree."""',
+        f'"""{_quotable(title)}: needs only torch; exits with 1 if the two results differ and with 0 if they agree."""',
         "",
         *(["from pathlib import Path", ""] if heavy else []),
         "import torch",

@@ -72,7 +72,7 @@ class Limits:
     logprob_offset: Bound
     loss: float
     """The allowed difference of the loss's gradients with respect to the log-probs. The differences of
-    log-probabilities and advantages are added to it."""
+    log-probabilities and advantages are added to this limit."""
     answers: bool = True
     """Whether the model's final outputs (log-probs) are tested for systematic differences like module outputs. In a
     trained model a few unlikely tokens dominate the norm of the log-probs, so rounding hardly averages out. The

@@ -76,7 +76,7 @@ class ServerProcess:
         self._process.kill()
 
     def remove_key(self) -> None:
-        """Deletes the key file; the server cannot be restarted afterwards."""
+        """Deletes the key file, without which the server cannot be restarted."""
         if self._key_file is not None:
             shutil.rmtree(self._key_file.parent, ignore_errors=True)
 

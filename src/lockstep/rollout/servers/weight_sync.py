@@ -74,7 +74,7 @@ class WeightSync:
 
     @property
     def transport(self) -> str:
-        """The weight transport in use, as a value of `rollout.weight_sync`."""
+        """The current weight transport, as a value of `rollout.weight_sync`."""
         return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
 
     # -- which servers
