@@ -280,7 +280,7 @@ class OfflineSteps:
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
-        # The keys are pairs of booleans: rows are packed, and sequences of a row share their prefix.
+        # The keys are pairs of booleans: whether rows are packed, and whether sequences of a row share their prefix.
         self._works: dict[tuple[bool, bool], StepWork] = {}
         self._longest: dict[tuple[bool, bool], int] = {}
 

@@ -101,8 +101,8 @@ class Outlook:
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
-        """Returns the outlook with tensor parallelism of this size. Raises Indivisible if the model cannot be divided
-        over so many ranks."""
+        """Returns a copy of this outlook with tensor parallelism over `tensor` ranks. Raises Indivisible if the model
+        cannot be divided over so many ranks."""
         refuse_heads(self.models.config, tensor)
         parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
         recipe = self.recipe.model_copy(update={"parallel": parallel})
@@ -273,7 +273,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyV
 
 
 def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool:
-    """Returns whether the recipe is valid with these keys, and the longest row still fits into a micro-batch."""
+    """Returns True if the recipe is valid with these keys and the longest row still fits into a micro-batch."""
     recipe = with_keys(outlook.recipe, keys)
     try:
         grid_of(recipe.parallel, cluster.devices)

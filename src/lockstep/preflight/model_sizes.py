@@ -135,7 +135,7 @@ def _parameters_of(folder: str) -> int:
 
 
 class LayerKernels(NamedTuple):
-    """Which fused kernels the layers use, because they change the stored activations."""
+    """Which fused kernels the layers use. Fused kernels change which activations are stored."""
 
     lean: bool = False
     """Norms, rotary and attention use the device's fused kernels."""

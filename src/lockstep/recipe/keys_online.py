@@ -263,13 +263,13 @@ class Algorithm(Section):
         0.2,
         ge=0,
         description="The ratio of new to old probability is clipped at 1 minus this value. With `dppo_tv` and "
-        "`dppo_kl`, it limits how far a probability may fall.",
+        "`dppo_kl`, the value limits how far a probability may fall.",
     )
     clip_high: float = Field(
         0.2,
         ge=0,
         description="The ratio of new to old probability is clipped at 1 plus this value. With `dppo_tv` and "
-        "`dppo_kl`, it limits how far a probability may rise.",
+        "`dppo_kl`, the value limits how far a probability may rise.",
     )
     dual_clip: float | None = Field(
         3.0,

@@ -200,7 +200,8 @@ def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
-    """Submits a response to the judge. A response whose rollout function failed gets a `Failure` instead."""
+    """Submits a response to the judge, which scores it. If the rollout function of the response failed, the result is a
+    `Failure`."""
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()

@@ -172,7 +172,8 @@ def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure
 
 
 def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
-    """Returns the step of the best checkpoint and its metric value. Of equally good steps, it returns the first."""
+    """Returns the step of the best checkpoint and its metric value. If several steps are equally good, the first of
+    these steps is returned."""
     values = {step: _measured(folder_of(checkpoints, step), measure) for step in steps_in(checkpoints)}
     for step in _ranked(values, measure):
         if (value := values[step]) is not None:
@@ -432,8 +433,8 @@ class ShardedWriter:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of the error message. If torch reports errors of several ranks, it uses the first
-    error."""
+    """Returns the first line of the error message. If torch reports errors of several ranks, the first error is
+    used."""
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     return first_line(error) or type(error).__name__

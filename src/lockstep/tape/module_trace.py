@@ -29,9 +29,10 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Event:
-    """One call of one module. `entered` and `left` are values of an event counter at the begin and the end of the call,
-    which give the order and the nesting of calls. `Trace.tensors` has `inputs` digests of input tensors and `outputs`
-    digests of output tensors under `key`. In a backward event, these are digests of gradients."""
+    """One call of one module. `entered` and `left` are the values of an event counter at the beginning and the end of
+    the call. These values give the order and the nesting of calls. `Trace.tensors` has `inputs` digests of input
+    tensors and `outputs` digests of output tensors under `key`. In a backward event, the digests are those of
+    gradients."""
 
     module: str
     kind: str

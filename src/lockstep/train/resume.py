@@ -58,8 +58,8 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
-    # A checkpoint of an earlier lockstep version may not have all groups of keys. If a missing group may change at a
-    # resume, it is not reported as a change.
+    # A checkpoint of an earlier lockstep version may not have all groups of keys. If the keys of a missing group may
+    # change at a resume, the missing group is not reported as a change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     # Secrets are masked before the comparison.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
@@ -291,8 +291,8 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
 
 
 # `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
-# also gets the metrics, samples and recipes up to that checkpoint. The new run is then resumed as usual. The other run
-# is not changed.
+# also gets the metrics, samples and recipes up to that checkpoint. Then training continues in the new folder from this
+# checkpoint. The other run is not changed.
 
 ORIGIN = "resumed_from.json"
 """A file in the new run folder that contains the path and the step of the source run."""

@@ -433,7 +433,7 @@ def typical_square(moves: np.ndarray) -> np.ndarray:
 
 def typical_size(values: np.ndarray) -> np.ndarray:
     """Estimates the standard deviation of normally distributed values without the influence of outliers. If most values
-    are 0, it is the root mean square of all values."""
+    are 0, the estimate is the root mean square of all values."""
     square = typical_square(values)
     return np.sqrt(np.where(square > 0, square, (values**2).mean(axis=-1)))
 

@@ -98,7 +98,7 @@ def slug(comparison: Comparison) -> str:
 
 
 def evidence_of(comparison: Comparison) -> dict[str, Any]:
-    """Returns the comparison as strict JSON values. Long curves keep every n-th step, and paths keep only their last
+    """Returns the comparison as strict JSON values. Long curves are reduced to every n-th step, and paths to their last
     name."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())

@@ -76,7 +76,7 @@ class Located:
     """The computed and the expected value at the largest difference."""
     script: str | None = None
     judge: str = ""
-    """How it was determined which run is wrong."""
+    """A text that says how the wrong run was determined."""
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:

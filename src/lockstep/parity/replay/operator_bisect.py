@@ -65,8 +65,8 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
     the module.
 
     If results of the module differ, only the operators that contribute to these results are compared. Where both
-    modules run the same operators, they are compared one by one. Where they run different operators (such as one fused
-    operator instead of many), only the results that leave the group of operators are compared.
+    modules run the same operators, the operators are compared one by one. Where the modules run different operators
+    (such as one fused operator instead of many), only the results that leave the group of operators are compared.
     """
     ours, theirs = OperatorGraph(calls), OperatorGraph(clean)
     wrong = [(end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None]
@@ -169,7 +169,7 @@ def _compared(call: Operator, clean: Operator, theirs: OperatorGraph, tolerance:
     if not alone or _source(call, index) or _source(clean, index):
         return None  # an unrelated call of the same operator
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
-        return None  # the clean module also computes this result
+        return None  # the clean copy also computes this result
     # No operator produced this input: it is a weight, a buffer or a constant.
     why = (
         f"its input number {index + 1} (a weight, a buffer or a constant) differs from that of the clean CPU copy of "

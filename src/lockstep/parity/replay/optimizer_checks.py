@@ -265,8 +265,8 @@ def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str)
 def _movement_slopes(
     one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
 ) -> Iterator[Check]:
-    """Compares how far the update moved each parameter in the replay and in the recorded run. The factor is 0 if the
-    replay's parameter did not move, and 2 if it moved twice as far."""
+    """Compares how far the update moved each parameter in the replay and in the recorded run. The reported factor is 0
+    if the parameter did not move in the replay, and 2 if it moved twice as far as in the recorded run."""
     worst: tuple[Excess, str] | None = None
     for name in names:
         start, after = (

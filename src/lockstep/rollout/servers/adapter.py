@@ -245,7 +245,7 @@ class ServerAdapter(Protocol):
     def resume(self, client: Channel) -> None: ...
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """Loads the weights from files. Returns when the files can be deleted. Raises `ServerFailed` for missing or
+        """Loads the weights from files. After this call, the files can be deleted. Raises `ServerFailed` for missing or
         extra tensors and, if the engine supports checksums, for corrupt tensors."""
 
     def end(self, client: Channel, version: str) -> None:

@@ -246,7 +246,8 @@ def megatron_points(file: str, text: str) -> Points:
     lines are skipped.
 
     Losses are means over the iterations since the previous printed line. Several ranks may print on one line of text.
-    If all ranks print the same values, they are read as one log. If ranks print different values, the log is refused.
+    If all ranks print the same values, the values are read as one log. If ranks print different values, the log is
+    refused.
     """
     found, ranks = Points(), _Ranks(file)
     for row, line in _one_process_lines(text):

@@ -251,7 +251,7 @@ def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
 
 def _repack_heads(model: Any) -> None:
     """Updates the packed copy of the output head with which vLLM computes logits on a CPU, because a reload of a tied
-    embedding does not update this copy. Has no effect on other devices."""
+    embedding does not update this copy. The function has no effect on devices other than a CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
