@@ -241,7 +241,7 @@ def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
     rows = sum(len(source) for source in read.sources)
     cause = f"there are {rows:,}" if rows < taken else "a source has too few for its weight in an update"
     return [
-        f"some {name} appear several times in one update: only {different:,} of its {taken:,} are different, because "
+        f"some {name} appear several times in one update: of its {taken:,} only {different:,} are different, because "
         f"{cause}; lower {key}, or add {name}"
     ]
 

@@ -61,7 +61,7 @@ def stored_recipe(values: Any) -> Any:
 
 
 def both_names(keys: Iterable[str]) -> list[Problem]:
-    """Returns one problem for each key that the given dotted keys set by both its old and its new name."""
+    """Returns one problem for each key whose old and new name are both among the given dotted keys."""
     given = list(keys)
     old_names = {old for key in given if (old := _old_name(key)) is not None}
     return [_both(old) for old in sorted(old_names) if any(_within(key, RENAMED[old]) for key in given)]

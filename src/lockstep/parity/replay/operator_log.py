@@ -280,8 +280,8 @@ class _ModuleLogger:
         return pytree.tree_unflatten(leaves, spec)
 
     def _given(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Records the tensor. Returns the tensor in `given` that replaces it, or None if there is none with this name
-        and shape."""
+        """Records the tensor. Returns the tensor in `given` that replaces this tensor, or None if `given` has no tensor
+        with this name and shape."""
         self.log.border[name] = copied(tensor)
         value = self.given.get(name)
         return None if value is None or value.shape != tensor.shape else value.to(tensor.device, tensor.dtype)

@@ -81,7 +81,7 @@ def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Itera
 
 
 def relative_errors(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], prefix: str) -> dict[str, float]:
-    """Returns the relative distance of each pair of digests whose name begins with `prefix` and that both runs have."""
+    """Returns the relative distances of the digests that both runs have and whose names begin with `prefix`."""
     ours = below(a, prefix)
     return {name: relative(ours[name], digest) for name, digest in below(b, prefix).items() if name in ours}
 

@@ -135,7 +135,7 @@ def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
         for name in RECEIVED:
             x, y = a.tensors.get(f"{key}/{name}"), b.tensors.get(f"{key}/{name}")
             if x is None or y is None:
-                continue  # not recorded in both runs
+                continue  # at least one run did not record this tensor
             if not _equal(x, y):
                 differing = int((x != y).sum()) if x.shape == y.shape else len(x)
                 where = f"{worst_difference(x, y, 'target')}: {meaning[name]}; {differing} of {len(x)} targets differ"

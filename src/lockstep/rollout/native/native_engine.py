@@ -301,7 +301,7 @@ def _completion(sequence: SequenceState, stop: str) -> Completion:
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
     """Returns the largest number of KV-cache blocks in use at once, with one reserved block per running sequence."""
-    # Samples of a prompt share its full blocks, so each sequence needs only the blocks after these.
+    # Samples of a prompt share the full blocks of the prompt, so each sequence needs only the blocks after these.
     unshared = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
     shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
     return sum(unshared[:rows]) + sum(shared[:rows])

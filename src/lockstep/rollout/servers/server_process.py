@@ -221,8 +221,8 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
-    """Joins the PYTHONPATH that the server adapter needs, that of the recipe and, if the server uses the run's Python,
-    that of the run."""
+    """Joins up to three values of PYTHONPATH: the value that the server adapter needs, the value in the recipe and, if
+    the server uses the run's Python, the value of the run."""
     inherited = os.environ.get("PYTHONPATH", "") if settings.server.python is None else ""
     return os.pathsep.join(
         filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])
