@@ -183,8 +183,8 @@ class MicroBatch:
     teacher: Callable[[MicroBatch], Any] | None = None
     """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
     local_index_K: torch.Tensor | None = None
-    """The indices of the targets among this rank's targets of the update. None if this rank has all targets of the
-    update."""
+    """The indices of the targets among this rank's targets of the update. The value is None if this rank has all
+    targets of the update."""
     token_grads: Callable[..., Any] | None = None
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""
@@ -300,7 +300,7 @@ class Completion:
     """The stop reason: `token`, `string`, `length`, `environment` (a rollout function ended the response) or `failed`
     (the rollout function failed)."""
     loss_mask: Sequence[int] = ()
-    """1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
+    """The mask is 1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
     versions: Sequence[int] = ()
     """The version of the weights that generated each token, as in `Rollout`."""
     failure: str = ""

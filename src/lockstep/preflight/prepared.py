@@ -38,7 +38,7 @@ class Context:
     """The number of devices of the run."""
     console: Console
     plans: bool = False
-    """True if `lockstep plan` runs the checks, False for training."""
+    """True if `lockstep plan` runs the checks, False if the run trains."""
     local: bool = True
     """Whether the run would use the devices of this machine."""
     tokenizer: Any = None

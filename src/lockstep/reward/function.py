@@ -229,8 +229,8 @@ class FunctionPart(RewardPart):
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
-                f"reward {name}: {reference} is defined in this script or notebook and runs in its process: no memory "
-                "limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate file "
+                f"reward {name}: {reference} is defined in this script or notebook and runs in its process. It has no "
+                "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate file "
                 "has both limits"
             )
             return

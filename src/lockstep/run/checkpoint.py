@@ -56,7 +56,8 @@ class State:
     planned: int | None = None
     """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """The type of the trained model: `policy` or `value`. Empty in checkpoints of earlier lockstep versions."""
+    """The type of the trained model: `policy` or `value`. Checkpoints of earlier lockstep versions have an empty value
+    here."""
     files: dict[str, str] = field(default_factory=dict)
     """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)
@@ -65,11 +66,11 @@ class State:
     """Which parameters have no weight decay. The value `role` means biases and norms. An empty value, in checkpoints of
     earlier lockstep versions, means one-dimensional parameters."""
     probe: dict[str, Any] = field(default_factory=dict)
-    """A few token sequences and the model outputs for them, which the exported model must reproduce. Empty in
-    checkpoints of earlier lockstep versions."""
+    """A few token sequences and the model outputs for them, which the exported model must reproduce. Checkpoints of
+    earlier lockstep versions have an empty dict here."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. Empty in
-    checkpoints of earlier lockstep versions."""
+    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. Checkpoints of
+    earlier lockstep versions have an empty dict here."""
     version: int = VERSION
 
 

@@ -121,8 +121,8 @@ class Models:
     learner: Learner | None = None
     critic: Learner | None = None
     reference: Policy | None = None
-    """A separate frozen reference model. None if there is no reference model, or if the reference is the policy without
-    its adapter."""
+    """A separate frozen reference model. The attribute is None if there is no reference model, or if the reference is
+    the policy without its adapter."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
     """The cached outputs of a reference model or teacher for all rows. If this cache is set, the model itself is not

@@ -225,7 +225,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
             if name in log.ambiguous:
                 return Refusal.at(
                     log.source,
-                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resumed run does not explain this",
                     "write a separate file for each rank or run, or keep only the rows of one rank or run",
                     code="ambiguous-steps",
                 )

@@ -35,8 +35,8 @@ class Figures:
     below curve a."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. None unless
-    the verdict is out of step."""
+    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. The value is
+    None unless the verdict is out of step."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Metric:
     figures: Figures
     noise: Noise | None
     verdict: Verdict | None
-    """None if the metric is shown but gets no verdict."""
+    """The verdict is None if the metric is shown but not judged."""
     decided_by: str
     """The explanation of the verdict, which names the error metric and the bar that it met or missed."""
     steps: list[int]
@@ -113,11 +113,11 @@ class Metric:
     matching: str = ""
     """Describes which values were averaged before the comparison and how many steps are not compared."""
     findings: list[Finding] = field(default_factory=list)
-    """The significant differences, the strongest first. Empty if the metric has no verdict."""
+    """The significant differences, the strongest first. The list is empty if the metric has no verdict."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """Whether the error meets the bar of the Ascend documents, without the statistical test. None if the metric has no
-    verdict."""
+    """Whether the error meets the bar of the Ascend documents, without the statistical test. The value is None if the
+    metric has no verdict."""
     test_result: TestResult | None = None
     """The result of the statistical test, without the bar. The result "small difference" means that a difference is
     significant, but small relative to the bar."""

@@ -319,4 +319,5 @@ class Failed:
     remedy: str = field(default="")
     code: str = "worker-lost"
     refused: bool = True
-    """True if the settings are invalid. False after an internal error that may not occur again after a restart."""
+    """`refused` is true if the settings are invalid, and false after an internal error that may not occur again after a
+    restart."""

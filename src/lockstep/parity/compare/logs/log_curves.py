@@ -67,8 +67,8 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """The metrics whose values are means over the steps since the previous logged value. None if the format does not
-    specify which metrics are means."""
+    """The metrics whose values are means over the steps since the previous logged value. The value is None if the
+    format does not specify which metrics are means."""
     planned: int | None = None
     """The last planned step, or None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)

@@ -334,7 +334,7 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
         raise Refusal.at(
             path,
             f"is cut short: {error}",
-            "msprobe completes this file when the program calls debugger.stop(); dump again",
+            "msprobe writes this file when the program calls debugger.stop(); dump again",
             code="damaged-file",
         ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]
