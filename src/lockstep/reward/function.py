@@ -230,8 +230,8 @@ class FunctionPart(RewardPart):
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
                 f"reward {name}: {reference} is defined in this script or notebook and runs in its process. It has no "
-                "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate file "
-                "has both limits"
+                "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate "
+                "file has both limits"
             )
             return
         path, word = locate(reference, key)
