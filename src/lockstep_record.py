@@ -352,7 +352,7 @@ class MicroBatch:
         valid = alive.reshape(-1).nonzero().flatten()
         new = torch.ones(len(valid), dtype=torch.bool)
         new[1:] = valid[1:] // width != valid[:-1] // width
-        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at 0
+        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at position 0
             counted = positions.reshape(-1)[valid]
             new[1:] |= counted[1:] != counted[:-1] + 1
         owner, count = new.long().cumsum(0) - 1, int(new.sum())

@@ -179,7 +179,7 @@ def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) 
 KeyValues = dict[str, Any]
 # If no keys make the recipe fit, clusters with up to this many times as many nodes are tried.
 MOST_TIMES = 64
-# Changes of keys that save a smaller fraction of the step time are not proposed.
+# Changes of keys that save less than this fraction of the step time are not proposed.
 WORTH = 0.05
 
 

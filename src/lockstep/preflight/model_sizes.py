@@ -113,8 +113,8 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
 
 
 def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
-    """Returns the parameter count of a frozen reference or teacher by its offload key. `own` is the count of the
-    policy's model, which may also be the reference."""
+    """Returns the parameter count of a frozen reference or teacher by its offload key. `own` is the parameter count of
+    the policy's model, which may also be the reference."""
     if reference_kind(recipe) == "model":
         folder = reference_folder(recipe)
         return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}

@@ -30,7 +30,7 @@ RENAMED = {
     "parallel.context": "parallel.context_parallel",
     "parallel.tensor": "parallel.tensor_parallel",
 }
-# Groups that contain a renamed key. The search for old names skips all other groups.
+# Groups that contain a renamed key. The search for old names skips groups that are not listed here.
 _GROUPS = {".".join(parts[:end]) for parts in (old.split(".") for old in RENAMED) for end in range(1, len(parts))}
 
 

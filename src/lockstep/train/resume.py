@@ -376,5 +376,5 @@ def _linked(source: str, target: str) -> None:
     """Creates a hard link to a file. A link is enough, because checkpoint files are never changed."""
     try:
         os.link(source, target)
-    except OSError:  # the file system has no hard links, or the target is on another one
+    except OSError:  # the file system has no hard links, or the target is on another file system
         shutil.copyfile(source, target)

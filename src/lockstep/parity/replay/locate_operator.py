@@ -80,8 +80,8 @@ class Located:
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
-    """Locates the wrong operator of a diverged module. All ranks must call it, because a sharded model needs all ranks.
-    Only rank 0 gets the result."""
+    """Locates the wrong operator of a diverged module. All ranks must call this function, because a sharded model needs
+    all ranks. Only rank 0 gets the result."""
     record = tape.read_step(step)
     batch = micro_batch(
         trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0

@@ -207,7 +207,7 @@ def _other_part(
         candidates = ours.given(mine) + theirs.results()
         if _first_missing(ours.leaving(mine), candidates, tolerance) is None:
             return None
-        # The reported operator is the first one whose result the clean module does not have.
+        # The reported operator is the first one whose result the clean copy of the module does not have.
         return _needless(_first_missing(ours.made(mine), candidates, tolerance))
     found = _first_missing(ours.leaving(mine), theirs.results(), tolerance)
     if found is None:

@@ -32,7 +32,7 @@ _SEED_BITS = 2**63 - 1
 
 class ServerEngine:
     """An engine that generates on servers. Rank 0 starts the servers and sends them weights; every rank sends requests.
-    Call its methods from one thread."""
+    Only one thread may call the methods of this engine."""
 
     instead = "use rollout.engine=native, which generates with the trained modules"
 

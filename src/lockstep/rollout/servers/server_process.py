@@ -191,8 +191,8 @@ def machine_of(world: World) -> RankMachine:
 
 
 def served_host(machines: Sequence[RankMachine | None]) -> str:
-    """Returns the address at which all ranks reach a server on rank 0's machine. This is the loopback address if all
-    ranks are on that machine."""
+    """Returns the address at which all ranks reach a server on rank 0's machine. The result is the loopback address if
+    all ranks are on rank 0's machine."""
     here = _machine()
     others = [rank[1] for rank in machines if rank is not None and rank[0] != here]
     if not others:
