@@ -8,10 +8,10 @@
 Copy this file to the training machine, and copy the recorded folder back. Then run `lockstep compare tape-old tape-new`
 or `lockstep replay tape-old --model MODEL`. docs/recorder.md lists what is recorded and what is not.
 
-An update ends with `optimizer.step()`. Each rank records its own tape. Of a sharded parameter, the tape has the shard
-of this rank. Recording does not change the training, with one exception: in a snapshot that traces modules, autograd
-may sum gradients in a different order, which changes their rounding. If recording fails, training continues, and a
-warning and `tape.json` report the error.
+An update ends with `optimizer.step()`. Each rank records its own tape. If a parameter is sharded, the tape has only the
+shard of this rank. Recording does not change the training, with one exception: in a snapshot that traces modules,
+autograd may sum gradients in a different order, which changes their rounding. If recording fails, training continues,
+and a warning and `tape.json` report the error.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ KEPT_PARAMETERS = 16_000_000
 # `CHUNK` is the number of elements that `digest` processes at a time. `MOST` is the maximum number of elements of a
 # module's input or output that are digested; later rows are ignored.
 CHUNK = MOST = 2**22
-# Larger parameters are not sampled, because the random indices would differ between versions of torch.
+# Parameters with more elements are not sampled, because the random indices would differ between versions of torch.
 LARGEST_SAMPLED = 2**28
-# The maximum fraction of the gradient at the logits that the gradient of the log-probabilities does not explain, by
-# dtype.
+# For each dtype, the maximum fraction of the gradient at the logits that gradients of log-probabilities may leave
+# unexplained.
 EXACT = {torch.float16: 3e-2, torch.bfloat16: 3e-2}
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -327,9 +327,9 @@ def _parts(output: Any) -> list[torch.Tensor]:
 
 
 class MicroBatch:
-    """One call of the model. `inputs` are the integer tensors and `arguments` the numbers and strings that it is called
-    with. `answers` are the log-probabilities of all tokens except the first of each sequence, or the values of a value
-    model. `pulls` are the gradients of the loss with respect to `answers`."""
+    """One call of the model. `inputs` are the integer tensors and `arguments` the numbers and strings that the model is
+    called with. `answers` are the log-probabilities of all tokens except the first of each sequence, or the values of a
+    value model. `pulls` are the gradients of the loss with respect to `answers`."""
 
     def __init__(self, inputs: dict[str, torch.Tensor], arguments: dict[str, Any], left_out: Sequence[str] = ()):
         self.inputs, self.arguments, self.left_out = inputs, arguments, left_out
@@ -352,7 +352,7 @@ class MicroBatch:
         valid = alive.reshape(-1).nonzero().flatten()
         new = torch.ones(len(valid), dtype=torch.bool)
         new[1:] = valid[1:] // width != valid[:-1] // width
-        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at 0
+        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at position 0
             counted = positions.reshape(-1)[valid]
             new[1:] |= counted[1:] != counted[:-1] + 1
         owner, count = new.long().cumsum(0) - 1, int(new.sum())
@@ -394,8 +394,9 @@ class MicroBatch:
     def _read_slopes(self, flat: torch.Tensor, gradient: torch.Tensor, here: Places, temperature: float) -> None:
         """Computes the gradient of the loss with respect to each log-probability (the slope) from the gradient at the
         logits. If the loss depends only on log-probabilities, the gradient at the logits is slope * (onehot - p) /
-        temperature. This equation is solved for the slope. If the rest of the gradient is large, the assumption is
-        wrong, for example because of an entropy bonus or another temperature."""
+        temperature. This equation is solved for the slope. If a large part of the gradient does not fit this equation,
+        the loss depends on more than log-probabilities, for example because of an entropy bonus, or the temperature is
+        wrong."""
         self.reached = True
         # Some trainers divide the logits by the temperature in place. If they change the logits in another way, the
         # slopes cannot be computed.
@@ -689,8 +690,8 @@ class Recorder:
         return found
 
     def _take_gradients(self) -> None:
-        """Records the gradients before clipping. If the recorder cannot see the clipping, it records them before the
-        optimizer step."""
+        """Records the gradients before clipping. If the recorder cannot see the clipping, it records the gradients
+        before the optimizer step."""
         if not self.detailed or any("/gradient" in name for name in self.tensors):
             return
         exact = self._by_formula()

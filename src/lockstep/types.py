@@ -183,14 +183,14 @@ class MicroBatch:
     teacher: Callable[[MicroBatch], Any] | None = None
     """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
     local_index_K: torch.Tensor | None = None
-    """The indices of the targets among this rank's targets of the update. None if this rank has all targets of the
-    update."""
+    """The indices of the targets among this rank's targets of the update. The value is None if this rank has all
+    targets of the update."""
     token_grads: Callable[..., Any] | None = None
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split of this micro-batch over a context-parallel group. The part of one rank also has this split, and has
-    the `lengths` of the full sequences."""
+    """The split of this micro-batch over a context-parallel group. The part of the micro-batch on one rank has the same
+    split, and the `lengths` of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -268,7 +268,7 @@ class PartialResponse:
 class Request:
     """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the number of
     the first sample. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`. Only rollout
-    functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished samples. Only
+    functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished samples; only
     engines that can pause use it."""
 
     ids: Sequence[int]
@@ -300,7 +300,7 @@ class Completion:
     """The stop reason: `token`, `string`, `length`, `environment` (a rollout function ended the response) or `failed`
     (the rollout function failed)."""
     loss_mask: Sequence[int] = ()
-    """1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
+    """The mask is 1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
     versions: Sequence[int] = ()
     """The version of the weights that generated each token, as in `Rollout`."""
     failure: str = ""

@@ -1,4 +1,4 @@
-"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all of them.
+"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all checks.
 
 A check is a function of a `Context` that returns problems or raises a refusal. Checks run stage by stage, and all
 problems of the stages before the plan are reported together.
@@ -285,8 +285,8 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
 
 
 def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
-    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of them as remarks to the context
-    instead."""
+    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of these problems as remarks to
+    the context instead."""
     problems: list[Problem] = []
     for check in (check for section in CHECKS.values() for check in section):
         if check.stage != stage or not check.applies(context):

@@ -40,7 +40,7 @@ LAYERS_HERE = 2
 @dataclass(frozen=True)
 class TrainedBytes:
     """The bytes of a trained model on one device. `layer` is the bytes of weights that are gathered at a time.
-    `largest` is the number of elements of the largest tensor, which the optimizer updates in one piece.
+    `largest` is the number of elements of the largest tensor, which the optimizer updates at once.
     """
 
     state: int
@@ -330,8 +330,8 @@ class EnginePlan:
         return -(-recipe.batch.prompts // self.devices)
 
     def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
-        """Returns the bytes of the KV cache. They suffice for all sequences if `cache_room` allows it, and at least for
-        one sequence of maximum length."""
+        """Returns the bytes of the KV cache. This cache suffices for all sequences if `cache_room` allows it, and at
+        least for one sequence of maximum length."""
         if recipe.rollout.cache_gb:
             return min(wanted, int(recipe.rollout.cache_gb * 1e9))
         return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))

@@ -33,8 +33,8 @@ class Preference(Section):
     beta: float = Field(
         0.1,
         gt=0,
-        description="Scale of the log-ratio of policy to reference. With `orpo`, it is the weight of the odds-ratio "
-        "term.",
+        description="Scale of the log-ratio of policy to reference. With `orpo`, `beta` is the weight of the "
+        "odds-ratio term.",
     )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="Assumed fraction of pairs in which chosen and rejected are swapped."
@@ -49,8 +49,8 @@ class Preference(Section):
     )
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
         "reverse_kl",
-        description="Divergence from the reference model, whose derivative replaces the log-ratio (f-DPO). It "
-        "applies to the losses `sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
+        description="Divergence from the reference model, whose derivative replaces the log-ratio (f-DPO). The "
+        "divergence applies to the losses `sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
     )
     alpha: float = Field(
         0.5,
@@ -114,7 +114,7 @@ class ProcessReward(Section):
     placeholder: str = Field(
         "ки",
         min_length=1,
-        description="Text after each reasoning step that marks where the step is scored. It must be one token.",
+        description="Text after each reasoning step that marks where the step is scored. This text must be one token.",
     )
     tokens: list[str] = Field(
         ["+", "-"],

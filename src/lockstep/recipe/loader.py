@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes text that `_Loader` would read as a number."""
+    """A YAML dumper that quotes a text if `_Loader` would read it as a number."""
 
 
 _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")

@@ -294,9 +294,10 @@ class Val(Section):
     at_start: bool = Field(False, description="Validate before the first step too.")
     questions: str | list[str] | None = Field(
         None,
-        description="Questions in the RL schema, answered greedily unless `val.temperature` is set. The rule of a "
-        "question's data source scores its answer for the metric `val/accuracy`. Give a path, or a list of paths "
-        "that are read in order.",
+        description="Path of validation questions: rows with the columns of verl's RL data (`prompt`, `data_source`, "
+        "`reward_model.ground_truth`). The model answers the questions greedily unless `val.temperature` is set. The "
+        "rule of a question's data source scores its answer for the metric `val/accuracy`. A list of paths is read in "
+        "order.",
     )
     question_rows: int | None = Field(
         None, ge=1, description="Number of questions to use from the start of each path. Default: all."

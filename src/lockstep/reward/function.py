@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in class before Python 3.11
+from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in TimeoutError before Python 3.11
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,9 +229,9 @@ class FunctionPart(RewardPart):
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
-                f"reward {name}: {reference} is defined in this script or notebook and runs in its process: no memory "
-                "limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate file "
-                "has both limits"
+                f"reward {name}: {reference} is defined in this script or notebook and runs in its process. It has no "
+                "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate "
+                "file has both limits"
             )
             return
         path, word = locate(reference, key)

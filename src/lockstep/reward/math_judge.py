@@ -1,5 +1,5 @@
-"""The reward function of the rule `math` for worker processes. It loads math-verify when the worker starts, so that
-loading does not count towards the time limit of a call.
+"""The reward function of the rule `math` for worker processes. The module loads math-verify when the worker starts, so
+that loading does not count towards the time limit of a call.
 
 No other module imports `math_judge`.
 """

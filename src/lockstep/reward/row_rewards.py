@@ -71,7 +71,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     try:
         file, name = locate(settings.function, "reward.function")
     except Refusal:
-        return EVERYTHING  # the missing function is reported when it is loaded
+        return EVERYTHING  # the error is reported when the function is loaded
     return _read_by(file, name)
 
 

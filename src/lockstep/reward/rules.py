@@ -25,7 +25,7 @@ from lockstep.errors import Problem, Refusal, missing_extra
 _LATEX_NUMBER = re.compile(
     r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
 )
-# Majority votes compare an answer with more characters than this as text.
+# In majority votes, an answer with more characters than this is compared as text.
 _LONGEST_VOTE = 1000
 # Exceptions that math-verify raises if two terms, such as a matrix and an interval, cannot be compared. Terms that
 # cannot be compared are not equal.

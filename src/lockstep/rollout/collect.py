@@ -154,7 +154,7 @@ class Shares:
         """Starts and returns up to `count` prompts of the rank with the most unstarted prompts.
 
         A rank that has started no prompt yet may have room for all of its prompts. So only an `idle` rank takes prompts
-        from such a rank.
+        from a rank that has started none.
         """
         if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []
@@ -200,7 +200,8 @@ def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
-    """Submits a response to the judge. A response whose rollout function failed gets a `Failure` instead."""
+    """Submits a response to the judge, which scores it. If the rollout function of the response failed, the result is a
+    `Failure`."""
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()

@@ -113,8 +113,8 @@ PhaseTimer = Callable[[str], AbstractContextManager[None]]
 class Phases:
     """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
 
-    `synchronise` waits for the device. Without it, the time of asynchronous device work would be added to a later
-    phase. `stage` returns a context manager for the name of a phase, which is entered during the phase.
+    `synchronise` waits for the device. Without `synchronise`, the time of asynchronous device work would be added to a
+    later phase. `stage` gets the name of a phase and returns a context manager, which is entered during the phase.
     """
 
     def __init__(

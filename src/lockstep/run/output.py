@@ -63,8 +63,8 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
-# `kl` is the KL divergence from the reference model if there is one. Otherwise it is `actor/ppo_kl`, the KL divergence
-# of the updated policy from the policy before the update.
+# `kl` is the KL divergence from the reference model if there is one. Without a reference model, `kl` is `actor/ppo_kl`,
+# the KL divergence of the updated policy from the policy before the update.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),

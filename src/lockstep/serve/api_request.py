@@ -22,7 +22,8 @@ from lockstep.types import Message, Origin, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The smallest temperature above 0, because logits divided by a smaller one would overflow. 0 means greedy decoding.
+# The smallest accepted temperature above 0, because logits divided by a smaller temperature would overflow. The
+# temperature 0 means greedy decoding.
 MIN_TEMPERATURE = 0.01
 MAX_CHOICES, MAX_STOPS, MAX_STOP_IDS = 128, 16, 128
 # If a text has more characters than this number times the context length, first only its beginning is tokenized.

@@ -1,4 +1,4 @@
-"""The HTTP server: a starlette application on uvicorn that limits everything that a client can send.
+"""The HTTP server: a starlette application on uvicorn with limits for everything that a client can send.
 
 A request is cancelled when its client disconnects. A client that has closed its end of the connection is treated as
 disconnected.

@@ -1,6 +1,6 @@
 """The OpenAI API of a language model: chat completions, completions and the list of models.
 
-Replies can contain token ids, as those of vLLM.
+Replies can contain token ids, as in vLLM's API.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Checkpointer:
                 _layout(state.world_size, tensor, context),
             ]
             self.run.console.warn(
-                f"resuming on {layouts[0]} what ran on {layouts[1]}: "
+                f"resuming on {layouts[0]} a run of {layouts[1]}: "
                 "the rows of each update stay the same, but dropout masks differ"
             )
 

@@ -93,7 +93,8 @@ def assert_identity(
 
 
 def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
-    """Returns whether all log-probs agree. If they differ, raises `Refusal`; only a replay of a tape continues."""
+    """Returns whether all log-probs agree. If some log-probs differ, raises `Refusal`; only a replay of a tape
+    continues."""
     difference = (policy - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:

@@ -166,7 +166,7 @@ def as_strict_json(comparison: Comparison) -> str:
     """Returns the comparison as one line of strict JSON, which has null instead of NaN and infinity."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     values = strict(replace(comparison, metrics=bare).as_json())
-    # The curves already have None instead of NaN. Converting them again would be slow, because they are long.
+    # The curves already have None instead of NaN. Converting the curves again would be slow, because they are long.
     for metric, written in zip(comparison.metrics, values["metrics"], strict=True):
         written |= {"steps": metric.steps, "a": metric.a, "b": metric.b, "repeats": metric.repeats}
     return json.dumps(values, allow_nan=False, ensure_ascii=False)

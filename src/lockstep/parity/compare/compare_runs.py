@@ -44,8 +44,8 @@ from lockstep.run.output import write
 @dataclass(frozen=True)
 class CompareOptions:
     """The options of `lockstep compare`. `report` is the path of the HTML report (None: in B's run folder). `support`
-    is the support table to update (None: no table is updated). `value` is the metric name of a tensorboard csv export,
-    because the export does not contain the name. `steps` is the first and the last compared step."""
+    is the support table to update (None: no table is updated). `value` is the metric name for a tensorboard csv export,
+    which does not contain a metric name. `steps` is the first and the last compared step."""
 
     a: str
     b: str
@@ -61,7 +61,8 @@ class CompareOptions:
 
 
 def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
-    """Returns the exit code: 0 in step or within noise, 1 out of step, 2 cannot tell or not comparable."""
+    """Returns the exit code of the verdict: 0 for in step or within noise, 1 for out of step, 2 for cannot tell or not
+    comparable."""
     names = {
         **(read_names(options.names) if options.names else {}),
         **({VALUE: options.value} if options.value else {}),
@@ -90,8 +91,8 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
-    """Shows the comparison of the curves, then that of the stages and modules of all recorded updates. Returns whether
-    the updates are in step."""
+    """Shows the comparison of the curves, then the comparison of the stages and modules of all recorded updates.
+    Returns whether the recorded updates of A and B are in step."""
     # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
@@ -156,8 +157,8 @@ def compare(
     steps: tuple[int, int] | None = None,
 ) -> Comparison:
     """Compares B with A. The verdict uses the metrics in `metrics` (`name` or `name in A=name in B`) instead of the
-    default metrics. It also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to the steps
-    of B and its repeats; `steps` (first, last) limits the compared steps."""
+    default metrics. The verdict also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to
+    the steps of B and its repeats; `steps` (first, last) limits the compared steps."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))
@@ -200,7 +201,7 @@ def compare(
 
 def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
     """Assigns each repeat run to the side (A or B) with the same set-up, or to A if neither side matches. Also returns
-    remarks on repeats that may not be repeats."""
+    remarks on runs that the user gave as repeats but that may not be repeats."""
     of_a, of_b, doubts = [a], [b], []
     for repeat in repeats:
         side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
@@ -224,7 +225,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
             if name in log.ambiguous:
                 return Refusal.at(
                     log.source,
-                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resumed run does not explain this",
                     "write a separate file for each rank or run, or keep only the rows of one rank or run",
                     code="ambiguous-steps",
                 )

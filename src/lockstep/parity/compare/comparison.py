@@ -22,8 +22,8 @@ class Figures:
     first: int
     last: int
     mean_error_percent: float
-    """sum |a - b| / N x 100 over the N common steps. It is an absolute difference, as the Ascend documents define
-    it."""
+    """sum |a - b| / N x 100 over the N common steps. The mean error is an absolute difference, as the Ascend documents
+    define it."""
     relative_error_percent: float | None
     """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
@@ -31,12 +31,12 @@ class Figures:
     worst: float
     worst_step: int
     drift: float
-    """The mean of b - a. If its absolute value is near the mean error, curve b is mostly above or mostly below curve
-    a."""
+    """The mean of b - a. If the absolute value of the drift is near the mean error, curve b is mostly above or mostly
+    below curve a."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. None unless
-    the verdict is out of step."""
+    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. The value is
+    None unless the verdict is out of step."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Noise:
     """The mean of the errors between all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """The 95 % bootstrap interval (over blocks of steps) of the mean error between A and B minus the mean error between
-    repeats, in percent."""
+    """The bounds, in percent, of a 95 % bootstrap interval over blocks of steps. The interval is that of the mean error
+    between A and B minus the mean error between repeats."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class Finding:
     last: int
     """The first and the last step of the difference."""
     difference: float
-    """The mean of b - a from step `first` to step `last`. For a trend, it is the change of b - a between these steps.
-    For scatter, it is the ratio to the scatter of repeats. For opposed moves, it is their correlation."""
+    """The mean of b - a from step `first` to step `last`. For the statistic trend, `difference` is the change of b - a
+    between these steps. For scatter, `difference` is the scatter of b - a divided by the scatter of repeats. For
+    opposed moves, `difference` is the correlation of the moves."""
     noise: float
     """The largest value of `difference` that noise explains."""
     excess: float
@@ -97,9 +98,9 @@ class Metric:
     figures: Figures
     noise: Noise | None
     verdict: Verdict | None
-    """None if the metric is shown but gets no verdict."""
+    """The verdict is None if the metric is shown but not judged."""
     decided_by: str
-    """The explanation of the verdict: which error metric met or missed which bar."""
+    """The explanation of the verdict, which names the error metric and the bar that it met or missed."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
@@ -108,26 +109,26 @@ class Metric:
     """True if the scaled error is compared with the bar, False if the mean error is."""
     only_a: int = 0
     only_b: int = 0
-    """The numbers of steps that only log A or only log B contains. These steps are not compared."""
+    """The numbers of steps that only log A or only log B contains and that are therefore not compared."""
     matching: str = ""
     """Describes which values were averaged before the comparison and how many steps are not compared."""
     findings: list[Finding] = field(default_factory=list)
-    """The significant differences, the strongest first. Empty if the metric has no verdict."""
+    """The significant differences, the strongest first. The list is empty if the metric has no verdict."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """Whether the error meets the bar of the Ascend documents, without the statistical test. None if the metric has no
-    verdict."""
+    """Whether the error meets the bar of the Ascend documents, without the statistical test. The value is None if the
+    metric has no verdict."""
     test_result: TestResult | None = None
-    """The result of the statistical test, without the bar. "small difference" means significant, but small relative to
-    the bar."""
+    """The result of the statistical test, without the bar. The result "small difference" means that a difference is
+    significant, but small relative to the bar."""
     incomplete: str = ""
-    """Describes the planned steps that are not compared. If it is not empty, the metric does not pass."""
+    """Describes the planned steps that are not compared. If this text is not empty, the metric does not pass."""
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
     """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal lengths. If
-    there is no such step, over all common steps."""
+    no step has equal lengths in both runs, the rates are computed over all common steps."""
 
     name: str
     a: float
@@ -183,7 +184,7 @@ class Comparison:
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Data of the support table: method, model, dtype, hardware and versions of A and B. An unknown value is None."""
     setup_known: bool = True
-    """Whether A and B both recorded their set-up. If one did not, `differences` is empty."""
+    """Whether A and B both recorded their set-up. If A or B did not record its set-up, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
     """Remarks on shifted or selected steps, and on shifts of B's steps with which the curves would agree better."""
 

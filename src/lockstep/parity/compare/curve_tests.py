@@ -46,28 +46,30 @@ MEMORY_OF_FEW = 5.5
 """The factor by which noise with a lag-1 autocorrelation of 0.9 raises the t statistic of a mean over up to seven
 steps."""
 LARGEST = 1e6
-"""The maximum reported ratio of a statistic to its critical value. It is reported if the noise is exactly 0."""
+"""The maximum reported ratio of a statistic to its critical value. This maximum is reported if the noise is exactly
+0."""
 SPIKE_SIZE = 9.5
 """The difference at a single step is significant only if it exceeds this multiple of the root mean square of the
 differences at all other steps."""
 SPIKE_CHANCE = 0.025
-"""The difference at a single step is significant only if the estimated tail of all other steps reaches it with a
-probability of at most this value and at most 0.5 / (number of steps)."""
+"""The difference at a single step is significant only if it is improbable by the estimated tail of all other steps: its
+probability must be at most this value and at most 0.5 / (number of steps)."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
-"""The false-alarm probability of the test for opposed moves. The other statistics together have 4.5 %."""
+"""The false-alarm probability of the test for opposed moves, which runs only without repeats. The other statistics then
+have 4.6 % together."""
 FEWER_MOVES = 1.5
 """The number of step-to-step moves is divided by this factor, because moves are correlated. Neighbouring moves share a
-step, so their correlation is -1/2 if the noise is uncorrelated. Then n moves have the information of n / (1 + 2 / 4)
-independent moves (Bartlett 1935). If the noise is autocorrelated, the moves have more information."""
+step, so their correlation is -1/2 if the noise is uncorrelated. With this correlation, n moves have the information of
+n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, the moves have more information."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
-"""The reported power assumes that a late collapse of a curve affects the last steps of the run, of this fraction."""
+"""The reported power assumes that a late collapse affects this fraction of all steps, at the end of the run."""
 DEEP = 10
 """The latest detectable step is reported for a collapse of this depth, in noise standard deviations."""
 ROOM_ALONE = 1.35
-"""A safety factor for runs without repeats. There the noise is estimated from A and B, and a fault in one run increases
-this estimate."""
+"""A safety factor for runs without repeats. Without repeats, the noise is estimated from A and B, and a fault in one
+run increases this estimate."""
 NO_NOISE = 1e-100
 """Noise below this value is treated as 0."""
 MARGIN = 0.85
@@ -145,15 +147,15 @@ def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
 
 
 def _covers(there: np.ndarray) -> bool:
-    """Returns whether enough steps are True in `there` and no gap between them is long."""
+    """Returns whether enough entries of `there` are True and no gap between them is too long."""
     edges = np.concatenate([[-1], np.flatnonzero(there), [len(there)]])
     longest = int(np.diff(edges).max()) - 1
     return int(there.sum()) >= MIN_STEPS and longest <= max(1, MAX_MISSING * len(there))
 
 
 def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
-    """Runs a t test of the mean difference over two to seven steps. It assumes a high autocorrelation of the noise,
-    because so few steps do not allow an estimate."""
+    """Runs a t test of the mean difference over two to seven steps. The test assumes a high autocorrelation of the
+    noise, because so few steps do not allow an estimate."""
     count = len(steps)
     if count < 2 or not difference.any():
         return []
@@ -219,7 +221,8 @@ class SeriesScores:
     excess: np.ndarray
     """(..., windows): the absolute deviate divided by the critical deviate. A value above 1 is significant."""
     scatter: np.ndarray
-    """(...): the test statistic of the step-to-step scatter divided by its critical value. It is 0 without repeats."""
+    """(...): the test statistic of the step-to-step scatter divided by its critical value. This ratio is 0 if there are
+    no repeats."""
     scattered: np.ndarray
     """(...): the step-to-step scatter of the difference of A and B divided by that of repeats."""
     spike: np.ndarray
@@ -252,9 +255,9 @@ def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
 
 
 def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tests whether the difference of A and B scatters more from step to step than the repeats do. It is a t test on
-    the logarithms of mean squared moves in up to 16 blocks of the run. It assumes nothing about the distribution of
-    single steps."""
+    """Tests whether the difference of A and B scatters more from step to step than the repeats do. The test is a t test
+    on the logarithms of mean squared moves in up to 16 blocks of the run. The test assumes nothing about the
+    distribution of single steps."""
     rows, steps = noise.shape[-2:]
     blocks = min(16, (steps - 1) // 6)
     if rows == 0 or blocks < 4:
@@ -394,8 +397,8 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """Returns how many repeats and steps would exclude a drift of `limit` if A and B do not differ. Returns None if the
-    largest tried numbers do not suffice. The computation uses the estimated noise."""
+    """Returns how many repeats and steps would exclude a drift of `limit` if A and B do not differ. Returns None if
+    even the largest numbers that are tried do not suffice. The computation uses the estimated noise."""
     at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)

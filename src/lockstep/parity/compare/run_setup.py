@@ -25,11 +25,11 @@ Values = Mapping[str, Any]
 _ORDER = ("blocks", "matters", "harmless")
 _ABSENT = object()
 
-# Packages that affect the computation. Other packages only read and write data.
+# Packages that affect the computation. Packages that are not listed here only read and write data.
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
 # Device properties that are not compared here, because they change during a run or are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
-_DEVICE = Effect("harmless", "comparing devices is the purpose; sums in another order round differently")
+_DEVICE = Effect("harmless", "devices are expected to differ; sums in another order round differently")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
@@ -343,7 +343,8 @@ def _without_secrets(value: Any, key: str) -> Any:
 
 
 def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Compares a group of keys that one recipe lacks with its defaults. A key without a default is None."""
+    """Compares a group of keys that only one recipe contains with the defaults of these keys. For a key without a
+    default, the value None is used."""
     there, swap = (a, False) if b is _ABSENT else (b, True)
     if isinstance(there, dict):
         yield from _unlike(*(({}, there) if swap else (there, {})), key)
@@ -420,7 +421,7 @@ def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str
 
 
 def same_setting(one: Log, other: Log) -> bool:
-    """Returns whether two runs are repeats: they use the same hardware and differ only in the seed and in harmless
+    """Returns whether two runs are repeats. Repeats use the same hardware and differ only in the seed and in harmless
     keys."""
     if one.evidence is None or other.evidence is None:
         return False

@@ -30,8 +30,8 @@ ALIKE = 2
 """The absolute and the scaled error are both reported if one of them is more than this many times the other."""
 MATERIAL_DRIFT = 0.5
 """A metric that meets its bar still fails if the test finds a drift over all steps that exceeds this fraction of the
-bar. It also fails if the test finds a difference over a part of the run that exceeds the bar. Smaller differences are
-only reported, because rounding differs between two devices."""
+bar. The metric also fails if the test finds a difference over a part of the run that exceeds the bar. Smaller
+differences are only reported, because rounding differs between two devices."""
 ROUNDING = 1e-9
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
@@ -41,8 +41,8 @@ _MEASURED = {"timing_s", "perf"}
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of a metric. `scaled_because` explains why the scaled error is compared with the bar. It is "" if the
-    mean error is compared."""
+    """The bar of a metric. `scaled_because` explains why the scaled error is compared with the bar. `scaled_because` is
+    "" if the mean error is compared."""
 
     percent: float
     scaled_because: str
@@ -218,7 +218,7 @@ def _who(examined: Examined) -> str:
 def _is_material(found: Finding, allowed: float) -> bool:
     """Returns whether a significant difference is large relative to the bar."""
     if found.statistic in ("scatter", "opposed"):
-        return False  # no difference in the metric's units
+        return False  # scatter and opposed moves are not in the units of the metric
     share = MATERIAL_DRIFT if found.statistic == "drift" else 1.0
     return abs(found.difference) > allowed * share * (1 + ROUNDING)
 

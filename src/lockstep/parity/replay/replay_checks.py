@@ -53,8 +53,8 @@ def worst_of(checks: Sequence[Check]) -> Check:
 
 
 def first_cause(checks: Sequence[Check]) -> Check | None:
-    """Returns the failed check that is reported as the cause. It is the first one in `CAUSE_ORDER` among the failed
-    checks of the earliest update."""
+    """Returns the failed check that is reported as the cause: the first one in `CAUSE_ORDER` among the failed checks of
+    the earliest update."""
     failed = [check for check in checks if not check.passed]
     return min(failed, key=lambda check: (check.update, CAUSE_ORDER.index(check.stage)), default=None)
 

@@ -9,7 +9,8 @@ sums, and each step started from recorded weights. The largest differences were:
 8e-6, a weight's change compared with AdamW's formula 4e-7, weights 3e-3 of their change, module outputs 2e-6 forward
 and 5e-6 backward. An error of 1e-4 or 1e-2 that was added to the embedding grew at most 2 times per module forward and
 4.4 times backward. fp32 compared with bf16 showed differences of 0.033 in log-probs, 0.66 in weights and 0.27 in
-gradients. The difference of 0.27 occurred in gradients of biases in DPO, whose pairs nearly cancel.
+gradients. The difference of 0.27 occurred in gradients of biases in DPO, because the gradients of a pair of responses
+nearly cancel.
 
 bf16: rounding hides faults, so systematic differences have separate limits (below). The output of a module may differ
 by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward, 2.4 times
@@ -18,8 +19,8 @@ and 8 times.
 
 Systematic differences. Rounding errors have random signs, so their mean over n values shrinks as 1/sqrt(n). The error
 of a fault does not shrink. So five statistics of two tensors are compared in addition to their distance: slope, spread,
-offset, columns and rows (see `Systematic`). Each is relative to the norm of the tensor. For example, a tensor that is
-1.01 times as large has a slope of 0.01. A statistic may differ by
+offset, columns and rows (see `Systematic`). Each statistic is relative to the norm of the tensor. For example, a tensor
+that is 1.01 times as large has a slope of 0.01. A statistic may differ by
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
@@ -39,8 +40,8 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
-# At least this fraction of a difference is treated as rounding. It is larger for column and row sums, which are
-# estimated from a few projections.
+# At least this fraction of a difference is treated as rounding. This fraction is larger for column and row sums, which
+# are estimated from a few projections.
 LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
 # Tensors with fewer values are not tested for systematic differences, because their rounding does not average out.
 ENOUGH = 32
@@ -71,7 +72,7 @@ class Limits:
     logprob_offset: Bound
     loss: float
     """The allowed difference of the loss's gradients with respect to the log-probs. The differences of
-    log-probabilities and advantages are added to it."""
+    log-probabilities and advantages are added to this limit."""
     answers: bool = True
     """Whether the model's final outputs (log-probs) are tested for systematic differences like module outputs. In a
     trained model a few unlikely tokens dominate the norm of the log-probs, so rounding hardly averages out. The
@@ -102,10 +103,10 @@ BF16 = Limits(
     loss=2e-3,
 )
 
-# Limits for fp32 compared with bf16. The weights rounded to bf16 are a different model, so this difference does not
-# average out. Gradients that nearly cancel (of DPO pairs, queries and keys, biases) change most. Correct replays of
-# trained tiny models (SFT, DPO and GRPO, on CPU and H200) showed gradient slopes of 0.17 for biases, 0.07 for weights
-# and 0.025 for all gradients together.
+# Limits for fp32 compared with bf16. Rounding the weights to bf16 changes the model itself, so the difference between
+# the runs does not average out. Gradients that nearly cancel (of DPO pairs, queries and keys, biases) change most.
+# Correct replays of trained tiny models (SFT, DPO and GRPO, on CPU and H200) showed gradient slopes of 0.17 for biases,
+# 0.07 for weights and 0.025 for all gradients together.
 MIXED = replace(
     BF16,
     backward={**BF16.backward, "slope": Bound(0.15, 50), "columns": Bound(0.25, 100), "rows": Bound(0.3, 100)},
@@ -134,7 +135,7 @@ class Tolerance:
     growth: float
     """The factor by which an error may grow from a module's input to its output."""
     systematic: Limits | None = None
-    """The limits of systematic differences. It is None for fp32, which needs no such limits."""
+    """The limits of systematic differences. `systematic` is None for fp32, which needs no such limits."""
 
 
 TOLERANCES = {
@@ -143,15 +144,15 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
-# The tolerances for single operators with identical inputs. They are derived, not measured. A result is rounded by up
-# to half of the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four times where a
-# fused operator rounds once.
+# The tolerances for single operators with identical inputs. These tolerances are derived, not measured. A result is
+# rounded by up to half of the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four
+# times where a fused operator rounds once.
 OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. It is larger if the dtypes
-    differ."""
+    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. This tolerance is larger
+    if the dtypes differ."""
     coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
     if len(set(dtypes)) == 1 or coarser.systematic is None:
         return coarser
@@ -159,8 +160,8 @@ def tolerance_of(*dtypes: str) -> Tolerance:
 
 
 def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
-    """Returns the tolerance for operators with identical inputs. It is doubled for the backward pass, which runs twice
-    as many operators."""
+    """Returns the tolerance for operators with identical inputs. This tolerance is doubled for the backward pass, which
+    runs twice as many operators."""
     return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 

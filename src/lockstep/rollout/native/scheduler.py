@@ -31,8 +31,8 @@ class SharedPrompt(CachedSpan):
 
 @dataclass(eq=False)
 class SequenceState(CachedSpan):
-    """A sample that is being generated. Its last token is the input of the next pass, so this token is not cached
-    yet."""
+    """A sample that is being generated. The last token of the sample is the input of the next pass, so this token is
+    not cached yet."""
 
     request: int = 0
     number: int = 0

@@ -207,7 +207,7 @@ class ServerAdapter(Protocol):
     reads_key_file: bool
     """Whether the server reads its key from `ServerStart.key_file`."""
     gone_statuses: tuple[int, ...]
-    """HTTP statuses of GET /health that mean that the engine behind the HTTP server is dead."""
+    """HTTP statuses with which GET /health reports that the engine behind the HTTP server is dead."""
     bucket_bytes: int | None
     """Maximum number of bytes that one call of `receive` may transfer, or None if one call can receive all tensors."""
 
@@ -245,7 +245,7 @@ class ServerAdapter(Protocol):
     def resume(self, client: Channel) -> None: ...
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """Loads the weights from files. Returns when the files can be deleted. Raises `ServerFailed` for missing or
+        """Loads the weights from files. After this call, the files can be deleted. Raises `ServerFailed` for missing or
         extra tensors and, if the engine supports checksums, for corrupt tensors."""
 
     def end(self, client: Channel, version: str) -> None:

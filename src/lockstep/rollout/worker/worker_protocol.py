@@ -41,7 +41,7 @@ class WeightGroup:
         self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
         self.ended: Callable[[], bool] = lambda: False
-        """A function that returns whether the worker has ended. The training process sets it."""
+        """A function that returns whether the worker has ended. The training process sets this function."""
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
@@ -219,7 +219,7 @@ def refuse_other_weights(
 ) -> None:
     """Raises if the log-probs of the worker differ from those of the trainer. `before_K` are the log-probs of the
     trainer at the previous weight sync. An update may change log-probs by less than the bound. So the log-probs of the
-    worker must also be closer to the current ones of the trainer than to `before_K`."""
+    worker must also be closer to the current log-probs of the trainer than to `before_K`."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
     if not bool((off_K <= bound).all()):
@@ -319,4 +319,5 @@ class Failed:
     remedy: str = field(default="")
     code: str = "worker-lost"
     refused: bool = True
-    """True if the settings are invalid. False after an internal error that may not occur again after a restart."""
+    """`refused` is true if the settings are invalid, and false after an internal error that may not occur again after a
+    restart."""

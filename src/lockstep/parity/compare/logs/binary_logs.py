@@ -181,7 +181,8 @@ def _protobuf_scalar(record: bytes) -> Scalar | None:
 
 
 def tensorboard_points(path: Path) -> Points:
-    """Reads every scalar of an event file, or of all event files in a folder: a resumed run has several."""
+    """Reads every scalar of an event file, or of all event files in a folder, because a resumed run has several event
+    files."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray

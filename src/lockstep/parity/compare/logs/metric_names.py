@@ -60,7 +60,8 @@ _MINDSPEED_RL = {
 _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
 
 
-# Maps a metric name to a table of names. If the log contains the metric, the names of its table replace those of NAMES.
+# Maps the name of a metric to a table like NAMES. If a log contains this metric, the entries of the table replace those
+# of NAMES.
 KINDS: dict[str, dict[str, str]] = {
     # TRL's online trainers such as GRPO and RLOO; OpenRLHF's PPO family
     "reward": {
@@ -173,8 +174,8 @@ def read_names(path: str | Path) -> dict[str, str]:
 
 
 def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns `names` with an entry for the column `Value` of a tensorboard csv export. If `names` has no such entry,
-    the metric name comes from the file name."""
+    """Returns `names` with an entry for the column `Value` of a tensorboard csv export. If `names` has no entry for
+    this column, the metric name comes from the file name."""
     if VALUE in names:
         return dict(names)
     tag = _TAG.search(path.stem)

@@ -24,7 +24,7 @@ from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_ste
 # of these columns, because wandb increments it at each log call.
 STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
-# Columns that identify the process that wrote the row.
+# Columns with the rank or process that wrote the row.
 _RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
 _NO_METRICS = frozenset({*STEP_COLUMNS, *_RANK_COLUMNS, WANDB_COUNT, "_runtime", "_timestamp", "_wandb"})
 _RANGE_COLUMNS = ("__MIN", "__MAX")
@@ -239,8 +239,8 @@ def refuse_cut_state(file: str, error: ValueError) -> Points:
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Returns the path of the trainer_state.json outside the checkpoint folders. If there is none, returns that of the
-    last checkpoint. Returns None if the files belong to several runs."""
+    """Returns the path of the trainer_state.json outside the checkpoint folders. If there is no such file, returns the
+    trainer_state.json of the last checkpoint. Returns None if the files belong to several runs."""
     if not files or any(file.name != STATE_FILE for file in files):
         return None
     numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}
@@ -334,7 +334,7 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
         raise Refusal.at(
             path,
             f"is cut short: {error}",
-            "msprobe writes this file at debugger.stop(); dump again",
+            "msprobe writes this file when the program calls debugger.stop(); dump again",
             code="damaged-file",
         ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]

@@ -9,8 +9,8 @@ vLLM's own API key protects only the OpenAI routes. The routes that a run needs 
 VLLM_SERVER_DEV_MODE) let any client load weights and open files, so the middleware requires the key for these routes
 too.
 
-The middleware runs in the server's Python, which may not have lockstep installed. So it imports only files of this
-folder, and imports vLLM on the first request.
+The middleware runs in the server's Python, which may not have lockstep installed. So the middleware imports only files
+of this folder, and imports vLLM on the first request.
 """
 
 from __future__ import annotations
