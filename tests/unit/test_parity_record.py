@@ -157,31 +157,15 @@ def test_logs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
 TABLE = INTRODUCTION.count("\n") + 1
 DAMAGE = [
     ("no table", lambda text: "# Support\n", "contains no support table"),
-<<<<<<< HEAD
     ("no rule", lambda text: text.replace(RULE + "\n", ""), f"line {TABLE + 2} [damaged-file]"),
     ("a cell less", lambda text: text.replace("| tiny-7 ", ""), f"line {TABLE + 3} [damaged-file]: has 7 cells"),
-    ("no link", lambda text: text.replace("[json]", "json"), f"line {TABLE + 3} [damaged-file]: its evidence is `json"),
+    ("no link", lambda text: text.replace("[json]", "json"), f"line {TABLE + 3} [damaged-file]: its last cell"),
     ("words", lambda text: text + "and so on\n", f"line {TABLE + 4} [damaged-file]"),
     ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), f"line {TABLE + 4} [damaged-file]"),
     (
         "twice",
         lambda text: text + text.splitlines()[-1] + "\n",
-        f"line {TABLE + 4} [damaged-file]: links to the same evidence file as line {TABLE + 3}",
-=======
-    ("no rule", lambda text: text.replace(RULE + "\n", ""), "line 12 [damaged-file]"),
-    ("a cell less", lambda text: text.replace("| tiny-7 ", ""), "line 13 [damaged-file]: has 7 cells"),
-    (
-        "no link",
-        lambda text: text.replace("[json]", "json"),
-        "line 13 [damaged-file]: its last cell (evidence) is `json",
-    ),
-    ("words", lambda text: text + "and so on\n", "line 14 [damaged-file]"),
-    ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), "line 14 [damaged-file]"),
-    (
-        "twice",
-        lambda text: text + text.splitlines()[-1] + "\n",
-        "line 14 [damaged-file]: links to the same JSON file as line 13",
->>>>>>> h-pros3
+        f"line {TABLE + 4} [damaged-file]: links to the same JSON file as line {TABLE + 3}",
     ),
 ]
 
