@@ -261,7 +261,7 @@ def _mask_last(found: re.Match[str]) -> str:
 
 
 def _kept(value: str) -> str:
-    """Returns MASK, unless the value consists only of references and masks; then it is returned unchanged."""
+    """Returns the value unchanged if it consists only of references and masks, otherwise returns MASK."""
     return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
 
 

@@ -70,10 +70,10 @@ def correct(
 
     `weight` = `token` uses the ratio p_trainer / p_engine of the token, `sequence` the product of the ratios of its
     sequence. `normalize` divides the weights by their mean over the tokens or sequences of the step. `mask` = `token`
-    keeps a token whose ratio is in [low, high]; `sequence` keeps a sequence whose geometric mean of ratios is in [low,
-    high]. `reject` lists further ranges; a kept token must be inside every range. Masking a token does not change the
-    weights of other tokens. `rejected` = `left_out` excludes masked tokens from the mean of the loss; `zero` includes
-    masked tokens with weight 0.
+    keeps a token whose ratio is in [low, high], and `mask` = `sequence` keeps a sequence whose geometric mean of ratios
+    is in [low, high]. `reject` lists further ranges; a kept token must be inside every range. Masking a token does not
+    change the weights of other tokens. `rejected` = `left_out` excludes masked tokens from the mean of the loss, and
+    `rejected` = `zero` includes them with weight 0.
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at(
@@ -112,7 +112,8 @@ def correct(
 def logprob_difference(
     trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce: StepReduce
 ) -> tuple[float, float]:
-    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). NaN if a log-prob is NaN."""
+    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). Both are NaN if a log-prob is
+    NaN."""
     log_ratio_K = log_ratio(trainer_K, rollout_logprobs_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return reduce.mean(log_ratio_K.abs()), reduce.mean(log_ratio_K.exp() - log_ratio_K - 1)
 

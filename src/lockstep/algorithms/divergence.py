@@ -47,10 +47,10 @@ def divergence(
     """The KL estimate at each token. `estimator` is `k1`, `abs`, `k2`, `k3`, or one of these names with `+` appended.
 
     If the estimate is a term of the loss, only k2 has a gradient whose mean is the gradient of KL(policy, reference).
-    (The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference, policy).) The estimators with `+` have
-    the value of the estimator and the gradient of k2. With `old_K`, the log-probs of the sampling policy, the gradient
-    of k2 is weighted by the detached ratio of new to old probability (at most 10). A token that is impossible under
-    policy and reference has divergence 0; see `floor_logprobs`.
+    (The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference, policy).) An estimator with `+` has
+    the value of the estimator without `+`, and the gradient of k2. With `old_K`, the log-probs of the sampling policy,
+    the gradient of k2 is weighted by the detached ratio of new to old probability (at most 10). A token that is
+    impossible under policy and reference has divergence 0; see `floor_logprobs`.
     """
     log_ratio_K = log_ratio(logprobs_K, reference_K)
     if estimator in _FORWARD:

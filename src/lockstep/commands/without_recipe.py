@@ -81,8 +81,8 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Rejects, before the model is loaded, answers that exceed the context or the length up to which cached keys are
-    valid."""
+    """Before the model is loaded, rejects answers that exceed the context, or the length beyond which the model would
+    change its rotary embedding and so invalidate cached keys."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens

@@ -14,7 +14,8 @@ from torch import nn
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
-# Attention costs length^2, the rest of the model costs length; at this length the two costs are about equal.
+# The cost of attention grows with length^2, that of the other operators with length. They are about equal at this
+# length.
 QUADRATIC_AT = 4096
 
 

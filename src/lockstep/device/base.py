@@ -112,8 +112,7 @@ class Device(ABC):
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
         """Captures `step` as a device graph. Calling the result replays the graph on the same tensors.
 
-        `pool_of` is an earlier graph that is never replayed at the same time. The new graph uses the memory pool of
-        that graph.
+        The new graph uses the memory pool of `pool_of`, an earlier graph that is never replayed at the same time.
         """
         raise NotImplementedError(f"device {self.name} does not support graph capture")
 

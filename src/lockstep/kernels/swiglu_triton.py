@@ -1,8 +1,9 @@
 """Computes silu(gate) * up in Triton, and the complete gated feed-forward (SwiGLU MLP).
 
-For the backward pass the MLP keeps its input and the outputs gate and up of its first two projections. silu(gate) * up
-is recomputed into memory that is already allocated. The plain-torch reference is `plain_swiglu`. Like the transformers
-modules, the kernel rounds silu(gate) to its dtype before the product.
+For the backward pass, the MLP keeps its input and the outputs of its first two projections, which are called gate and
+up. The backward pass recomputes silu(gate) * up and writes it to memory that is already allocated. The plain-torch
+reference is `plain_swiglu`. Like the transformers modules, the kernel rounds silu(gate) to its dtype before the
+product.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def exit_if_forked(worker: int) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limits the address space of this process to its current size plus `memory_bytes`.
 
-    Libraries reserve far more address space than they use memory, so an absolute limit would make imports fail. On
+    Libraries reserve more address space than the memory that they use, so an absolute limit would make imports fail. On
     systems without /proc no limit is set.
     """
     statm = Path("/proc/self/statm")

@@ -95,7 +95,8 @@ def verify_export(
     model = _loaded(folder, kind, dtype, where, base)
     try:
         found = _outputs(model, probe["rows"], kind)
-        # During the conversion to fp32 a parameter exists in both dtypes, so three times the memory must be free.
+        # During the conversion to fp32 a parameter exists in both dtypes (2 and 4 bytes per value), so three times the
+        # memory must be free.
         wide = kind == "policy" and dtype in ROUNDING_FLOOR and 3 * needed <= free
         exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:

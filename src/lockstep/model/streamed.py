@@ -44,8 +44,8 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Shapes:
-    """Passed to conversion operations instead of the model. This object only knows the parameters' shapes by name,
-    without the prefixes of wrappers."""
+    """An object that is passed to conversion operations in place of the model. It only knows the parameters' shapes by
+    name, without the prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The cache uses about 50 MB at most. MOST limits the sum over all cached pieces of their number of characters plus
-# OVERHEAD. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of cached words.
+# The cache uses about 50 MB at most. MOST limits the total size of the cached pieces, where the size of a piece is its
+# number of characters plus OVERHEAD. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of
+# cached words.
 MOST, OVERHEAD, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
@@ -70,7 +71,7 @@ _GPT2 = next(iter(_CUTS))
 
 
 class NotCacheable(Exception):
-    """The tokens of a text cannot be composed from the tokens of its pieces, or a border cannot be cut safely."""
+    """Raised if the tokens of a text are not those of its pieces, or if the text cannot be cut safely at a border."""
 
 
 class Pieces(dict[str, bytes]):

@@ -28,7 +28,7 @@ ColumnKinds = Mapping[str, str]
 
 NULL = "null"
 MIXED = "mixed"
-# Columns that a row may lack, as if they were null. For example, not every chat has tools.
+# Columns that a row may lack. A missing column is treated as null. For example, not every chat has tools.
 OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
 # Columns that determine the format of a row.
 # fmt: off

@@ -128,7 +128,9 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
     every, other = max(gap_a, gap_b), "B" if rarer == "A" else "A"
     if means is None or 2 * len(means.steps) < len(plain.steps):
         certain = coarse.mean and gap_a != gap_b and len(plain.steps)
-        explanation = f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of them: not averaged"
+        explanation = (
+            f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of these steps: not averaged"
+        )
         return Matched(series_a, series_b, *only, explanation if certain else "")
     detected = "" if coarse.mean else _detected_means(coarse.series, fine.series, means)
     if detected is None:
@@ -186,7 +188,7 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
     """Tests whether the values of `coarse` are means of several steps of `fine`. If they are means, returns a text with
-    the errors against means and against single steps, else None."""
+    the errors against means and against single steps, otherwise None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
