@@ -82,7 +82,7 @@ def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch
 # - If all scores of a group are equal, the advantages are exactly 0: the smallest score of the group is subtracted
 #   before averaging.
 # - `returns_K` is the critic's target for `gae`, the return to go for estimators on token rewards, and the score of the
-#   sequence for group-based estimators. (For group-based estimators, verl returns the advantage again.)
+#   sequence for group-based estimators. (For group-based estimators, verl's returns are the advantages.)
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
@@ -313,7 +313,8 @@ def whiten(
 
 
 def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
-    """True for the sequences that DAPO's dynamic sampling (arXiv 2503.14476) keeps: groups with unequal scores."""
+    """True for the sequences that DAPO's dynamic sampling (arXiv 2503.14476) keeps: those in groups with unequal
+    scores."""
     group_S, groups = _numbered(group_S)
     return _extreme(scores_S, group_S, groups, "amax") > _extreme(scores_S, group_S, groups, "amin")
 

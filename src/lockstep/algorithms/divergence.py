@@ -32,7 +32,7 @@ def _k2(log_ratio_K: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(log_ratio_K: torch.Tensor) -> torch.Tensor:
-    """k3, clamped as in verl: the exponent to +-20, the result to 10. Clamped tokens have no gradient."""
+    """k3, clamped as in verl: the exponent to +-20, the result to at most 10. Clamped tokens have no gradient."""
     back_K = (-log_ratio_K).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (back_K.exp() - back_K - 1).clamp(-K3_BOUND, K3_BOUND)
 

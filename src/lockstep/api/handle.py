@@ -328,7 +328,8 @@ class Handle:
         return checkpoints.save(Path(folder), state, tensors)
 
     def restore(self, folder: str | Path) -> None:
-        """Restores a checkpoint of `save`, or the newest in a folder. Model and settings must match the checkpoint."""
+        """Restores a checkpoint of `save`, or the newest checkpoint in a folder. Model and settings must match the
+        checkpoint."""
         steps = checkpoints.steps_in(Path(folder))
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
@@ -384,7 +385,7 @@ class Handle:
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
         # In a packed batch, the two sequences of a pair share their prompt. Sharing gives wrong results for models
-        # whose positions depend on the sequence length.
+        # whose position embeddings depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:

@@ -244,7 +244,8 @@ MAX_FULL_LENGTHS = 2
 
 @dataclass(frozen=True)
 class Outline:
-    """The prompt number and the lengths of a response, for planning. Responses to one prompt must be adjacent."""
+    """The index of a response's prompt, and the lengths of the response, for planning. Responses to one prompt must be
+    adjacent."""
 
     prompt: int
     length: int
@@ -253,7 +254,8 @@ class Outline:
 
 
 class PackedSequence(NamedTuple):
-    """A response in a packed row: its number, and how many leading tokens it shares with an earlier response."""
+    """A response in a packed row: its index (`number`), and how many leading tokens it shares with an earlier
+    response."""
 
     number: int
     shared: int

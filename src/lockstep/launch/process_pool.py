@@ -314,7 +314,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             raise
 
     def _supervise(self, index: int) -> None:
-        # If this first start fails, the next call tries again.
+        # If this first start of the worker process fails, the next call starts it again.
         self._ready(index)
         while (job := self._jobs.get()) is not None:
             call, future = job

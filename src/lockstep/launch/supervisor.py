@@ -54,8 +54,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def worker_socket(descriptor: int) -> socket.socket:
-    """Returns the worker's socket to the run. Child processes of the user function do not inherit the socket. The
-    worker ignores Ctrl-C after this call."""
+    """Returns the socket that connects the worker to the run. Child processes of the user function do not inherit the
+    socket. The worker ignores Ctrl-C after this call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     return socket.socket(fileno=descriptor)

@@ -29,7 +29,7 @@ LEFT_WHOLE = ("embed_tokens",)
 KEY = "parallel.tensor_parallel"
 REMEDY = (
     "set parallel.tensor_parallel=1 and shard the model instead (parallel.shard), "
-    "or use a model of docs/several-processes.md"
+    "or use a model that docs/several-processes.md lists"
 )
 
 

@@ -226,8 +226,8 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, limit: int) -> list[int] | None:
-    """Returns the first `limit` tokens of prompt and answer, the last one an EOS. Returns None if no answer token
-    fits."""
+    """Returns at most `limit` tokens: the first tokens of prompt and answer, then an EOS. Returns None if no answer
+    token fits."""
     if not prompt or not answer or len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) >= limit - 2:
         return None
     text, end = (prompt + answer).rstrip("\n"), str(tokenizer.eos_token)

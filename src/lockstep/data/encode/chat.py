@@ -97,7 +97,7 @@ class _FastTemplate:
         context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
         try:
             return "".join(compiled.root_render_func(context))
-        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports it
+        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports why
             return None
 
 

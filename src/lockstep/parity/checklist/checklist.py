@@ -288,7 +288,7 @@ def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
     ]
     if not differ and replayed.info["updates"] == again.info["updates"]:
         return CheckItem(
-            "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
+            "repeatability", True, f"{len(names)} tensors of the step are bitwise equal", "the step repeats exactly"
         )
     measured = f"{len(differ)} of {len(names)} tensors differ when the step runs twice"
     means = "for information: some kernels are not deterministic; run.deterministic=true selects deterministic ones"

@@ -99,8 +99,8 @@ class Bench:
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
-        """Runs an update that increases the model's outputs instead of the run's loss, so that its gradient is never
-        0."""
+        """Runs an update whose loss is minus the sum of the model's outputs, not the run's loss, so that the gradient
+        is never 0."""
         learner.forward_backward(self.arranged(self.examples).batches, _raise_outputs)
         learner.optim_step(rate)
 
