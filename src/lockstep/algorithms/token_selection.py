@@ -12,9 +12,9 @@ from lockstep.errors import Refusal
 # Token selection of Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is (A - mean
 # A)(log p - mean log p), with means over the kept tokens of the update.
 #
-# Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
-# clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the selection does
-# not depend on micro-batches or devices, and before the update no token is clipped.
+# The paper's code differs: it selects tokens in each micro-batch by the current log-probs, and its Clip-Cov skips
+# tokens that PPO clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the
+# selection does not depend on micro-batches or devices, and before the update no token is clipped.
 
 
 def select_clip_cov(

@@ -175,7 +175,7 @@ def opened_scorer(
 ) -> Scorer:
     """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 
-    The last lines that a function prints are written to files that start with `output`.
+    The last lines that a function prints are written to files next to `output`, whose names contain its name.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]

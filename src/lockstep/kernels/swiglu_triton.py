@@ -31,7 +31,7 @@ def _forward(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-unty
 @triton.jit
 def _backward(gate, up, upstream, grad_gate, grad_up, product, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes the gradients of gate and up. Elements are read before they are written, so outputs may alias inputs.
-    With AGAIN silu(gate) * up is also recomputed."""
+    If AGAIN is set, silu(gate) * up is recomputed too."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)

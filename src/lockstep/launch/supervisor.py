@@ -85,8 +85,8 @@ def limit_memory(memory_bytes: int) -> None:
 
 # Finds the process tree of a worker, including processes that left its group, session or parent. Two methods are
 # combined: parent PIDs (`adopt_orphans` makes the supervisor the parent of orphans), and the environment variable MARK,
-# which child processes inherit. A descendant is not found only if it clears its environment and its subreaper was
-# killed. Requires /proc.
+# which child processes inherit. All descendants are found, except one that clears its environment and whose subreaper
+# was killed. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
 # Used instead of the PID of a process that has ended, because the system may reuse that PID.

@@ -184,8 +184,8 @@ class _SideStream:
 
 
 class _Storage:
-    """One offloaded storage. `host` is the host copy; it is valid when the first copy has ended. `device_tensor` is the
-    device copy, or None. `coming` is the event of a running prefetch, or None."""
+    """One offloaded storage. `host` is the host copy; it is valid when the first copy to the host has ended.
+    `device_tensor` is the device copy, or None. `coming` is the event of a running prefetch, or None."""
 
     def __init__(self, side_stream: _SideStream, host: torch.Tensor, device_tensor: torch.Tensor):
         self.side_stream, self.host = side_stream, host

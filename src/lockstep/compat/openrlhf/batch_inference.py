@@ -305,7 +305,7 @@ def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, Sc
 
 
 def _normalized(rows: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
-    """Normalizes rewards to mean 0 and standard deviation 1 (with n - 1)."""
+    """Normalizes rewards to mean 0 and standard deviation 1 (computed with the divisor n - 1)."""
     rewards = [row["reward"] for row in rows]
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))

@@ -86,7 +86,7 @@ class _FastTemplate:
         self._compiled = compiled
         self._globals = {**compiled.globals, "tools": None, "documents": None}
         self.correct = True
-        """False after the output differed from that of `apply_chat_template`."""
+        """Becomes False when an output differs from that of `apply_chat_template`."""
         self.checked: set[bool] = set()
         """Values of `open_turn` for which the output was compared with `apply_chat_template`."""
 

@@ -232,7 +232,7 @@ def find_step_columns(finder: ColumnFinder) -> StepColumns:
         # Rows of PRM800K have a question, and a label object with rated steps.
         return StepColumns(label, prompt=prompt)
     raise finder.unknown(
-        "hold the labelled steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
+        "hold the labelled steps", "set data.label_key, and either data.text_key, or data.prompt_key and data.steps_key"
     )
 
 

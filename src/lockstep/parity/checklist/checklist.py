@@ -184,7 +184,7 @@ def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]
         found = [f"other {part}" for part in other]
         found += [f"{len(unlike)} weights differ, the first is {unlike[0]}"] if unlike else []
         means = (
-            "recorded run and replay start from different models: copy the folder, and run the checklist again first"
+            "recorded run and replay start from different models: copy the model folder, and run the checklist again"
         )
         return CheckItem(name, False, "; ".join(found), means)
     if "weights" not in parts:

@@ -1,7 +1,7 @@
 """Aligns the curves of two runs: finds common steps, averages over logging intervals, and detects shifted step counts.
 
-transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If the
-other run logs every step, its values are averaged over the same steps before the comparison.
+transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If one run
+logs such means and the other logs every step, the values of the other run are averaged over the same steps.
 """
 
 from __future__ import annotations
