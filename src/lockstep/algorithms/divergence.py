@@ -68,8 +68,8 @@ def divergence(
 def adapt_coefficient(coefficient: float, measured: float, target: float, horizon: int, sequences: int) -> float:
     """The next KL coefficient: larger if the measured KL is above its target, smaller if below.
 
-    As in Ziegler et al. 2019 (arXiv 1909.08593), the change is proportional to the relative error, clamped to +-0.2.
-    The factor is 1 + error x sequences / `horizon`.
+    As in Ziegler et al. 2019 (arXiv 1909.08593), the coefficient is multiplied by 1 + error x sequences / `horizon`.
+    The relative error of the KL is clamped to +-0.2.
     """
     error = min(max(measured / target - 1, -MOST_ADAPTATION), MOST_ADAPTATION)
     return coefficient * (1 + error * sequences / horizon)

@@ -17,9 +17,9 @@ from lockstep.errors import Refusal
 # step reports its rows.
 
 LEAST = -1e4
-"""The log-prob that replaces that of an impossible token (-inf)."""
+"""The log-prob that is used instead of -inf for an impossible token."""
 LEAST_SUM = -1e6
-"""The log-prob that replaces that of a response with an impossible token; token sums can be below LEAST."""
+"""The log-prob that is used instead of -inf for a response with an impossible token; token sums can be below LEAST."""
 CERTAIN = -1e-6
 """Upper limit of log-probs in `log_rest`: sums in float32 cannot distinguish larger log-probs from 0."""
 

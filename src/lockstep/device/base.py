@@ -65,7 +65,7 @@ class Device(ABC):
     shares_memory: ClassVar[bool] = False
     """Whether another process of this machine can open a tensor in device memory (IPC)."""
     prefill_tokens: ClassVar[int] = 8192
-    """Default number of prompt tokens per prefill pass. The number is lower if memory is too small."""
+    """Default number of prompt tokens per prefill pass; fewer tokens are used if memory is too small."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Environment variables of deterministic runs, each with its accepted values. The first value is the default."""
 

@@ -386,7 +386,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
             sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # The result is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
+            # The weight gradient is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,

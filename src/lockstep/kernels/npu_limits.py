@@ -50,8 +50,8 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
 def part_problem(
     query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> str | None:
-    """Checks attention over a part of the keys (context parallelism). The text has no batch-dependent numbers, so that
-    each problem is warned about only once."""
+    """Checks attention over a part of the keys (context parallelism). The returned text has no numbers that depend on
+    the batch, so that each problem gives only one warning."""
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),

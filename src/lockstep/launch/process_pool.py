@@ -341,7 +341,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             reply = worker.call(call)
         except Exception as error:  # noqa: BLE001 - the reply reports the error
             worker.kill()
-            return self._failed(index, f"its process could not be called: {type(error).__name__}: {error}")
+            return self._failed(index, f"the worker process could not be called: {type(error).__name__}: {error}")
         if worker.spent:
             worker.kill()
         return reply
@@ -356,9 +356,9 @@ class ProcessPool(Generic[CallT, ReplyT]):
             try:
                 self._start(index)
             except Refusal as refusal:
-                return f"its process could not be started: {refusal.problems[0].why}"
+                return f"the worker process could not be started: {refusal.problems[0].why}"
             except Exception as error:  # noqa: BLE001 - out of memory or processes: the next call may succeed
-                return f"its process could not be started: {type(error).__name__}: {error}"
+                return f"the worker process could not be started: {type(error).__name__}: {error}"
         return None
 
 

@@ -31,7 +31,7 @@ from lockstep.version import PACKAGE_FOLDER
 
 
 class Unfit(Exception):
-    """Raised if lockstep would train, score or generate wrongly with a model. The message is the reason."""
+    """Raised if lockstep would train, score or generate wrongly with a model. The message says why."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # A wait for another process is logged after TELL_SECONDS, and then every TELL_AGAIN_SECONDS.
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10.0, 60.0
-# How often this process has opened a store for each purpose. The numbers are the same on every rank.
+# How often this process has opened a store for each purpose. These counts are the same on every rank.
 _turns: Counter[str] = Counter()
 
 

@@ -2,9 +2,9 @@
 
 Without the watchdog, a collective operation waits silently until its timeout, and nobody sees whether a rank is stopped
 or slow. The training thread only records its position (stage or collective operation) in memory. A background thread
-writes a heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The interval
-is at most a quarter of the time after which a wait is logged. Only a rank whose position has not changed for this
-interval reads the heartbeats of others. So collective operations have no extra cost.
+writes a heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The
+heartbeat interval is at most a quarter of the time after which a wait is logged. Only a rank whose position has not
+changed for this interval reads the heartbeats of others. So collective operations have no extra cost.
 
 If no rank has made progress for `parallel.stall_seconds`, all ranks end together (see `stall.py`). Before its first
 step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a rank that

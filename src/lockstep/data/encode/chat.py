@@ -170,7 +170,7 @@ def render_chat(
             raise Refusal.at(
                 origin,
                 f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
-                "use a template that renders it (data.template), write it into the content, or remove it from the row",
+                "use a template that renders this part (data.template), write the part into the content, or remove it",
                 code="template-changes-chat",
             )
     refuse_dropped_by_template(spans.text, messages, tools, origin)

@@ -14,10 +14,10 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""A curve with fewer values than this is not tested for being means over several steps."""
+"""Only in a curve with at least this many values, lockstep tests whether the values are means over several steps."""
 CLEARLY = 2.0
-"""The best explanation of two curves (means or single steps, or one shift) must have an error this many times smaller
-than the alternatives."""
+"""Lockstep accepts an explanation of two curves (values are means, or steps are shifted) only if its error is this many
+times smaller than that of the alternatives."""
 MIN_SHIFT_STEPS = 8
 """A shift needs at least this many common steps, because with fewer steps curves may agree by chance."""
 NEAREST_SHIFTS = 4
