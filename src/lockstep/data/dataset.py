@@ -323,8 +323,8 @@ def unseparated_rows(
 class Loader(Generic[T]):
     """Selects the rows of each update. The selection depends only on seed and position: a run can resume at any update.
 
-    An update may span two epochs. Every row is visited once per epoch. All updates have the same number of rows, except
-    the last one if `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
+    An update may span two epochs. Every row is visited once per epoch. All updates have the same number of rows, but
+    the last one may be smaller if `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
     """
 
     def __init__(

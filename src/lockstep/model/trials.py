@@ -119,7 +119,7 @@ REWARDS = Trial(
     "rewards",
     "before weights load, in an online run; in `generate` with rewards",
     "reward.dry_run.dry_run",
-    "the rewards give finite scores to correct and to empty answers to some rows",
+    "for some rows, the rewards give finite scores to correct and to empty answers",
     task="Testing the rewards on real rows",
 )
 INITIAL_LOSS = Trial(
