@@ -89,7 +89,7 @@ def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sect
 def _warn_once(problem: str) -> None:
     """Warns once per problem."""
     warnings.warn(
-        f"attention over parallel.context_parallel uses plain torch: npu_fusion_attention has no support for "
+        "attention over parallel.context_parallel uses plain torch: npu_fusion_attention has no support for "
         f"these inputs: {problem}",
         stacklevel=4,
     )
