@@ -216,7 +216,7 @@ def cache(
         write(line)
 
 
-# The order of registration is the order of the commands in `--help`: the order of use.
+# The commands are registered in the order of their usual use. `--help` lists them in this order.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)

@@ -178,7 +178,7 @@ CODES = {
     "worker-lost": "the rollout process ended or does not answer",
     "wrong-response": "the inference server returned a response that does not fit the request",
     "empty-response": "a response has no token",
-    "wrong-initial-loss": "the first loss is wrong: policy and reference are equal, so the loss is known",
+    "wrong-initial-loss": "policy and reference are equal, but the first loss is not the loss of equal models",
     "idle-updates": "several updates in a row did not change the model",
     "changed-setting": "a setting differs from the setting of the checkpoint or output folder",
     "changed-model": "a model has changed since the checkpoint",

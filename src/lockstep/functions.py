@@ -196,8 +196,8 @@ def is_registered(function_path: str) -> bool:
 
 
 def local_callable(function_path: str) -> Callable[..., Any] | None:
-    """Returns the registered callable if no other process can load it, otherwise None. Such a callable is defined in
-    the main script, in a notebook, or inside another function."""
+    """Returns the registered callable if no other process can load it, because it is defined in the main script, in a
+    notebook, or inside another function. Otherwise returns None."""
     function = _given.get(function_path)
     if function is None:
         return None

@@ -121,8 +121,8 @@ class HttpClient:
         raise RequestFailed(why) from cause
 
     async def status(self, address: str, seconds: float) -> int | None:
-        """Returns the HTTP status of a GET request. Returns None if the server does not answer in time (twice
-        `seconds`), for example because it is busy. Raises `RequestFailed` if there is no connection."""
+        """Returns the HTTP status of a GET request. Returns None if the server does not answer within twice `seconds`,
+        for example because it is busy. Raises `RequestFailed` if there is no connection."""
         timeout = httpx.Timeout(None, connect=seconds)
         request = self._client.build_request(
             "GET", address, headers=_HEADERS, timeout=timeout, extensions={"responses": []}

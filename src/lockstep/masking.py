@@ -189,7 +189,7 @@ def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
         flag = _FLAG.match(word)
         if flag and _NAME.search(flag[1]) and (flag[2] or (following and not following.startswith("-"))):
             why = f"--{flag[1]} contains a secret, which is visible in the process list"
-            yield key, why, "remove it: lockstep gives its own servers a key; for yours set LOCKSTEP_SERVER_KEY"
+            yield key, why, "remove it: lockstep gives its own servers a key; for your servers set LOCKSTEP_SERVER_KEY"
 
 
 def is_expanded(key: str) -> bool:
@@ -261,7 +261,7 @@ def _mask_last(found: re.Match[str]) -> str:
 
 
 def _kept(value: str) -> str:
-    """Returns MASK, unless the value consists only of references and masks; then it is returned unchanged."""
+    """Returns the value unchanged if it consists only of references and masks, otherwise returns MASK."""
     return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
 
 

@@ -73,8 +73,8 @@ def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequ
     """Returns for each row the row that provides the mismatched completion.
 
     The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. If no row
-    differs in both, the partner is the next row whose completion differs. Always using the neighbour would give a
-    matched pair if neighbours share a prompt.
+    differs in both prompt and completion, the partner is the next row whose completion differs. Always using the
+    neighbour would give a matched pair if neighbours share a prompt.
     """
     prompt, completion = _runs(prompts), _runs(completions)
     return [_partner(row, prompt, completion) for row in range(len(completions))]
@@ -109,8 +109,8 @@ def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs (neighbouring equal rows) in a cyclic list of rows. Equal rows have the same number in `numbers`. `ends`
-    has, for the list repeated twice, the index after each row's run."""
+    """Runs (neighbouring equal rows) in a cyclic list of rows. Equal rows have the same number in `numbers`. `ends[i]`
+    is the index after the run of row i, in the list repeated twice."""
 
     numbers: list[int]
     ends: list[int]

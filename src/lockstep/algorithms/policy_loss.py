@@ -1,8 +1,8 @@
 """Policy losses of online RL as weighted sums over tokens.
 
 Suffix K: tokens of a micro-batch of complete sequences. Each function computes one loss per token from the advantage A
-and the ratio r = e^d, where d = log p - log p_old, clamped to +-20. Clamped tokens have no gradient. `weights_K` is the
-product of loss mask, aggregation weight and importance weight; the training step divides the sum once.
+and the ratio r = e^d, where d = log p - log p_old is clamped to +-20. Clamped tokens have no gradient. `weights_K` is
+the product of loss mask, aggregation weight and importance weight; the training step divides the sum once.
 
 Tokens of weight 0 have no effect, not even on the means of their sequence. An impossible token (log p = -inf) has no
 gradient; its ratio is 1 if log p_old is also -inf (`floor_logprobs`). Metrics are sums over tokens of non-zero weight:

@@ -143,7 +143,8 @@ def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> to
 def aot(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, partners: Partners, *, beta: float, label_smoothing: float
 ) -> torch.Tensor:
-    """AOT on pairs (arXiv 2406.05882): DPO's loss on sorted margins: the policy's i-th with the reference's i-th.
+    """AOT on pairs (arXiv 2406.05882): DPO's loss of the i-th smallest policy margin and the i-th smallest reference
+    margin.
 
     A pair's policy margin is compared with the reference margin of the same rank, not with that of the same pair.
     """
@@ -249,7 +250,7 @@ def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tenso
 class Pairs:
     """Summed log-probs and lengths of the responses, and the reference's summed log-probs if there is a reference.
 
-    `likelihood_P` is set if the other sums weight tokens (LD-DPO): the unweighted log-prob of the chosen response, for
+    If these sums are weighted by token (LD-DPO), `likelihood_P` is the unweighted log-prob of the chosen response, for
     `nll`.
     """
 
@@ -315,7 +316,8 @@ def preference_loss(
 
 
 def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_alpha: float) -> torch.Tensor:
-    """LD-DPO (arXiv 2409.06411): weight `ld_alpha` for tokens past the shorter response of a pair, else 1.
+    """LD-DPO (arXiv 2409.06411): tokens beyond the length of the pair's shorter response get weight `ld_alpha`, others
+    1.
 
     Every two successive sequences are a pair. A smaller `ld_alpha` reduces the effect of the extra tokens of the longer
     response. `ld_alpha` 1 is plain DPO; 0 has the effect of truncating both responses to the same length.

@@ -83,7 +83,7 @@ def ranking_loss(
 
 
 def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the better and the worse response of each pair, collected by the distance of the two ranks."""
+    """Indices of the better and the worse response of each pair, sorted by the distance of their ranks."""
     longest = int(sizes_R.max()) if len(sizes_R) else 0
     better = [(ranking_S[:-distance] == ranking_S[distance:]).nonzero()[:, 0] for distance in range(1, longest)]
     worse = [positions + distance for distance, positions in enumerate(better, start=1)]

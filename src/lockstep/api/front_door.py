@@ -30,7 +30,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# This first loss scale is small, because losses are sums over tokens: their gradients are larger than those of means.
+# The initial loss scale is small, because losses are sums over tokens, whose gradients are larger than those of means.
 _FIRST_SCALE = 2.0**7
 
 

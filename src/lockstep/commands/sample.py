@@ -158,7 +158,7 @@ class Parts:
             pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), aside)
 
     def merge(self, chunks: int) -> None:
-        """Merges all chunks in order to OUT and deletes the folder."""
+        """Merges all chunks, in row order, into the file OUT, and deletes the folder of the chunks."""
         with _replacing(self.out) as aside, pq.ParquetWriter(aside, SCHEMA) as writer:
             for number in range(chunks):
                 try:

@@ -1,7 +1,7 @@
 """Maps the keys of another trainer to recipe keys, by the tables in `tables/*.yaml` and rules in Python.
 
-A table has one row per key of the other trainer. The row has the recipe keys that the key sets, its default, and a
-note; or the reason why lockstep ignores or refuses the key. A rule is a Python function that computes recipe values
+A table has one row per key of the other trainer. A row has either the recipe keys that the key sets, its default and a
+note, or the reason why lockstep ignores or refuses the key. A rule is a Python function that computes recipe values
 from several keys. The pages in docs/ print the same tables.
 """
 

@@ -163,7 +163,7 @@ class TrainingCommand:
 
 
 def training_of(words: Sequence[Word]) -> TrainingCommand | None:
-    """Returns the training command of verl or OpenRLHF in a command of a script, or None."""
+    """Returns the training command of verl or OpenRLHF that a command of a script runs, or None if it runs none."""
     inner = _string_command(words)
     if inner is not None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]

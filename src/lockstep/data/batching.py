@@ -14,7 +14,8 @@ from torch import nn
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
-# Attention costs length^2, the rest of the model costs length; at this length the two costs are about equal.
+# The cost of attention grows with length^2, that of the other operators with length. They are about equal at this
+# length.
 QUADRATIC_AT = 4096
 
 
@@ -243,7 +244,8 @@ MAX_FULL_LENGTHS = 2
 
 @dataclass(frozen=True)
 class Outline:
-    """The prompt number and the lengths of a response, for planning. Responses to one prompt must be adjacent."""
+    """The index of a response's prompt, and the lengths of the response, for planning. Responses to one prompt must be
+    adjacent."""
 
     prompt: int
     length: int
@@ -252,7 +254,8 @@ class Outline:
 
 
 class PackedSequence(NamedTuple):
-    """A response in a packed row: its number, and how many leading tokens it shares with an earlier response."""
+    """A response in a packed row: its index (`number`), and how many leading tokens it shares with an earlier
+    response."""
 
     number: int
     shared: int

@@ -37,7 +37,7 @@ NAMED = 3
 
 @runtime_checkable
 class Tallied(Protocol):
-    """A row reader that counts what it reads in `tally`; its method `found` reports the counts."""
+    """A row reader with a counter `tally` of what it has read; its method `found` reports the counts."""
 
     tally: Counter[str]
 
@@ -161,8 +161,8 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
 
 
 def _rank_offset_first(spans: list[Span]) -> list[Span]:
-    """Rotates the list of row ranges, so that each rank starts at a different range. A rank later finds the ranges that
-    other ranks encoded in the row cache."""
+    """Rotates the list of row ranges, so that each rank starts at a different range. Later, a rank reads from the row
+    cache the ranges that other ranks have encoded."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]
@@ -323,8 +323,8 @@ def unseparated_rows(
 class Loader(Generic[T]):
     """Selects the rows of each update. The selection depends only on seed and position: a run can resume at any update.
 
-    An update may span two epochs. Every row is visited once per epoch. Only the last update may be smaller, if
-    `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
+    An update may span two epochs. Every row is visited once per epoch. All updates have the same number of rows, but
+    the last one may be smaller if `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
     """
 
     def __init__(

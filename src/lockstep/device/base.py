@@ -65,7 +65,7 @@ class Device(ABC):
     shares_memory: ClassVar[bool] = False
     """Whether another process of this machine can open a tensor in device memory (IPC)."""
     prefill_tokens: ClassVar[int] = 8192
-    """Default number of prompt tokens per prefill pass. The number is lower if memory is too small."""
+    """Default number of prompt tokens per prefill pass; fewer tokens are used if memory is too small."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Environment variables of deterministic runs, each with its accepted values. The first value is the default."""
 
@@ -112,8 +112,7 @@ class Device(ABC):
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
         """Captures `step` as a device graph. Calling the result replays the graph on the same tensors.
 
-        `pool_of` is an earlier graph that is never replayed at the same time. The new graph uses the memory pool of
-        that graph.
+        The new graph uses the memory pool of `pool_of`, an earlier graph that is never replayed at the same time.
         """
         raise NotImplementedError(f"device {self.name} does not support graph capture")
 

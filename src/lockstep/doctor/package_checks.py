@@ -113,10 +113,7 @@ def one_triton(facts: MachineFacts, device: str) -> Findings:
         why = f"triton {triton} is installed too, and triton and triton-ascend overwrite each other's files"
         yield broken("triton-ascend", why, again)
     elif release(triton) not in TRITON_OF_TRITON_ASCEND:
-        why = (
-            f"it depends on another triton version than the installed {triton}, which may have overwritten files of "
-            "triton-ascend"
-        )
+        why = f"triton-ascend needs another version than triton {triton}, which may have overwritten its files"
         yield warning("triton-ascend", why, again)
 
 

@@ -16,8 +16,7 @@ from lockstep.kernels.attention.paged import PrefillPass
 class GeneratingLayers(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether the layers may replace the model's modules. They may replace the modules only if the model's modules
-        are unchanged and have no hooks."""
+        """Whether these layers may replace the model's modules: the modules must be unchanged and have no hooks."""
 
     def lay(self) -> None:
         """Arranges the weights in memory. Call this method before CUDA graph capture, because a captured graph fixes

@@ -189,7 +189,7 @@ def place_heads_(
         FEW=triton.next_power_of_2(groups),
         NORMED=norms is not None,
         num_warps=4,
-        # Fused multiply-add would skip the rounding of the products, which transformers does.
+        # transformers rounds the products, and a fused multiply-add would skip this rounding.
         enable_fp_fusion=False,
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Number of token rows in the input of a kernel trial, more than one tile of a device's vector unit has.
+# Number of token rows in the input of a kernel trial. One tile of a device's vector unit has fewer rows.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
@@ -252,8 +252,8 @@ Gather = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class ModuleKernel(NamedTuple):
-    """A fused kernel for one kind of module. `looks` returns whether a module is to be tested. `forward` replaces its
-    forward."""
+    """A fused kernel for one kind of module. `looks` returns whether the structure of a module is one that the kernel
+    supports; only such a module is tested. `forward` replaces its forward."""
 
     name: str
     looks: Callable[[nn.Module], bool]

@@ -154,8 +154,8 @@ def store(
 
 
 class KeyPlaces(NamedTuple):
-    """Where the keys and values of a sequence are. Packed keys start at the sequence's index in `firsts`. Paged keys
-    are in the cache blocks that `table` lists."""
+    """Says where the keys and values of a sequence are stored. Packed keys of sequence i start at index `firsts[i]`.
+    Paged keys are in the cache blocks that `table` lists."""
 
     keys: torch.Tensor
     values: torch.Tensor

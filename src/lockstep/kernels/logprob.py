@@ -17,9 +17,10 @@ from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, trun
 
 # The maximum size of one chunk of logits is CHUNK_BYTES for the plain-torch reference and FUSED_CHUNK_BYTES for the
 # fused kernels. With a vocabulary of 151,936 a chunk of the reference has 440 positions and needs about 1 GiB at the
-# peak, because of its fp32 copies. A chunk of the fused kernels has 3,500 positions in bf16 and is computed in place.
-# The fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden size of 896. The chunk size
-# is the same with and without gradients, so that a token gets the same log-prob in every forward pass.
+# peak, because of its fp32 copies. With the same vocabulary, a chunk of the fused kernels has 3,500 positions in bf16
+# and is computed in place. The fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden
+# size of 896. The chunk size is the same with and without gradients, so that a token gets the same log-prob in every
+# forward pass.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
 # Largest accepted difference between `token_grads` and the actual loss gradients, relative to the largest gradient.
@@ -385,7 +386,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
             sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # The result is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
+            # The weight gradient is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,

@@ -134,7 +134,7 @@ def _lengths(
     lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, packed_index_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
-    # All sequences within the fixed length have the same rotary embeddings. All longer sequences have the same
+    # All sequences up to the length `rope.fixed` have the same rotary embeddings. All longer sequences have the same
     # embeddings as each other, except with dynamic NTK.
     longest = max(lengths)
     lengths_S = torch.tensor(

@@ -234,7 +234,8 @@ class ProcessPool(Generic[CallT, ReplyT]):
     """A queue of calls and a fixed number of slots. Each slot has one worker process and one thread that supervises it.
 
     Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
-    in each worker, which imports torch. Daemon processes of `multiprocessing` also cannot have child processes.
+    in each worker, and this script imports torch. Daemon processes of `multiprocessing` also cannot have child
+    processes.
     """
 
     def __init__(
@@ -314,7 +315,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             raise
 
     def _supervise(self, index: int) -> None:
-        # If this first start fails, the next call tries again.
+        # If this first start of the worker process fails, the next call starts it again.
         self._ready(index)
         while (job := self._jobs.get()) is not None:
             call, future = job
@@ -340,7 +341,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             reply = worker.call(call)
         except Exception as error:  # noqa: BLE001 - the reply reports the error
             worker.kill()
-            return self._failed(index, f"its process could not be called: {type(error).__name__}: {error}")
+            return self._failed(index, f"the worker process could not be called: {type(error).__name__}: {error}")
         if worker.spent:
             worker.kill()
         return reply
@@ -355,9 +356,9 @@ class ProcessPool(Generic[CallT, ReplyT]):
             try:
                 self._start(index)
             except Refusal as refusal:
-                return f"its process could not be started: {refusal.problems[0].why}"
+                return f"the worker process could not be started: {refusal.problems[0].why}"
             except Exception as error:  # noqa: BLE001 - out of memory or processes: the next call may succeed
-                return f"its process could not be started: {type(error).__name__}: {error}"
+                return f"the worker process could not be started: {type(error).__name__}: {error}"
         return None
 
 

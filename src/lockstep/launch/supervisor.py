@@ -54,8 +54,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def worker_socket(descriptor: int) -> socket.socket:
-    """Returns the worker's socket to the run. Child processes of the user function do not inherit the socket. The
-    worker ignores Ctrl-C after this call."""
+    """Returns the socket that connects the worker to the run. Child processes of the user function do not inherit the
+    socket. The worker ignores Ctrl-C after this call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     return socket.socket(fileno=descriptor)
@@ -71,7 +71,7 @@ def exit_if_forked(worker: int) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limits the address space of this process to its current size plus `memory_bytes`.
 
-    Libraries reserve far more address space than they use memory, so an absolute limit would make imports fail. On
+    Libraries reserve more address space than the memory that they use, so an absolute limit would make imports fail. On
     systems without /proc no limit is set.
     """
     statm = Path("/proc/self/statm")
@@ -85,8 +85,8 @@ def limit_memory(memory_bytes: int) -> None:
 
 # Finds the process tree of a worker, including processes that left its group, session or parent. Two methods are
 # combined: parent PIDs (`adopt_orphans` makes the supervisor the parent of orphans), and the environment variable MARK,
-# which child processes inherit. A descendant is not found only if it clears its environment and its subreaper was
-# killed. Requires /proc.
+# which child processes inherit. All descendants are found, except one that clears its environment and whose subreaper
+# was killed. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
 # Used instead of the PID of a process that has ended, because the system may reuse that PID.

@@ -233,7 +233,7 @@ def wrong_kernel(
             f"its attention kernel {kernel} is wrong: {why}. With model.attention={PLAIN} the same check passes here",
             f"set model.attention={PLAIN}, which is plain torch and slower. Another version of torch or of "
             "the driver may fix the kernel; `lockstep doctor` lists matching versions. A replay of a recorded run "
-            "(docs/replay.md) writes a script that reproduces the fault",
+            "(docs/replay.md) writes a script that reproduces the error",
             code="wrong-kernel",
         )
     if device.type == HOST.type or check(PLAIN, HOST) is not None:

@@ -37,8 +37,8 @@ TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Returns the checksums of weights, tokenizer and chat template of a model folder. If one of the three does not
-    exist, its checksum is None."""
+    """Returns the checksums of weights, tokenizer and chat template of a model folder. The checksum of a missing part
+    is None."""
     folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]

@@ -165,7 +165,7 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
     """Yields a problem for each layer whose adapter cannot be trained or merged. Tied layers share one parameter.
-    Merging an adapter into one of two tied layers would also change the other, although training did not."""
+    Merging an adapter into one of two tied layers would also change the other layer, which training did not change."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
@@ -177,7 +177,10 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
             continue
         if layer is head:
             yield Problem(
-                where, f"{name} has an adapter, but the output head runs in chunks", remedy, code="unfit-adapter"
+                where,
+                f"{name} is the output head, which runs in chunks and cannot have an adapter",
+                remedy,
+                code="unfit-adapter",
             )
             continue
         for parameter in layer.get_base_layer().parameters(recurse=False):

@@ -39,13 +39,13 @@ BLOCK_BYTES = 2**26
 
 
 class Unmapped(Exception):
-    """Raised if the tensors of a model cannot be read from the files one by one. The message is the reason."""
+    """Raised if the tensors of a model cannot be read from the files one by one. The message says why."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Passed to conversion operations instead of the model. This object only knows the parameters' shapes by name,
-    without the prefixes of wrappers."""
+    """An object that is passed to conversion operations in place of the model. It only knows the parameters' shapes by
+    name, without the prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -147,7 +147,7 @@ def refuse_operations(conversions: list[Any]) -> None:
     moves = {getattr(core_model_loading, name) for name in MOVES if hasattr(core_model_loading, name)}
     for operation in (one for conversion in conversions for one in getattr(conversion, "operations", ())):
         if type(operation) not in moves:
-            raise Unmapped(f"transformers makes some of its tensors by {type(operation).__name__}")
+            raise Unmapped(f"transformers creates some of the model's tensors with {type(operation).__name__}")
 
 
 def places_by_name(

@@ -60,7 +60,9 @@ def try_division(config: Any, kernel: str, device: torch.device, group: TensorGr
         raise Unfit(f"it cannot be run divided over {group.size} processes: {first_line(error)}") from error
     difference = float((found - wanted).abs().max())
     if not difference <= LOGPROB_ERROR:
-        raise Unfit(f"divided over {group.size} processes its log-probs differ by {difference:.2g}")
+        raise Unfit(
+            f"divided over {group.size} processes its log-probs differ from those of one process by {difference:.2g}"
+        )
     least = GRADIENT_FLOOR * max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         off = float((divided[name] - gradient).norm()) / max(float(gradient.norm()), least)

@@ -68,7 +68,7 @@ def _refuse_bad_sizes(seed: int, hidden: int, layers: int) -> None:
             )
         )
     if layers < 1:
-        problems.append(Problem("layers", f"{layers} is not a number of layers", "give 1 or more", code="out-of-range"))
+        problems.append(Problem("layers", f"{layers} is less than one layer", "give 1 or more", code="out-of-range"))
     refuse_all(problems)
 
 

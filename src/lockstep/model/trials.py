@@ -31,7 +31,7 @@ from lockstep.version import PACKAGE_FOLDER
 
 
 class Unfit(Exception):
-    """Raised if lockstep would train, score or generate wrongly with a model. The message is the reason."""
+    """Raised if lockstep would train, score or generate wrongly with a model. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ REWARDS = Trial(
     "rewards",
     "before weights load, in an online run; in `generate` with rewards",
     "reward.dry_run.dry_run",
-    "the rewards score correct and empty answers to some rows with finite numbers",
+    "for some rows, the rewards give finite scores to correct and to empty answers",
     task="Testing the rewards on real rows",
 )
 INITIAL_LOSS = Trial(

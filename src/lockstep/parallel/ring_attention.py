@@ -57,7 +57,7 @@ class RingLayout(DividedLayout):
         """Returns the step of the ring for the keys of rank `source`. Returns None if no query of this rank attends to
         these keys, which happens if sequences are too short to fill all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Whether the first and whether the second chunk is used.
+        # For queries and for keys: whether the first chunk is used, and whether the second chunk is used.
         query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
             key_chunks = (True, False)

@@ -2,14 +2,14 @@
 
 Without the watchdog, a collective operation waits silently until its timeout, and nobody sees whether a rank is stopped
 or slow. The training thread only records its position (stage or collective operation) in memory. A background thread
-writes a heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The interval
-is at most a quarter of the time after which a wait is logged. Only a rank whose position has not changed for this
-interval reads the heartbeats of others. So collective operations have no extra cost.
+writes a heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The
+heartbeat interval is at most a quarter of the time after which a wait is logged. Only a rank whose position has not
+changed for this interval reads the heartbeats of others. So collective operations have no extra cost.
 
 If no rank has made progress for `parallel.stall_seconds`, all ranks end together (see `stall.py`). Before its first
 step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a rank that
 has not started its first step, computing or reading from disk counts as progress. A rank that has not sent a heartbeat
-is treated as starting, too.
+is treated like one that has not started its first step.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Watch:
                         self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
-                return  # the store is unreachable; `_log_waits` reports it if a rank still waits
+                return  # the store is unreachable; `_log_waits` reports this if a rank still waits
             if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))

@@ -67,8 +67,8 @@ class World:
     """Tensor-parallel size: the number of neighbouring ranks that split the modules of a model and process the same
     micro-batches."""
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """The data-parallel group: the ranks that have the same index in their context- or tensor-parallel group as this
-    rank."""
+    """The data-parallel group of this rank. All its ranks have the same index in their context- or tensor-parallel
+    groups."""
     turn: int = 0
     """How often this process joined a process group before this world."""
 

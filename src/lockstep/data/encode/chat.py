@@ -86,7 +86,7 @@ class _FastTemplate:
         self._compiled = compiled
         self._globals = {**compiled.globals, "tools": None, "documents": None}
         self.correct = True
-        """False after the output differed from that of `apply_chat_template`."""
+        """Becomes False when an output differs from that of `apply_chat_template`."""
         self.checked: set[bool] = set()
         """Values of `open_turn` for which the output was compared with `apply_chat_template`."""
 
@@ -97,7 +97,7 @@ class _FastTemplate:
         context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
         try:
             return "".join(compiled.root_render_func(context))
-        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports it
+        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports why
             return None
 
 
@@ -170,7 +170,7 @@ def render_chat(
             raise Refusal.at(
                 origin,
                 f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
-                "use a template that renders it (data.template), write it into the content, or remove it from the row",
+                "use a template that renders this part (data.template), write the part into the content, or remove it",
                 code="template-changes-chat",
             )
     refuse_dropped_by_template(spans.text, messages, tools, origin)

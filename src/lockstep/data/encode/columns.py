@@ -32,7 +32,7 @@ class ExtraColumns:
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
-        """Finds the extra columns of a source. A column in `used` is not found.
+        """Finds the extra columns of a source. Columns in `used` are ignored.
 
         Input and history columns are found only if the prompt column is `instruction`.
         """
@@ -151,11 +151,11 @@ class ColumnFinder:
     """For each column that only some rows have, the number of rows that have it."""
 
     def setting(self, key: str) -> str:
-        """Returns the value of `key` of the source, else of the recipe's `data`; empty if it is set nowhere."""
+        """Returns the source's value of `key`, or else that of the recipe's `data`; empty if neither is set."""
         return getattr(self.source, key) or getattr(self.data, key) or ""
 
     def first_column(self, names: Sequence[str]) -> str:
-        """Returns the first of `names` that is a column of the source; empty if no name is."""
+        """Returns the first of `names` that is a column of the source, or an empty string if there is none."""
         return next((name for name in names if name in self.available), "")
 
     def first_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:

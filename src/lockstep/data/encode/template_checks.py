@@ -11,7 +11,7 @@ from lockstep.types import Message, Origin
 
 # Keys of a chat message that hold its reasoning, separately from its content.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_REMEDY = "use a template that renders it (data.template), or remove it from the row"
+_REMEDY = "use a template that renders the missing part (data.template), or remove this part from the row"
 
 
 def refuse_dropped_by_template(

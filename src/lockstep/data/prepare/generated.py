@@ -154,7 +154,7 @@ def _three_digit(number: int) -> ArithmeticQuestion:
     return "-", (100 + a, 100 + rest - a * (a - 1) // 2)
 
 
-# By difficulty level: the number of questions, and a function that returns the question of an index.
+# For each difficulty level: the number of questions, and a function that returns the question with a given index.
 LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
     1: (1100, _one_digit),
     2: (90 * 90, lambda number: ("+", _two_digit(number))),
@@ -285,7 +285,7 @@ def _step_rows(draw: random.Random) -> Iterator[Row]:
     """Yields rows of several sums with results below ten. Each sum is wrong with probability one half.
 
     Each number is one token and all steps have the same form, so a model only has to learn addition, which a tiny model
-    can do. There are at least 55 to the power of ten lists of sums, so a repeated list is practically impossible.
+    can do. There are at least 55^10 lists of sums, so a repeated list is practically impossible.
     """
     facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:

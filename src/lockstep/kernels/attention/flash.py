@@ -238,8 +238,8 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Computes partial attention (see `partial_attention.py`). Like the reference, the kernel aligns causal sequences
-    at their end."""
+    """Computes partial attention (see `partial_attention.py`). Like the reference, the kernel aligns the queries and
+    keys of a causal sequence at their end."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )

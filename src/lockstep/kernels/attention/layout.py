@@ -33,9 +33,9 @@ class Layout:
 
     `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, and `tokens_of_slots` is the
     inverse. Padding slots point at token 0, and their output is never read. `slots_of_tokens` and `tokens_of_slots` are
-    None if all sequences have the same length, because regrouping is then a view. These two maps are built on first
-    use, because varlen kernels do not need them. A prefix that several sequences share is stored once in the packed row
-    (see `Sharing`).
+    None if all sequences have the same length, because regrouping is then a view. Both are built on first use, because
+    varlen kernels do not need these maps. A prefix that several sequences share is stored once in the packed row (see
+    `Sharing`).
     """
 
     kernel: str

@@ -56,7 +56,8 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     """Returns the window of a transformers mask function `(batch, head, query, key) -> seen`, which takes index
     tensors.
 
-    Lockstep has one window for all `heads` of a layer, so a mask with different tokens per head is an error.
+    Lockstep has one window for all `heads` of a layer, so a mask that shows different tokens to different heads is an
+    error.
     """
 
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -95,8 +96,8 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if that token
-    sees all tokens."""
+    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if this token
+    sees all earlier tokens."""
     query = torch.tensor([FAR])
     if bool(sees(query, torch.tensor([0]))):
         return None

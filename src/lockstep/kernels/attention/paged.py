@@ -44,8 +44,8 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     stored: bool = False,
 ) -> torch.Tensor:
-    """Stores new keys and values in the KV cache, unless `stored` says that this was done. Computes causal attention
-    within each token's sequence."""
+    """Stores new keys and values in the KV cache, unless `stored` says that they are already in the cache. Computes
+    causal attention within each token's sequence."""
     keys, values = step.cache.layer(layer)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:

@@ -246,8 +246,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Returns the number of splits per sequence. The number depends only on the sizes of batch and block table, because
-    the grid of a captured CUDA graph is fixed."""
+    """Returns the number of splits per sequence. This number of splits depends only on the sizes of batch and block
+    table, because the grid of a captured CUDA graph is fixed."""
     target = BUSY * _processors(device) // programs
     return max(1, min(MOST_SPLITS, _power_below(target), _power_below(longest // PIECE)))
 

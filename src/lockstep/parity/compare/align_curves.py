@@ -1,7 +1,7 @@
 """Aligns the curves of two runs: finds common steps, averages over logging intervals, and detects shifted step counts.
 
-transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If the
-other run logs every step, its values are averaged over the same steps before the comparison.
+transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If one run
+logs such means and the other logs every step, the values of the other run are averaged over the same steps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""A curve with fewer values than this is not tested for being means over several steps."""
+"""Only in a curve with at least this many values, lockstep tests whether the values are means over several steps."""
 CLEARLY = 2.0
-"""The best explanation of two curves (means or single steps, or one shift) must have an error this many times smaller
-than the alternatives."""
+"""Lockstep accepts an explanation of two curves (values are means, or steps are shifted) only if its error is this many
+times smaller than that of the alternatives."""
 MIN_SHIFT_STEPS = 8
 """A shift needs at least this many common steps, because with fewer steps curves may agree by chance."""
 NEAREST_SHIFTS = 4
@@ -128,7 +128,9 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
     every, other = max(gap_a, gap_b), "B" if rarer == "A" else "A"
     if means is None or 2 * len(means.steps) < len(plain.steps):
         certain = coarse.mean and gap_a != gap_b and len(plain.steps)
-        explanation = f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of them: not averaged"
+        explanation = (
+            f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of these steps: not averaged"
+        )
         return Matched(series_a, series_b, *only, explanation if certain else "")
     detected = "" if coarse.mean else _detected_means(coarse.series, fine.series, means)
     if detected is None:
@@ -186,7 +188,7 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
     """Tests whether the values of `coarse` are means of several steps of `fine`. If they are means, returns a text with
-    the errors against means and against single steps, else None."""
+    the errors against means and against single steps, otherwise None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
