@@ -31,7 +31,7 @@ class BatchPlan:
     most: int
     fill: float
     group: int = 1
-    """Devices that share the same rows."""
+    """The number of devices (context- and tensor-parallel) that train on the same rows."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -66,7 +66,7 @@ class OnlinePlan:
     tokens: int | None
     longest: int
     group: int = 1
-    """Devices that share the same rows."""
+    """The number of devices (context- and tensor-parallel) that train on the same rows."""
 
     @property
     def updates(self) -> int:

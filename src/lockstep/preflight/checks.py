@@ -64,7 +64,8 @@ class PreflightCheck:
     stage: CheckStage
     applies: Callable[[Context], bool] = _always
     in_plan: Literal["refuse", "remark", "last"] = "refuse"
-    """How `lockstep plan` treats a problem: refused, printed as a remark, or refused after the plan is printed."""
+    """How `lockstep plan` treats a problem: it refuses the recipe, prints a remark, or refuses the recipe after it has
+    printed the plan."""
 
     def problems(self, context: Context) -> list[Problem]:
         problems: list[Problem] = []

@@ -123,7 +123,7 @@ def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[s
         if phase.name in (STEP, "generation"):
             gone += teacher
         if phase.name != "generation":
-            gone += reward  # also in load: reward models are tried and offloaded before the policy loads
+            gone += reward  # also in the phase load: reward models are offloaded before the policy loads
         found.append(replace(phase, weights=phase.weights - gone))
     own_pass = replace(validation, name="reference", weights=validation.weights - reward)
     return (*found, own_pass) if reference else tuple(found)

@@ -148,6 +148,7 @@ class Distill(Section):
     top_k: int | None = Field(
         None,
         ge=1,
-        description="Store the teacher's probabilities of this many most likely tokens per position on disk, and "
-        "train from them. All other tokens of the vocabulary are treated as one token.",
+        description="Number of most likely tokens per position whose teacher probabilities are stored on disk before "
+        "training. Training then uses only the stored probabilities. All other tokens of the vocabulary are treated "
+        "as one token.",
     )

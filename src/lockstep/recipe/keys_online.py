@@ -173,7 +173,7 @@ class Whiten(Section):
         False, description="Use the biased variance for the normalisation: divide by n instead of n - 1."
     )
     divide: bool = Field(
-        True, description="`true` divides advantages by their standard deviation. `false` only subtracts their mean."
+        True, description="`true` divides advantages by their standard deviation. `false` only subtracts the mean."
     )
 
 
@@ -227,8 +227,8 @@ class Overlong(Section):
     truncated_reward: float | None = Field(
         None,
         le=1,
-        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 "
-        "multiplies their score. A value below 0 replaces their score.",
+        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 is "
+        "a factor for the score of such a response. A value below 0 replaces the score of such a response.",
     )
     mask_truncated: bool = Field(
         False,

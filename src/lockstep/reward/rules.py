@@ -293,7 +293,8 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
     """Returns the rule of a data source: the entry of `rules` (the value of the recipe key `key`), or the built-in
     rule.
 
-    Raises `Refusal` if the data source has no rule, because its answers must not silently score 0.
+    Raises `Refusal` if the data source has no rule. Without the refusal, all answers of this source would silently
+    score 0.
     """
     available = {**DEFAULT_RULES, **(rules or {})}
     if data_source in available:

@@ -292,9 +292,9 @@ def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], lis
     if not isinstance(truncated, bool | None):
         raise ValueError(f"returned {truncated!r} as third value, which is neither True nor False")
     if len(ids) != len(trained):
-        raise ValueError(f"returned {len(ids)} ids and {len(trained)} entries of the mask")
+        raise ValueError(f"returned {len(ids)} ids and {len(trained)} entries of the mask, expected equal numbers")
     if set(trained) - {0, 1}:
-        raise ValueError(f"returned a mask with {sorted(set(trained) - {0, 1})[0]} in it")
+        raise ValueError(f"returned a mask with {sorted(set(trained) - {0, 1})[0]} in it, expected only 0 and 1")
     if not any(trained):
         raise ValueError("returned no token that the policy generated, so there is nothing to train on")
     if len(ids) > limit:

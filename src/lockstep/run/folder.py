@@ -179,7 +179,7 @@ class RunFolder:
             if (end := min(last, step)) > max(kept, default=0):
                 kept[end] = content
         if kept.get(step) == text:
-            del kept[step]  # unchanged
+            del kept[step]  # This recipe is unchanged.
         # New files are written before old files are deleted. After a kill, extra files may remain; the next start
         # removes them.
         for last, content in kept.items():
@@ -249,7 +249,7 @@ def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
-    """Raises `Refusal` if an output file cannot be written. Commands call it before they start the work."""
+    """Raises `Refusal` if an output file cannot be written. Commands call this function before they start the work."""
     if path.is_dir():
         raise Refusal.at(f"{option} {path}", "is a folder", "give the path of a file", code="not-a-file")
     if not path.parent.is_dir():

@@ -102,7 +102,7 @@ def _metric_lines(metric: Metric) -> list[str]:
         if metric.power.noise_sd > 0:
             lines.append(f"  the true drift is within {metric.power.drift_within:.2g}, with 95 % confidence")
     if metric.noise is not None:
-        lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
+        lines.append(f"  the mean error between repeats is {metric.noise.mean_error_percent:.3g} %")
     return lines
 
 
@@ -126,11 +126,11 @@ def _cell(value: float | int | None, width: int) -> str:
 def _speed(throughput: Throughput) -> list[tuple[str, str]]:
     rows = []
     if throughput.ratio is not None:
-        rates = f"{throughput.b:,.0f} over {throughput.a:,.0f} tokens/s per device"
+        rates = f"{throughput.b:,.0f} B, {throughput.a:,.0f} A, in tokens/s per device"
         rows.append(("first 4 steps", f"{throughput.ratio:.3f} ({rates})"))
     if throughput.matched_ratio is not None:
         rows.append(("equal lengths", f"{throughput.matched_ratio:.3f} ({throughput.matched_steps:,} steps)"))
-    rows += [(phase.name, f"{phase.ratio:.3f} ({phase.b:,.0f} over {phase.a:,.0f})") for phase in throughput.phases]
+    rows += [(phase.name, f"{phase.ratio:.3f} ({phase.b:,.0f} B, {phase.a:,.0f} A)") for phase in throughput.phases]
     return rows or [("unknown", "the logs contain no throughput")]
 
 
@@ -185,7 +185,7 @@ def strict(value: Any) -> Any:
 
 
 def curve(values: list[float | None], digits: int | None) -> list[float | None]:
-    """Replaces NaN and infinity by None and rounds other points to `digits` significant digits (None: exact values)."""
+    """Replaces NaN and infinity with None and rounds other points to `digits` significant digits (None: exact)."""
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     if digits is None:
         return finite

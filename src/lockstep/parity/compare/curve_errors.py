@@ -56,14 +56,14 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
-    """Returns the first step after which the curves differ by more than `tolerance` until the end of the run. From the
-    returned step on, the curves must differ by more than `tolerance` at the majority of the steps in a window around
-    each step.
+    """Returns the first step from which on the curves differ by more than `tolerance` until the end of the run. From
+    the returned step on, the curves must differ by more than `tolerance` at the majority of the steps in a window
+    around each step.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A divergence that starts in the last half window is ignored. A
-    step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is ignored.
-    Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
+    near the end from causing or hiding a divergence. A divergence that starts in the last `window // 2` steps is
+    ignored. A step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is
+    ignored. Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
     `tolerance`.
     """
     voting = pair.finite | pair.one_sided

@@ -1,4 +1,4 @@
-"""The statistical test of whether run B differs from run A by more than repeats of one run differ, and its power.
+"""Tests whether run B differs from run A by more than repeats of one run differ, and computes the power of this test.
 
 The test examines the difference of the curves: its drift, windows of steps, the end of the run, its trend, its scatter
 and single steps. Without repeats it also tests whether the curves move in opposite directions. docs/compare.md contains
@@ -56,19 +56,20 @@ SPIKE_CHANCE = 0.025
 probability must be at most this value and at most 0.5 / (number of steps)."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
-"""The false-alarm probability of the test for opposed moves, which runs only without repeats. The other statistics then
-have 4.6 % together."""
+"""The false-alarm probability of the test for opposed moves, which runs only without repeats. Without repeats, all
+other statistics together have a false-alarm probability of 4.6 %."""
 FEWER_MOVES = 1.5
 """The number of step-to-step moves is divided by this factor, because moves are correlated. Neighbouring moves share a
 step, so their correlation is -1/2 if the noise is uncorrelated. With this correlation, n moves have the information of
-n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, the moves have more information."""
+n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, n moves have more information than
+this."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
 """The reported power assumes that a late collapse affects this fraction of all steps, at the end of the run."""
 DEEP = 10
 """The latest detectable step is reported for a collapse of this depth, in noise standard deviations."""
 ROOM_ALONE = 1.35
-"""A safety factor for runs without repeats. Without repeats, the noise is estimated from A and B, and a fault in one
+"""A safety factor for runs without repeats. Without repeats, the noise is estimated from A and B, and an error in one
 run increases this estimate."""
 NO_NOISE = 1e-100
 """Noise below this value is treated as 0."""
@@ -198,8 +199,8 @@ def _window_findings(
 
 
 def _onset(difference: np.ndarray) -> int:
-    """Returns the index of the step at which the difference most likely began. From this step to the end, the mean
-    difference exceeds the noise by the largest factor."""
+    """Returns the index of the step at which the difference most likely began. From the returned step to the end, the
+    mean difference exceeds the noise by the largest factor."""
     from_here = np.cumsum(difference[::-1])[::-1]
     return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
 
@@ -280,8 +281,8 @@ def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.
 def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tests whether the difference at one step is too large to be noise. Heavy-tailed noise always has outliers, so the
     tail of the noise is estimated from all other steps. Above the k-th largest value, log-compressed values decay
-    exponentially (Hill 1975). With probability p, the largest value exceeds the second largest by more than k (p^(-1/k)
-    - 1) times the mean excess of the k largest values (Renyi 1953)."""
+    exponentially (Hill 1975). With probability p, the largest value exceeds the second largest by more than the mean
+    excess of the k largest values times k * (p^(-1/k) - 1) (Renyi 1953)."""
     difference, residuals = contrasts(a, b)
     equal = mostly_equal(difference)
     scale = np.where(equal[..., None], 1.0, scale)  # few steps differ, so the noise per step is unknown
@@ -398,7 +399,8 @@ class Wanted:
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
     """Returns how many repeats and steps would exclude a drift of `limit` if A and B do not differ. Returns None if
-    even the largest numbers that are tried do not suffice. The computation uses the estimated noise."""
+    even the largest tried numbers of repeats and steps would not exclude this drift. The computation uses the estimated
+    noise."""
     at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)

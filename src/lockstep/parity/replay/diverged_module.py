@@ -41,8 +41,8 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The error appears in the module's own computation, between these two child modules. None stands for the start or
-    the end of the module."""
+    """The error appears in the module's own computation, between these two child modules. None means the start or the
+    end of the module."""
     parameter: str | None = None
     """In the backward pass, the parameter whose gradient differs although the gradients that enter and leave the module
     agree."""

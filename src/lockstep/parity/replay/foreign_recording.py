@@ -112,7 +112,7 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """Checks the optimizer steps of recording A by AdamW's formula. `judge` checks the optimizer steps of recording
+    """Checks the optimizer steps of recording A with AdamW's formula. `judge` checks the optimizer steps of recording
     B."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:

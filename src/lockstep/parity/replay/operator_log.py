@@ -156,8 +156,8 @@ def log_module(
     """Runs the model in evaluation mode and logs the first call of one module.
 
     `run` does the forward pass. To log the backward pass, `run` must return one number per target token. `given`
-    contains the border tensors of another log, which replace those of this run. The operators of child modules in
-    `through` are logged as part of the module.
+    contains the border tensors of another log (the tensors that enter the module), which replace those of this run. The
+    operators of child modules in `through` are logged as part of the module.
     """
     training = root.training
     root.eval()

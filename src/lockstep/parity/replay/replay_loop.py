@@ -173,8 +173,8 @@ class Replay:
             training.carried.update(self.tape.read_step(number).info["carried"])
 
     def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
-        """Returns the recorded weights of a step. If the recording has none, returns the weights of the model folder,
-        of which a forced replay keeps a copy."""
+        """Returns the recorded weights of a step. If the recording has no weights, returns those of the model folder. A
+        forced replay keeps a copy of them."""
         kept = number in self.tape.weighed()
         if not kept or training.run.recipe.model.lora is not None:
             refuse_other_weights(self.tape, training.run)

@@ -121,7 +121,7 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
-    """Compares the micro-batches that the models receive. A packing or padding fault changes the micro-batches, but not
+    """Compares the micro-batches that the models receive. A packing or padding error changes the micro-batches, but not
     the data rows."""
     meaning = {
         "target": "the target token",
@@ -272,7 +272,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
 
 def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
     """Fits a regression line to the replayed log-probs as a function of the recorded ones. A different temperature,
-    scale or mean changes its slope or offset."""
+    scale or mean changes the slope or the offset of this line."""
     found = line(x, y)
     if found is None:
         return

@@ -12,15 +12,15 @@ and 5e-6 backward. An error of 1e-4 or 1e-2 that was added to the embedding grew
 gradients. The difference of 0.27 occurred in gradients of biases in DPO, because the gradients of a pair of responses
 nearly cancel.
 
-bf16: rounding hides faults, so systematic differences have separate limits (below). The output of a module may differ
-by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward, 2.4 times
-backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the limits are 5 %
-and 8 times.
+bf16: rounding hides wrong computations, so systematic differences have separate limits (below). The output of a module
+may differ by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward,
+2.4 times backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the output
+may differ by 5 % or by 8 times the error of the input.
 
 Systematic differences. Rounding errors have random signs, so their mean over n values shrinks as 1/sqrt(n). The error
-of a fault does not shrink. So five statistics of two tensors are compared in addition to their distance: slope, spread,
-offset, columns and rows (see `Systematic`). Each statistic is relative to the norm of the tensor. For example, a tensor
-that is 1.01 times as large has a slope of 0.01. A statistic may differ by
+of a wrong computation does not shrink with n. So five statistics of two tensors are compared in addition to their
+distance: slope, spread, offset, columns and rows (see `Systematic`). Each statistic is relative to the norm of the
+tensor. For example, a tensor that is 1.01 times as large has a slope of 0.01. A statistic may differ by
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
@@ -170,7 +170,7 @@ def inherited(tolerance: Tolerance, step: int) -> Tolerance:
     differences.
 
     A tolerance of 0.01 for log-probabilities is a common threshold for abnormal differences. The tolerance of 2 % for
-    the loss is from the Ascend documents. The tolerance of the weights grows with the number of the step.
+    the loss is from the Ascend documents. The tolerance of the weights grows with the step number.
     """
     return replace(
         tolerance,

@@ -125,7 +125,7 @@ def _history_row(history: bytes) -> dict[str, Any]:
 # SwanLab -------------------------------------------------------------------------------------------------------------
 
 SWANLAB_MAGIC = b":SWL"
-_SWANLAB_VERSION = 6  # the offset of the format version in the file header
+_SWANLAB_VERSION = 6  # The offset of the format version in the file header.
 # Protobuf field numbers in SwanLab's records.
 _RECORD_SCALAR = 13
 _KEY, _STEP, _VALUE, _NUMBER = 1, 2, 5, 1

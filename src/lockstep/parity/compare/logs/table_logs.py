@@ -203,7 +203,8 @@ LLAMA_FACTORY_ROWS = RowFormat(
     metrics=lambda row: numbers(row, frozenset({"current_steps", "total_steps", "percentage"})),
     expected="line with a whole number as current_steps",
 )
-# ms-swift's logging.jsonl: {"global_step/max_steps": "10/93", ...}, on Megatron {"iteration": "10/93", ...}.
+# ms-swift's logging.jsonl has the step as text such as "10/93" in the column `global_step/max_steps` (Megatron:
+# `iteration`).
 SWIFT_ROWS = RowFormat(
     is_row=lambda row: any(isinstance(row.get(name), str) and "/" in row[name] for name in _SLASH_STEPS),
     step=_swift_step,
@@ -252,7 +253,7 @@ def newest_state(files: Sequence[Path]) -> Path | None:
     return max(files, key=lambda file: int(match.group(1)) if (match := numbered[file]) else 0)
 
 
-# The csv export of tensorboard's page: one curve; the file does not contain its name --------------------------------
+# The csv export of tensorboard's page: one curve, without the name of its metric -----------------------------------
 
 VALUE = "Value"
 TENSORBOARD_HEADER = ["Wall time", "Step", VALUE]
