@@ -1,7 +1,7 @@
 """The data types that the stages of a training step exchange.
 
-Suffixes of tensor names give the shape: N is the number of rows, T the number of positions, and K the number of target
-tokens of a micro-batch.
+Suffixes of tensor names give the shape, where N is the number of rows, T the number of positions, and K the number of
+target tokens of a micro-batch.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Returns the maximum length of a prompt in tokens: `data.max_prompt_tokens`, or what the longest response leaves
-    of the model's context and of a micro-batch."""
+    """Returns the maximum length of a prompt in tokens. This is `data.max_prompt_tokens`, or the number of tokens that
+    the longest response leaves of the model's context and of a micro-batch."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}

@@ -1,4 +1,4 @@
-"""Runs the checks of a recipe, then plans its batches and memory: `prepare_offline` and `prepare_online`."""
+"""Runs the checks of a recipe, then plans its batches and memory (`prepare_offline` and `prepare_online`)."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class Data(Section):
     )
     reader: str | None = Field(
         None,
-        description="Your function that yields the rows of each path in `train`, `val` and `val.questions`: "
-        "`path/to/file.py:name`.",
+        description="Your function (`path/to/file.py:name`) that yields the rows of each path in `train`, `val` and "
+        "`val.questions`.",
         effect=Effect(
             "matters", "a different function, or the same function at another path; compare the checksums of the rows"
         ),

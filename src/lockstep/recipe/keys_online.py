@@ -194,8 +194,8 @@ class DynamicSampling(Section):
     )
     metric: str | None = Field(
         None,
-        description="Reward component that decides which groups are replaced: `rule`, `function`, or `function/NAME` "
-        "for a number that your function returns under this name. Default: the total score.",
+        description="Reward component that decides which groups are replaced (`rule`, `function`, or `function/NAME` "
+        "for a number that your function returns under this name). Default: the total score.",
     )
 
 
@@ -379,8 +379,8 @@ class Critic(Section):
 class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="The reward rule of each data source: `gsm8k`, `gsm8k_flexible`, `math` or `exact`. Some data "
-        "sources have a built-in rule: `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
+        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math` or `exact`). Data sources "
+        "with a built-in rule are `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
         "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,
     )
@@ -424,7 +424,7 @@ class Reward(Section):
     )
     remote_form: Literal["items", "openrlhf"] = Field(
         "items",
-        description="Request and response format of the endpoint: `items` as in docs/rewards.md; `openrlhf` sends "
+        description="Request and response format of the endpoint. docs/rewards.md describes `items`. `openrlhf` sends "
         "the lists `query`, `prompts` and `labels` and expects `rewards`.",
         effect=Effect("matters", "requests to the endpoint have another format"),
     )

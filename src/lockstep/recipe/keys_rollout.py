@@ -108,7 +108,7 @@ class RolloutSettings(Section):
     )
     function: str | None = Field(
         None,
-        description="Your function that generates a full response turn by turn: `path/to/file.py:name`. The function "
+        description="Your function (`path/to/file.py:name`) that generates a full response turn by turn. The function "
         "requests each turn of the policy from the engine.",
         effect=Effect("matters", "the function differs, or only its path; compare the samples"),
     )

@@ -142,9 +142,9 @@ class Lora(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Linear layers that get an adapter: `all-linear` (all except the output head), or a list of name "
-        "suffixes, each of which must match at least one layer. Layers that share their weight with another layer (a "
-        "tied embedding) cannot have an adapter.",
+        description="Linear layers that get an adapter, as `all-linear` (all except the output head) or as a list of "
+        "name suffixes, each of which must match at least one layer. Layers that share their weight with another "
+        "layer (a tied embedding) cannot have an adapter.",
     )
     exclude: str | list[str] | None = Field(
         None,
@@ -304,8 +304,8 @@ class Val(Section):
     )
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="Offline: maps a data source to the rule that checks its answers: `{my/sums: gsm8k}`. Default: the "
-        "built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
+        description="Offline: maps a data source to the rule that checks its answers, as in `{my/sums: gsm8k}`. "
+        "Default: the built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
     )
     max_new_tokens: int = Field(64, ge=1, description="Maximum answer length in tokens.")
     n: int = Field(1, ge=1, description="Answers per question; more than 1 needs `val.temperature`.")

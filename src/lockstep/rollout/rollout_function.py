@@ -251,7 +251,7 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """Returns a `Refusal` that reports an exception of the function and names the data row; `UserFunction` adds
+        """Returns a `Refusal` that reports an exception of the function and names the data row. `UserFunction` adds
         file and line."""
         if not isinstance(error, Refusal):
             return self.function.refuse(

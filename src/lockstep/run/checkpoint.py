@@ -56,8 +56,8 @@ class State:
     planned: int | None = None
     """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """The type of the trained model: `policy` or `value`. Checkpoints of earlier lockstep versions have an empty value
-    here."""
+    """The type of the trained model, which is `policy` or `value`. Checkpoints of earlier lockstep versions have an
+    empty value here."""
     files: dict[str, str] = field(default_factory=dict)
     """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)

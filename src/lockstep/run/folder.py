@@ -75,7 +75,7 @@ def own_commit() -> str | None:
 
 
 def checkout_commit(folder: Path) -> str | None:
-    """Returns the git commit of `folder`, with `-dirty` if files were changed; None outside a checkout."""
+    """Returns the git commit of `folder`, with `-dirty` if files were changed, or None outside a checkout."""
     # If the package is installed in a virtual environment inside another git repository, the function must not return
     # the commit of that repository.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:

@@ -37,8 +37,8 @@ TOGETHER = 2**26
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the digest of a tensor: `LENGTH` fp32 numbers on the device of the tensor. `on_host` copies many digests
-    at once."""
+    """Returns the digest of a tensor, which is `LENGTH` fp32 numbers on the device of the tensor. `on_host` copies many
+    digests at once."""
     return digests({"": tensor})[""]
 
 

@@ -173,7 +173,7 @@ def as_strict_json(comparison: Comparison) -> str:
 
 
 def strict(value: Any) -> Any:
-    """Returns a copy of the value for strict JSON: NaN and infinity become None, and objects of other types become
+    """Returns a copy of the value for strict JSON, in which NaN and infinity are None and objects of other types are
     text."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
@@ -207,7 +207,7 @@ def page(comparison: Comparison) -> str:
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """Returns the data of the HTML page: `as_json()` as strict JSON, with each distinct list of steps stored only
+    """Returns the data of the HTML page, which is `as_json()` as strict JSON with each distinct list of steps stored
     once."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())

@@ -158,7 +158,7 @@ def compare(
 ) -> Comparison:
     """Compares B with A. The verdict uses the metrics in `metrics` (`name` or `name in A=name in B`) instead of the
     default metrics. The verdict also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to
-    the steps of B and its repeats; `steps` (first, last) limits the compared steps."""
+    the steps of B and its repeats. `steps` (first, last) limits the compared steps."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))

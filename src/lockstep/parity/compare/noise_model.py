@@ -287,8 +287,8 @@ def _among_repeats(of: Compressed, at: Windows) -> Spread:
 
 
 def _alone(of: Compressed, at: Windows) -> Spread:
-    """Estimates the noise from the difference of A and B alone: AR(1) noise estimated from step-to-step moves, plus an
-    assumed constant offset between runs."""
+    """Estimates the noise from the difference of A and B alone. The estimate is AR(1) noise from step-to-step moves,
+    plus an assumed constant offset between runs."""
     noise = of.difference / of.scale
     variance, memory = _variogram(noise)
     equal = mostly_equal(noise)

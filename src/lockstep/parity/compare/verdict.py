@@ -79,8 +79,8 @@ def kind_of(name: str) -> Kind:
 
 
 def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
-    """Returns the bar of a metric: `percent`, or the default for losses, rewards or other metrics. The bar also says
-    whether the mean error or the scaled error is compared with it."""
+    """Returns the bar of a metric, which is `percent` or the default for losses, rewards or other metrics. The bar also
+    says whether the mean error or the scaled error is compared with it."""
     percent = BARS[kind] if percent is None else percent
     if kind == "other":
         return Bar(percent, "neither a loss nor a reward")

@@ -240,8 +240,8 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """Yields a free folder name for a replay: `kind-1`, or the first free number. Replays that start at the same time
-    get different names. All ranks of one replay get the same name."""
+    """Yields a free folder name for a replay, which is `kind-N` with the first free number N. Replays that start at the
+    same time get different names. All ranks of one replay get the same name."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:

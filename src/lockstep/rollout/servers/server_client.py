@@ -335,7 +335,7 @@ class ClientThread:
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Sends requests to one server; `seconds` is the time limit of slow requests (`rollout.server.request_timeout`)."""
+    """Sends requests to one server. `seconds` is the time limit of slow requests (`rollout.server.request_timeout`)."""
 
     thread: ClientThread
     address: str

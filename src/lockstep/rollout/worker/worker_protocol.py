@@ -246,7 +246,7 @@ def refuse_other_weights(
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the worker needs to join the process group for weight broadcasts: TCPStore port, backend and timeout."""
+    """What the worker needs to join the process group for weight broadcasts (TCPStore port, backend and timeout)."""
 
     port: int
     collective: str

@@ -1,4 +1,4 @@
-"""Readers of logs that are tables with a step column: JSON lines, JSON, csv and msprobe's dumps.
+"""Readers of logs that are tables with a step column, which are JSON lines, JSON, csv and msprobe's dumps.
 
 The step number is a column such as `global_step`, or a text such as `10/93` (step 10 of 93). The first update is step
 1, except in wandb's `_step` and msprobe, which count from 0.
@@ -203,8 +203,7 @@ LLAMA_FACTORY_ROWS = RowFormat(
     metrics=lambda row: numbers(row, frozenset({"current_steps", "total_steps", "percentage"})),
     expected="line with a whole number as current_steps",
 )
-# ms-swift's logging.jsonl has the step as text such as "10/93" in the column `global_step/max_steps` (Megatron:
-# `iteration`).
+# ms-swift's logging.jsonl has the step as text such as "10/93" in the column `global_step/max_steps` or `iteration`.
 SWIFT_ROWS = RowFormat(
     is_row=lambda row: any(isinstance(row.get(name), str) and "/" in row[name] for name in _SLASH_STEPS),
     step=_swift_step,
