@@ -395,12 +395,12 @@ class MicroBatch:
     def _read_slopes(self, flat: torch.Tensor, gradient: torch.Tensor, here: Places, temperature: float) -> None:
         """Computes the gradient of the loss with respect to each log-probability (the slope) from the gradient at the
         logits. If the loss depends only on log-probabilities, the gradient at the logits is slope * (onehot - p) /
-        temperature. This equation is solved for the slope. If the part of the gradient that does not fit this equation
-        is larger than `EXACT` allows, the loss depends on more than log-probabilities (for example on an entropy
-        bonus), or the temperature is wrong."""
+        temperature. The function solves this equation for the slope. If the part of the gradient that does not fit this
+        equation is larger than `EXACT` allows, the loss depends on more than log-probabilities (for example on an
+        entropy bonus), or the temperature is wrong."""
         self.reached = True
-        # Some trainers divide the logits by the temperature in place. If they change the logits in another way, the
-        # slopes cannot be computed.
+        # Some trainers divide the logits by the temperature in place. If a trainer changes the logits in another way,
+        # the slopes cannot be computed.
         errors = {scale: _off(logprobs(flat, *here, scale), self.answers) for scale in (1.0, temperature)}
         divided = min(errors, key=lambda scale: errors[scale])
         if not errors[divided] <= (5e-2 if flat.dtype in EXACT else 1e-4):

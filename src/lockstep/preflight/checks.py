@@ -41,15 +41,16 @@ class CheckStage(IntEnum):
     SETTINGS = 1
     """The recipe and the device."""
     OPEN = 2
-    """These checks read the tokenizer, the model's configuration and the validation questions into the context."""
+    """Checks of this stage read the tokenizer, the model's configuration and the validation questions into the
+    context."""
     MODEL = 3
     """What `OPEN` read."""
     READ = 4
-    """These checks read rows or prompts into the context and encode them."""
+    """Checks of this stage read rows or prompts into the context and encode them."""
     ROWS = 5
     """Rows or prompts."""
     PLAN = 6
-    """These checks need the batch plan and the memory plan."""
+    """Checks of this stage need the batch plan and the memory plan."""
 
 
 def _always(context: Context) -> bool:

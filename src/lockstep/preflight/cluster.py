@@ -144,7 +144,7 @@ class ModelCost:
     head: int
     """The weights of the output head (the projection to the vocabulary), which are part of `multiplied`."""
     read: int
-    """The number of weights that are read when many tokens are computed at once. This number includes all experts."""
+    """The number of weights that are read when many tokens are computed at once, including those of all experts."""
     attended: int
     """The product L Hq d: the width of the queries of all layers."""
     cached: int

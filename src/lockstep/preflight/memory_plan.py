@@ -330,8 +330,8 @@ class EnginePlan:
         return -(-recipe.batch.prompts // self.devices)
 
     def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
-        """Returns the bytes of the KV cache. This cache suffices for all sequences if `cache_room` allows it, and at
-        least for one sequence of maximum length."""
+        """Returns the bytes of the KV cache, which are at most `wanted` and limited by `rollout.cache_gb` or by
+        `cache_room`. `cache_room` never reduces the cache below `longest` bytes."""
         if recipe.rollout.cache_gb:
             return min(wanted, int(recipe.rollout.cache_gb * 1e9))
         return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))

@@ -37,8 +37,8 @@ from lockstep.types import Question
 
 
 def unreadable_files(context: Context) -> Iterator[Problem]:
-    """Reports problems of the data files. This check runs if the rows cannot be encoded, so that file problems are
-    reported too."""
+    """Reports problems of the data files. The check of the data files runs if the rows cannot be encoded, so that file
+    problems are reported too."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
         yield from problems_of(read_rows, source.path, reader=UserReader.of(data))

@@ -81,8 +81,8 @@ class Preference(Section):
     )
     precompute: bool = Field(
         False,
-        description="Compute the log-probabilities of the reference once, before training, and store them on disk. "
-        "Then the reference model needs no memory during training.",
+        description="Compute the log-probabilities of the reference once, before training, and store them on disk, "
+        "so that the reference model needs no memory during training.",
         effect=Effect("harmless", "the reference log-probabilities are the same, only computed earlier"),
     )
     reference_free: bool = Field(
@@ -114,7 +114,7 @@ class ProcessReward(Section):
     placeholder: str = Field(
         "ки",
         min_length=1,
-        description="Text after each reasoning step that marks where the step is scored. This text must be one token.",
+        description="Text (one token) after each reasoning step that marks where the step is scored.",
     )
     tokens: list[str] = Field(
         ["+", "-"],

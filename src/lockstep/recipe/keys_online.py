@@ -29,7 +29,7 @@ class Reject(Section):
 class RolloutCorrection(Section):
     bypass: bool = Field(
         False,
-        description="Use the engine's log-probabilities as the old log-probabilities of the ratio. This saves the "
+        description="Use the engine's log-probabilities as the old log-probabilities of the ratio, which saves the "
         "trainer's forward pass before the first update. Clipping then also limits the mismatch between engine and "
         "trainer. Default: `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
         "`geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
@@ -125,7 +125,7 @@ class Kl(Section):
         0.0,
         ge=0,
         description="With `where: loss`, weight of an additional KL penalty in the reward. The value 0 disables this "
-        "penalty.",
+        "additional penalty.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
@@ -136,8 +136,8 @@ class Kl(Section):
     weighted: bool = Field(
         False,
         description="With a `+` estimator in the loss, multiply its gradient by the ratio of new to old probability, "
-        "at most 10. This keeps the gradient of the KL divergence correct in later updates of a step, when responses "
-        "are off-policy.",
+        "at most 10. The ratio keeps the gradient of the KL divergence correct in later updates of a step, when "
+        "responses are off-policy.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     before_baseline: bool = Field(

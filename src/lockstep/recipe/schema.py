@@ -149,7 +149,7 @@ class Lora(Section):
     exclude: str | list[str] | None = Field(
         None,
         description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
-        "Each entry must match at least one layer.",
+        "Each suffix or expression must match at least one layer.",
     )
     adapter: str | None = Field(
         None,
@@ -185,8 +185,8 @@ class Model(Section):
         None,
         ge=0,
         description="Weight of the load-balancing loss of a mixture of experts, computed over all tokens of an "
-        "update. This loss needs one more forward pass. Default: no load-balancing loss; a model whose config.json "
-        "sets its weight is then refused.",
+        "update. The load-balancing loss needs one more forward pass. Default: no load-balancing loss; a model whose "
+        "config.json sets the weight of this loss is then refused.",
         effect=Effect("blocks", "a different loss is minimised"),
     )
     gradient_checkpointing: bool = Field(

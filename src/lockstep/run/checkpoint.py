@@ -63,8 +63,8 @@ class State:
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters have no weight decay. The value `role` means biases and norms. An empty value, in checkpoints of
-    earlier lockstep versions, means one-dimensional parameters."""
+    """Which parameters have no weight decay. `role` means that biases and norms have no weight decay. An empty value,
+    in checkpoints of earlier lockstep versions, means one-dimensional parameters."""
     probe: dict[str, Any] = field(default_factory=dict)
     """A few token sequences and the model outputs for them, which the exported model must reproduce. Checkpoints of
     earlier lockstep versions have an empty dict here."""

@@ -114,7 +114,7 @@ class RunFolder:
 
     @property
     def template(self) -> Path:
-        """The path of the chat template. The file exists only if the run does not use the chat template of the
+        """The path of the chat template file, which exists only if the run does not use the chat template of the
         model."""
         return self.path / "chat_template.jinja"
 
@@ -222,7 +222,7 @@ class RunFolder:
             _held.add(file)
             yield
         finally:
-            # The lock file is not removed. Otherwise two processes could each lock a different file with this name.
+            # The lock file is not removed, because two processes could then each lock a different file with this name.
             _held.discard(file)
             os.close(file)
 

@@ -169,8 +169,8 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
 
 def _check_framing(scope: Scope) -> None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
-    # The HTTP parser limits the size of request heads that arrive in several packets. This check limits the size of
-    # heads that arrive in one packet.
+    # The HTTP parser limits the size of request heads that arrive in several packets. The check here limits the size of
+    # request heads that arrive in one packet.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
         raise _head_too_long()
     for name in _SINGLE_HEADERS:

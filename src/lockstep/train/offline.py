@@ -54,7 +54,7 @@ def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
     """Raises `Refusal` if the policy and the reference differ before the first update. In a replay of a tape, the run
-    continues and finds the cause."""
+    continues, because the replay finds the cause."""
     kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return

@@ -27,7 +27,7 @@ class Figures:
     relative_error_percent: float | None
     """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
-    """sum |a - b| / sum |a| x 100. This relative error is robust against single steps at which a is near 0."""
+    """sum |a - b| / sum |a| x 100. The scaled error is robust against single steps at which a is near 0."""
     worst: float
     worst_step: int
     drift: float
@@ -36,7 +36,7 @@ class Figures:
     correlation: float | None
     parted_at: int | None
     """The divergence step: from this step to the end the curves differ by more than the bar (the allowed error) and by
-    more than noise. The value is None unless the verdict is out of step."""
+    more than noise. The divergence step is None unless the verdict is out of step."""
 
 
 @dataclass(frozen=True)
@@ -100,31 +100,30 @@ class Metric:
     verdict: Verdict | None
     """The verdict is None if the metric is shown but not judged."""
     decided_by: str
-    """The explanation of the verdict. It names the error metric, the bar (the allowed error), and whether the error
-    meets the bar."""
+    """Explains the verdict: names the error metric and the bar (the allowed error), and says whether the error meets
+    the bar."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
     repeats: list[list[float | None]] = field(default_factory=list)
     scaled: bool = False
-    """True if the scaled error is compared with the bar (the allowed error), False if the mean error is compared with
-    it."""
+    """True if the scaled error is compared with the bar (the allowed error), False for the mean error."""
     only_a: int = 0
     only_b: int = 0
     """The numbers of steps that only log A or only log B contains and that are therefore not compared."""
     matching: str = ""
     """Describes which values were averaged before the comparison and how many steps are not compared."""
     findings: list[Finding] = field(default_factory=list)
-    """The significant differences, the strongest first. The list is empty if the metric has no verdict."""
+    """The significant differences, the strongest first. A metric without a verdict has an empty list."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """Whether the error meets the bar (the allowed error) of the Ascend documents, without the statistical test. The
-    value is None if the metric has no verdict."""
+    """Whether the error meets the bar (the allowed error) of the Ascend documents, without the statistical test. A
+    metric without a verdict has None."""
     test_result: TestResult | None = None
     """The result of the statistical test, without the bar. The result "small difference" means that a difference is
     significant, but too small for the metric to fail."""
     incomplete: str = ""
-    """Describes the planned steps that are not compared. If this text is not empty, the metric does not pass."""
+    """Describes the planned steps that are not compared. A metric for which this text is not empty does not pass."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ MEMORY_OF_FEW = 5.5
 """The factor by which noise with a lag-1 autocorrelation of 0.9 raises the t statistic of a mean over up to seven
 steps."""
 LARGEST = 1e6
-"""The maximum reported ratio of a statistic to its critical value. This maximum is reported if the noise is exactly
+"""The maximum reported ratio of a statistic to its critical value. This ratio is also reported if the noise is exactly
 0."""
 SPIKE_SIZE = 9.5
 """The difference at a single step is significant only if it exceeds this multiple of the root mean square of the
@@ -60,9 +60,9 @@ OPPOSED_CHANCE = 0.005
 other statistics together have a false-alarm probability of 4.6 %."""
 FEWER_MOVES = 1.5
 """The number of step-to-step moves is divided by this factor, because moves are correlated. Neighbouring moves share a
-step, so their correlation is -1/2 if the noise is uncorrelated. With this correlation, n moves have the information of
-n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, n moves have more information than
-this."""
+step, so their correlation is -1/2 if the noise is uncorrelated. With a correlation of -1/2, n moves have the
+information of n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, n moves have more
+information than this."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
 """The reported power assumes that a late collapse affects this fraction of all steps, at the end of the run."""
@@ -135,8 +135,8 @@ def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
-    """Returns a finding if the curves significantly move in opposite directions. This test needs no repeats, because
-    noise does not make curves move in opposite directions."""
+    """Returns a finding if the curves significantly move in opposite directions. The test for opposed moves needs no
+    repeats, because noise does not make curves move in opposite directions."""
     correlation, excess = opposition(a, b)
     first, last = int(steps[0]), int(steps[-1])
     return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
@@ -222,8 +222,8 @@ class SeriesScores:
     excess: np.ndarray
     """(..., windows): the absolute deviate divided by the critical deviate. A value above 1 is significant."""
     scatter: np.ndarray
-    """(...): the test statistic of the step-to-step scatter divided by its critical value. This ratio is 0 if there are
-    no repeats."""
+    """(...): the test statistic of the step-to-step scatter divided by its critical value. The ratio is 0 without
+    repeats."""
     scattered: np.ndarray
     """(...): the step-to-step scatter of the difference of A and B divided by that of repeats."""
     spike: np.ndarray

@@ -26,8 +26,8 @@ MIN_STEPS = 8
 """The minimum number of common steps for the test. With fewer steps, noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight, in degrees of freedom, of the AR(1) estimate of the variance of long windows. This weight matters only if
-there are few repeats."""
+"""The weight, in degrees of freedom, of the AR(1) estimate of the variance of long windows. The weight of the AR(1)
+estimate matters only if there are few repeats."""
 CAUTION = 1.5
 """The assumed ratio of the true variance of long windows to the estimate of the short-memory (AR(1)) model."""
 WANDER = 0.18
@@ -37,9 +37,9 @@ CAUTION_ALONE = 25
 uncertain. N is the number of steps."""
 MEMORY_ALONE = 36
 """Without a repeat, (MEMORY_ALONE / N)^4 is added to the factor 1 + CAUTION_ALONE / N, because a short run
-underestimates a high autocorrelation. This term is 0 if the estimated autocorrelation is below N / 50 - 0.45."""
+underestimates a high autocorrelation. The added term is 0 if the estimated autocorrelation is below N / 50 - 0.45."""
 MAX_UNSEEN = 25.0
-"""The maximum of the term (MEMORY_ALONE / N)^4. This maximum suffices for an autocorrelation of 0.9."""
+"""The maximum of the term (MEMORY_ALONE / N)^4, which suffices for an autocorrelation of 0.9."""
 WANDER_ALONE = 0.5
 """The assumed standard deviation of the constant offset between runs if there is no repeat, in noise standard
 deviations."""

@@ -43,7 +43,7 @@ _MEASURED = {"timing_s", "perf"}
 @dataclass(frozen=True)
 class Bar:
     """The bar of a metric. `scaled_because` explains why the scaled error is compared with the bar. `scaled_because` is
-    "" if the mean error is compared."""
+    "" if the mean error is compared with the bar."""
 
     percent: float
     scaled_because: str

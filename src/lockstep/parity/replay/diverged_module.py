@@ -47,8 +47,8 @@ class DivergedModule:
     """In the backward pass, the parameter whose gradient differs although the gradients that enter and leave the module
     agree."""
     systematic: str = ""
-    """A description of the systematic difference, if only the systematic difference exceeds its limit. The text is
-    empty if the distance of the tensors exceeds its limit."""
+    """A description of the systematic difference, if only the systematic difference exceeds its limit. The description
+    is empty if the distance of the tensors exceeds its limit."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:

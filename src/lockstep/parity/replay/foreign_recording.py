@@ -36,8 +36,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
 # The tolerance for weights whose dtypes differ, because the weights then differ by the rounding of the coarser dtype.
 ROUNDED = 1e-2
-# Arguments of the model's forward call that a replay does not pass on. These arguments do not change the compared
-# outputs, or the replay sets them itself.
+# Arguments of the model's forward call that a replay does not pass on, because they do not change the compared outputs,
+# or because the replay sets them itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 

@@ -188,8 +188,8 @@ def _other_part(
     """Compares a group of operators of the replayed module with a different group of operators of its clean copy. The
     difference is harmless if the results that leave the groups agree."""
     if not mine:
-        # Only the clean copy of the module runs operators here. This is harmless if these operators change nothing, or
-        # if the replayed module computes their results elsewhere.
+        # Only the clean copy of the module runs operators here. A missing operator is harmless if it changes nothing,
+        # or if the replayed module computes its result elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None

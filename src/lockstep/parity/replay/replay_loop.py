@@ -116,7 +116,7 @@ class Replay:
         return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
 
     def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
-        """Returns the recorded responses of a step. Their rewards are computed again."""
+        """Returns the recorded responses of a step, with rewards that are computed again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
         # A forced replay also generates responses, to test the rollout engine. The generated responses should equal the

@@ -40,8 +40,8 @@ from lockstep.types import Rollout
 LOSS_INPUTS = ("old", "reference", "values")
 SCORE = 1e-4
 # Limits for the fraction of a tensor's values that bf16 represents exactly. If the fraction is above ROUNDED, the
-# tensor was rounded to bf16. If it is below FINE, the tensor was not rounded. One of 65,536 fp32 values is exact in
-# bf16 by chance. Tensors with fewer than ENOUGH values are not tested.
+# tensor was rounded to bf16. If the fraction is below FINE, the tensor was not rounded. One of 65,536 fp32 values is
+# exact in bf16 by chance. Tensors with fewer than ENOUGH values are not tested.
 ROUNDED, FINE, ENOUGH = 0.99, 0.9, 32
 
 
@@ -97,8 +97,8 @@ def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, gen
 
 
 def is_foreign(record: StepRecord) -> bool:
-    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). Such a
-    recording may lack some tensors."""
+    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). A recording of
+    another framework may lack some tensors."""
     return "calls" in record.info
 
 

@@ -40,10 +40,11 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
-# At least this fraction of a difference is treated as rounding. This fraction is larger for column and row sums, which
-# are estimated from a few projections.
+# At least this fraction of a difference is treated as rounding. The fraction is larger for offset, column and row sums,
+# which are estimated from a few projections.
 LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
-# Tensors with fewer values are not tested for systematic differences, because their rounding does not average out.
+# Tensors with fewer than ENOUGH values are not tested for systematic differences, because their rounding does not
+# average out.
 ENOUGH = 32
 
 
@@ -144,15 +145,15 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
-# The tolerances for single operators with identical inputs. These tolerances are derived, not measured. A result is
-# rounded by up to half of the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four
-# times where a fused operator rounds once.
+# The tolerances for single operators with identical inputs, which are derived, not measured. A result is rounded by up
+# to half of the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four times where a
+# fused operator rounds once.
 OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. This tolerance is larger
-    if the dtypes differ."""
+    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. For different dtypes the
+    tolerance is larger."""
     coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
     if len(set(dtypes)) == 1 or coarser.systematic is None:
         return coarser
@@ -160,13 +161,13 @@ def tolerance_of(*dtypes: str) -> Tolerance:
 
 
 def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
-    """Returns the tolerance for operators with identical inputs. This tolerance is doubled for the backward pass, which
-    runs twice as many operators."""
+    """Returns the tolerance for operators with identical inputs. The tolerance for the backward pass, which runs twice
+    as many operators, is doubled."""
     return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 
 def inherited(tolerance: Tolerance, step: int) -> Tolerance:
-    """Returns the tolerance for a step that does not start from recorded weights. This tolerance detects only abnormal
+    """Returns the tolerance for a step that does not start from recorded weights, which detects only abnormal
     differences.
 
     A tolerance of 0.01 for log-probabilities is a common threshold for abnormal differences. The tolerance of 2 % for

@@ -80,8 +80,8 @@ class PairLine:
     """The format of a line that contains a step number and name-value pairs."""
 
     marker: str
-    """A text that every line of this format contains. This text is searched first, because the regular expression is
-    slower."""
+    """A text that every line of this format contains. The reader searches this text first, because the regular
+    expression is slower."""
     pattern: re.Pattern[str]
     """A regular expression with two groups: the step and the name-value pairs."""
     between: str
