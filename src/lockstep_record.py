@@ -75,7 +75,7 @@ def record(model: torch.nn.Module, optimizer: Any = None, folder: Any = "tape", 
     record (default: 100). With `every=10`, the first and then every tenth update is a snapshot with details. `modules`
     are name patterns of the modules to trace (`()` traces none). `weights` says whether snapshots contain weights and
     optimizer states; by default they do up to 16 million parameters. `temperature` is the number by which the trainer
-    divides the logits. `first_step` is the number of the first update.
+    divides the logits. `first_step` is the step number of the first update.
     """
     return Recorder(model, optimizer, folder, **settings)
 

@@ -183,8 +183,8 @@ class MicroBatch:
     teacher: Callable[[MicroBatch], Any] | None = None
     """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
     local_index_K: torch.Tensor | None = None
-    """The indices of the targets among this rank's targets of the update. The value is None if this rank has all
-    targets of the update."""
+    """The indices of the targets among this rank's targets of the update, or None if this rank has all targets of the
+    update."""
     token_grads: Callable[..., Any] | None = None
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""

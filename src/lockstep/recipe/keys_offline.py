@@ -75,8 +75,8 @@ class Preference(Section):
     nll: float = Field(0.0, ge=0, description="Weight of the mean negative log-likelihood of the chosen response.")
     reference: str | None = Field(
         None,
-        description="Folder of the reference model. Default: `model.path` (with LoRA: the model with the adapter "
-        "disabled).",
+        description="Folder of the reference model. The default is `model.path` (with LoRA: the model with the "
+        "adapter disabled).",
         effect=FOLDER,
     )
     precompute: bool = Field(

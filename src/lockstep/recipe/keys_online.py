@@ -31,13 +31,13 @@ class RolloutCorrection(Section):
         False,
         description="Use the engine's log-probabilities as the old log-probabilities of the ratio, which saves the "
         "trainer's forward pass before the first update. Clipping then also limits the mismatch between engine and "
-        "trainer. Default: `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
+        "trainer. The default is `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
         "`geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description="Truncated importance sampling: multiply the loss of each token or sequence by trainer "
-        "probability / engine probability. Default: `token` if a serving engine generates, or if "
+        "probability / engine probability. The default is `token` if a serving engine generates, or if "
         "`rollout.max_staleness` is above 0 without `bypass`. Otherwise the default is `none`.",
     )
     cap: float | None = Field(
@@ -150,8 +150,8 @@ class Kl(Section):
     )
     reference: str | None = Field(
         None,
-        description="Folder of the reference model. Default: `model.path` (with LoRA: the model with the adapter "
-        "disabled).",
+        description="Folder of the reference model. The default is `model.path` (with LoRA: the model with the "
+        "adapter disabled).",
         effect=FOLDER,
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )

@@ -135,8 +135,8 @@ class _Response:
 class FunctionEngine:
     """An engine that calls a rollout function for each response. The engine `inner` generates the policy's turns.
 
-    A request without a question, as the engine check sends, is passed directly to `inner`. If the function fails,
-    `failure` of the completion contains the reason; if `tolerant` is False, the first failure raises `Refusal`.
+    A request without a question, such as a request of the engine check, is passed directly to `inner`. If the function
+    fails, `failure` of the completion contains the reason; if `tolerant` is False, the first failure raises `Refusal`.
     """
 
     def __init__(

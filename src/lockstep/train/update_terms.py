@@ -209,7 +209,7 @@ class _Tokens:
     """The inputs of the loss for the tokens of a micro-batch, on the device."""
 
     local_K: torch.Tensor
-    """The index of the sequence of each token within the micro-batch."""
+    """For each token, the index of its sequence within the micro-batch."""
     advantages_K: torch.Tensor
     loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor

@@ -126,11 +126,11 @@ def _cell(value: float | int | None, width: int) -> str:
 def _speed(throughput: Throughput) -> list[tuple[str, str]]:
     rows = []
     if throughput.ratio is not None:
-        rates = f"{throughput.b:,.0f} B, {throughput.a:,.0f} A, in tokens/s per device"
+        rates = f"B {throughput.b:,.0f}, A {throughput.a:,.0f} tokens/s per device"
         rows.append(("first 4 steps", f"{throughput.ratio:.3f} ({rates})"))
     if throughput.matched_ratio is not None:
         rows.append(("equal lengths", f"{throughput.matched_ratio:.3f} ({throughput.matched_steps:,} steps)"))
-    rows += [(phase.name, f"{phase.ratio:.3f} ({phase.b:,.0f} B, {phase.a:,.0f} A)") for phase in throughput.phases]
+    rows += [(phase.name, f"{phase.ratio:.3f} (B {phase.b:,.0f}, A {phase.a:,.0f})") for phase in throughput.phases]
     return rows or [("unknown", "the logs contain no throughput")]
 
 

@@ -1,4 +1,5 @@
-"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display these values."""
+"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display the values in these
+dataclasses."""
 
 from __future__ import annotations
 

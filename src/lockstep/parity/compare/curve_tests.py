@@ -220,7 +220,8 @@ class SeriesScores:
     deviates: np.ndarray
     """(..., windows): signed normal deviates of the window means."""
     excess: np.ndarray
-    """(..., windows): the absolute deviate divided by the critical deviate. A value above 1 is significant."""
+    """(..., windows): the absolute deviate divided by the critical deviate. A deviate with a ratio above 1 is
+    significant."""
     scatter: np.ndarray
     """(...): the test statistic of the step-to-step scatter divided by its critical value. The ratio is 0 without
     repeats."""

@@ -194,9 +194,9 @@ def _helmert(runs: np.ndarray) -> np.ndarray:
 
 
 def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
-    """Returns `contrasts` computed from compressed differences. The difference of each pair of runs is compressed by an
-    inverse hyperbolic sine. Without a repeat there is no compression, because the critical values for this case are
-    already conservative."""
+    """Returns the same rows as `contrasts`, but computed from compressed differences. The difference of each pair of
+    runs is compressed by an inverse hyperbolic sine. Without a repeat there is no compression, because the critical
+    values for this case are already conservative."""
     plain, noise = contrasts(a, b)
     scale = shape_of_noise(np.concatenate([noise, plain[..., None, :]], axis=-2))
     if not noise.shape[-2]:

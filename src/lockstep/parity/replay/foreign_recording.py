@@ -259,8 +259,8 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the same
-    weights."""
+    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the weights of the
+    recorded run."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]

@@ -336,8 +336,8 @@ def _doubled(leaf: Any) -> Any:
 
 
 def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the larger norm. The result is infinite if the shapes differ or if
-    a value is finite in only one tensor."""
+    """Returns the norm of the difference of two tensors, divided by the larger of their norms. The result is infinite
+    if the shapes differ or if a value is finite in only one tensor."""
     if actual.shape != wanted.shape:
         return math.inf
     x, y = actual.double(), wanted.double()

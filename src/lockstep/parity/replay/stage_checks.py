@@ -302,8 +302,8 @@ def bf16_share(numbers: torch.Tensor) -> float | None:
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """Fails if the values of run B are rounded to bf16 and those of run A are not. One additional rounding is too small
-    to be found by the size of the error."""
+    """Fails if the values of run B are rounded to bf16 and those of run A are not. The size of the error does not show
+    one additional rounding, which is too small."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return

@@ -202,8 +202,8 @@ class Scheduler:
         return work
 
     def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence. Also frees the blocks of its prompt if no other sequence of the
-        prompt is left."""
+        """Frees the blocks of a finished sequence. Also frees the blocks of the sequence's prompt if no other sequence
+        of this prompt is left."""
         self.running.remove(sequence)
         self._release(sequence)
         self.prefixes[sequence.request].running -= 1
