@@ -154,8 +154,8 @@ class Lora(Section):
     adapter: str | None = Field(
         None,
         description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
-        "such a run. This adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short for "
-        "`model.lora.adapter`. The reference model is still the model without an adapter.",
+        "such a run. The named adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short "
+        "for `model.lora.adapter`. The reference model is still the model without an adapter.",
         effect=FOLDER,
     )
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11, not the built-in TimeoutError
+from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11, it is not the built-in class
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

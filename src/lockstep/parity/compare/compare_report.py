@@ -102,7 +102,7 @@ def _metric_lines(metric: Metric) -> list[str]:
         if metric.power.noise_sd > 0:
             lines.append(f"  the true drift is within {metric.power.drift_within:.2g}, with 95 % confidence")
     if metric.noise is not None:
-        lines.append(f"  the mean error between repeats is {metric.noise.mean_error_percent:.3g} %")
+        lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
     return lines
 
 

@@ -208,7 +208,7 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
         side.append(repeat)
         if repeat.evidence and side[0].evidence and not same_setting(repeat, side[0]):
             doubts.append(
-                f"{repeat.source} may not be a repeat: its set-up matches neither A nor B; it is used as a repeat of A"
+                f"whether {repeat.source} is a repeat: its set-up matches neither A nor B; it is used as a repeat of A"
             )
         if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
             doubts.append(

@@ -81,8 +81,8 @@ MAX_TIMES_LONGER = 16
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of the statistical test. `repeats` is the number of usable repeats. `spread` and `power` are None if
-    there are too few steps."""
+    """The result of the statistical test. `repeats` is the number of usable repeat runs. `spread` and `power` are None
+    if there are too few steps."""
 
     steps: np.ndarray
     repeats: int
