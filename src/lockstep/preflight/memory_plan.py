@@ -314,9 +314,9 @@ def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The settings that determine the engine's memory: the number of devices among which the prompts are divided, the
-    longest sequence, the tokens per prefill pass, and the maximum bytes of a KV cache that stays allocated during
-    training."""
+    """The settings that determine the engine's memory. The prompts are divided among `devices` devices. `longest` is
+    the length of the longest sequence. `prefill_tokens` is the number of tokens per prefill pass. A KV cache of at most
+    `keeps_cache` bytes stays allocated during training."""
 
     devices: int
     longest: int

@@ -1,8 +1,8 @@
 """Tests whether run B differs from run A by more than repeats of one run differ, and computes the power of this test.
 
 The test examines the difference of the curves: its drift, windows of steps, the end of the run, its trend, its scatter
-and single steps. Without repeats it also tests whether the curves move in opposite directions. docs/compare.md contains
-the formulas and the measured error rates.
+and single steps. Without repeats, the test also examines whether the curves move in opposite directions. The formulas
+and the measured error rates are in docs/compare.md.
 """
 
 from __future__ import annotations

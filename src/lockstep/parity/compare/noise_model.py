@@ -1,8 +1,8 @@
 """A model of the noise between runs of the same set-up, estimated from repeats or from the difference of two runs.
 
 All functions work along the last axis, which is the steps. The functions accept leading axes, so that many comparisons
-can be computed at once. "Memory" is the lag-1 autocorrelation of the noise; the short-memory model is AR(1).
-docs/compare.md contains the formulas.
+can be computed at once. "Memory" is the lag-1 autocorrelation of the noise; the short-memory model is AR(1). The
+formulas are in docs/compare.md.
 
 Differences between runs are compressed by an inverse hyperbolic sine before they are averaged, so that outliers have
 little weight. The difference of each pair of runs is compressed separately. The difference of two runs of the same

@@ -8,7 +8,7 @@ sums, and each step started from recorded weights. The largest differences were:
 2e-7, gradients of the loss with respect to log-probs 2e-6 (4e-5 at the second update of a step), parameter gradients
 8e-6, a weight's change compared with AdamW's formula 4e-7, weights 3e-3 of their change, module outputs 2e-6 forward
 and 5e-6 backward. An error of 1e-4 or 1e-2 that was added to the embedding grew at most 2 times per module forward and
-4.4 times backward. fp32 compared with bf16 showed differences of 0.033 in log-probs, 0.66 in weights and 0.27 in
+4.4 times backward. Comparisons of fp32 with bf16 showed differences of 0.033 in log-probs, 0.66 in weights and 0.27 in
 gradients. The difference of 0.27 occurred in gradients of biases in DPO, because the gradients of a pair of responses
 nearly cancel.
 

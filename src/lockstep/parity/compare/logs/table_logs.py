@@ -20,8 +20,8 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.console_logs import damaged, parse_number
 from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_step, numbers
 
-# The first of these columns that a row contains is its step number. wandb's `_step` is used only if no row contains one
-# of these columns, because wandb increments it at each log call.
+# The first of these columns that a row contains is its step number. The column `_step` of wandb is used only if no row
+# contains one of these columns, because wandb increments `_step` at each log call.
 STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
 # Columns with the rank or process that wrote the row.
