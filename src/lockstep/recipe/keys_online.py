@@ -430,7 +430,7 @@ class Reward(Section):
     )
     format: str | None = Field(
         None,
-        description="Regular expression for the full response. The reward is 1 if it matches, otherwise 0.",
+        description="Regular expression for the full response. The reward is 1 if the expression matches, otherwise 0.",
         effect=REWARD,
     )
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(

@@ -85,8 +85,8 @@ class Packing:
         self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
         """Returns the micro-batch of a packed row. `starts` is the index of the first target of each example among all
-        targets of the update. If this rank does not have all targets, `places` is the index of this first target in the
-        vectors of this rank."""
+        targets of the update. If this rank does not have all targets, `places` is the index of the first target of each
+        example in the vectors of this rank."""
         context = self.world.context
         shares = [packed.shared for packed in row]
         batch = micro_batch(
