@@ -44,7 +44,8 @@ KEPT_PARAMETERS = 16_000_000
 # `CHUNK` is the number of elements that `digest` processes at a time. `MOST` is the maximum number of elements of a
 # module's input or output that are digested; later rows are ignored.
 CHUNK = MOST = 2**22
-# Parameters with more elements are not sampled, because the random indices would differ between versions of torch.
+# Parameters with more elements than this are not sampled, because the random indices would differ between versions of
+# torch.
 LARGEST_SAMPLED = 2**28
 # For each dtype, the maximum fraction of the gradient at the logits that gradients of log-probabilities may leave
 # unexplained.
@@ -71,10 +72,10 @@ def record(model: torch.nn.Module, optimizer: Any = None, folder: Any = "tape", 
 
     `model` is the trained module, wrapped or not. If `optimizer` is None, the recorder finds the optimizer of the model
     at its first step, for trainers that create the optimizer themselves. Settings: `steps` is the number of updates to
-    record (100). With `every=10`, the first and then every tenth update is a snapshot with details. `modules` are name
-    patterns of the modules to trace; `()` traces none. `weights` says whether snapshots contain weights and optimizer
-    states; by default they do up to 16 million parameters. `temperature` is the number by which the trainer divides the
-    logits. `first_step` is the number of the first update.
+    record (default: 100). With `every=10`, the first and then every tenth update is a snapshot with details. `modules`
+    are name patterns of the modules to trace (`()` traces none). `weights` says whether snapshots contain weights and
+    optimizer states; by default they do up to 16 million parameters. `temperature` is the number by which the trainer
+    divides the logits. `first_step` is the step number of the first update.
     """
     return Recorder(model, optimizer, folder, **settings)
 
@@ -301,7 +302,7 @@ class _Tracer:
 
 
 def _names_of(forward: Any) -> tuple[str, ...]:
-    return _parameter_names(getattr(forward, "__func__", forward))  # a bound method in the cache would keep its module
+    return _parameter_names(getattr(forward, "__func__", forward))  # a cached bound method would keep its module alive
 
 
 @lru_cache(maxsize=1024)
@@ -394,12 +395,12 @@ class MicroBatch:
     def _read_slopes(self, flat: torch.Tensor, gradient: torch.Tensor, here: Places, temperature: float) -> None:
         """Computes the gradient of the loss with respect to each log-probability (the slope) from the gradient at the
         logits. If the loss depends only on log-probabilities, the gradient at the logits is slope * (onehot - p) /
-        temperature. This equation is solved for the slope. If a large part of the gradient does not fit this equation,
-        the loss depends on more than log-probabilities, for example because of an entropy bonus, or the temperature is
-        wrong."""
+        temperature. The function solves this equation for the slope. If the part of the gradient that does not fit this
+        equation is larger than `EXACT` allows, the loss depends on more than log-probabilities (for example on an
+        entropy bonus), or the temperature is wrong."""
         self.reached = True
-        # Some trainers divide the logits by the temperature in place. If they change the logits in another way, the
-        # slopes cannot be computed.
+        # Some trainers divide the logits by the temperature in place. If a trainer changes the logits in another way,
+        # the slopes cannot be computed.
         errors = {scale: _off(logprobs(flat, *here, scale), self.answers) for scale in (1.0, temperature)}
         divided = min(errors, key=lambda scale: errors[scale])
         if not errors[divided] <= (5e-2 if flat.dtype in EXACT else 1e-4):
@@ -508,7 +509,7 @@ class Recorder:
         self._hook_optimizer()
         self._patch(torch.autograd, "backward", self._backward)
         self._patch(torch.nn.utils, "clip_grad_norm_", self._clip)
-        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has its own method
+        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has its own clipping method
             self._patch(self.model, "clip_grad_norm_", self._clip_sharded)
 
     def _unhook(self) -> None:

@@ -31,7 +31,7 @@ class BatchPlan:
     most: int
     fill: float
     group: int = 1
-    """Devices that share the same rows."""
+    """The number of devices (context- and tensor-parallel) that train on the same rows."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -66,7 +66,7 @@ class OnlinePlan:
     tokens: int | None
     longest: int
     group: int = 1
-    """Devices that share the same rows."""
+    """The number of devices (context- and tensor-parallel) that train on the same rows."""
 
     @property
     def updates(self) -> int:
@@ -191,8 +191,8 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Returns the maximum length of a prompt in tokens: `data.max_prompt_tokens`, or what the longest response leaves
-    of the model's context and of a micro-batch."""
+    """Returns the maximum length of a prompt in tokens. This is `data.max_prompt_tokens`, or the number of tokens that
+    the longest response leaves of the model's context and of a micro-batch."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}

@@ -144,7 +144,7 @@ class ModelCost:
     head: int
     """The weights of the output head (the projection to the vocabulary), which are part of `multiplied`."""
     read: int
-    """The number of weights that are read when many tokens are computed at once. This number includes all experts."""
+    """The number of weights that are read when many tokens are computed at once, including those of all experts."""
     attended: int
     """The product L Hq d: the width of the queries of all layers."""
     cached: int
@@ -367,8 +367,8 @@ class OnlineSteps:
         )
 
     def _shared(self, recipe: Recipe) -> int:
-        """Returns how many responses of a group share a prompt that their packed row already contains: all but one per
-        packed row."""
+        """Returns how many responses of a group reuse a prompt that their packed row already contains. In each packed
+        row, these are all responses except the first."""
         if recipe.batch.tokens is None or recipe.parallel.context_parallel > 1:
             return 0
         on_a_line = max(1, int((recipe.batch.tokens - self.prompt_tokens) // self.response_tokens))

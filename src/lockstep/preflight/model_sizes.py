@@ -140,12 +140,12 @@ class LayerKernels(NamedTuple):
     lean: bool = False
     """Norms, rotary and attention use the device's fused kernels."""
     fused: bool = False
-    """The feed-forward does too."""
+    """The feed-forward also uses the device's fused kernels."""
 
 
 def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
     model = recipe.model
-    # In fp32, torch computes the attention and keeps copies of its inputs, so the layers do not save memory.
+    # In fp32, torch computes the attention and keeps copies of its inputs, so fused layers save no memory.
     half = DTYPES[model.dtype].itemsize < 4
     lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
     return LayerKernels(lean, lean and model.lora is None)

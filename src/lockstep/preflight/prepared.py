@@ -64,7 +64,7 @@ class Context:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes the run folder and the trackers."""
+        """Whether this is the rank that writes to the run folder and to the trackers."""
         return int(os.environ.get("RANK", "0")) == 0
 
     @property

@@ -29,15 +29,15 @@ class Reject(Section):
 class RolloutCorrection(Section):
     bypass: bool = Field(
         False,
-        description="Use the engine's log-probabilities as the old log-probabilities of the ratio. This saves the "
+        description="Use the engine's log-probabilities as the old log-probabilities of the ratio, which saves the "
         "trainer's forward pass before the first update. Clipping then also limits the mismatch between engine and "
-        "trainer. Default: `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
+        "trainer. The default is `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
         "`geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description="Truncated importance sampling: multiply the loss of each token or sequence by trainer "
-        "probability / engine probability. Default: `token` if a serving engine generates, or if "
+        "probability / engine probability. The default is `token` if a serving engine generates, or if "
         "`rollout.max_staleness` is above 0 without `bypass`. Otherwise the default is `none`.",
     )
     cap: float | None = Field(
@@ -125,7 +125,7 @@ class Kl(Section):
         0.0,
         ge=0,
         description="With `where: loss`, weight of an additional KL penalty in the reward. The value 0 disables this "
-        "penalty.",
+        "additional penalty.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
@@ -136,8 +136,8 @@ class Kl(Section):
     weighted: bool = Field(
         False,
         description="With a `+` estimator in the loss, multiply its gradient by the ratio of new to old probability, "
-        "at most 10. This keeps the gradient of the KL divergence correct in later updates of a step, when responses "
-        "are off-policy.",
+        "at most 10. The ratio keeps the gradient of the KL divergence correct in later updates of a step, when "
+        "responses are off-policy.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     before_baseline: bool = Field(
@@ -150,8 +150,8 @@ class Kl(Section):
     )
     reference: str | None = Field(
         None,
-        description="Folder of the reference model. Default: `model.path` (with LoRA: the model with the adapter "
-        "disabled).",
+        description="Folder of the reference model. The default is `model.path` (with LoRA: the model with the "
+        "adapter disabled).",
         effect=FOLDER,
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
@@ -173,7 +173,7 @@ class Whiten(Section):
         False, description="Use the biased variance for the normalisation: divide by n instead of n - 1."
     )
     divide: bool = Field(
-        True, description="`true` divides advantages by their standard deviation. `false` only subtracts their mean."
+        True, description="`true` divides advantages by their standard deviation. `false` only subtracts the mean."
     )
 
 
@@ -194,8 +194,8 @@ class DynamicSampling(Section):
     )
     metric: str | None = Field(
         None,
-        description="Reward component that decides which groups are replaced: `rule`, `function`, or `function/NAME` "
-        "for a number that your function returns under this name. Default: the total score.",
+        description="Reward component that decides which groups are replaced (`rule`, `function`, or `function/NAME` "
+        "for a number that your function returns under this name). Default: the total score.",
     )
 
 
@@ -227,8 +227,8 @@ class Overlong(Section):
     truncated_reward: float | None = Field(
         None,
         le=1,
-        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 "
-        "multiplies their score. A value below 0 replaces their score.",
+        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 is "
+        "a factor for the score of such a response. A value below 0 replaces the score of such a response.",
     )
     mask_truncated: bool = Field(
         False,
@@ -379,8 +379,8 @@ class Critic(Section):
 class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="The reward rule of each data source: `gsm8k`, `gsm8k_flexible`, `math` or `exact`. Some data "
-        "sources have a built-in rule: `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
+        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math` or `exact`). Data sources "
+        "with a built-in rule are `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
         "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,
     )
@@ -424,13 +424,13 @@ class Reward(Section):
     )
     remote_form: Literal["items", "openrlhf"] = Field(
         "items",
-        description="Request and response format of the endpoint: `items` as in docs/rewards.md; `openrlhf` sends "
+        description="Request and response format of the endpoint. docs/rewards.md describes `items`. `openrlhf` sends "
         "the lists `query`, `prompts` and `labels` and expects `rewards`.",
         effect=Effect("matters", "requests to the endpoint have another format"),
     )
     format: str | None = Field(
         None,
-        description="Regular expression for the full response. The reward is 1 if it matches, otherwise 0.",
+        description="Regular expression for the full response. The reward is 1 if the expression matches, otherwise 0.",
         effect=REWARD,
     )
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(

@@ -56,9 +56,9 @@ class Parallel(Section):
     )
     offload: Offload = Field(
         "none",
-        description="Which parts of the trained model are kept in host memory: `optimizer`: the optimizer moments and "
-        "the master weights; `params`: the weights and gradients (needs several processes); `all`: both. Offloading "
-        "makes a step slower and does not change its results.",
+        description="Which parts of the trained model are kept in host memory. `optimizer` keeps the optimizer moments "
+        "and the master weights there. `params` keeps the weights and gradients there (needs several processes). "
+        "`all` keeps all of these there. Offloading makes a step slower and does not change its results.",
     )
     offload_critic: Offload = Field("none", description="Same as `parallel.offload`, for the critic.")
     offload_reference: bool = Field(

@@ -183,7 +183,7 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Returns the resolved recipe as YAML; `load_recipe` restores the same recipe from this text."""
+    """Returns the resolved recipe as YAML, from which `load_recipe` restores the same recipe."""
     return yaml.dump(resolved(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -122,7 +122,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
         yield conflict(
             "batch.micro_batch_size",
             "cannot be combined with batch.tokens",
-            "keep tokens (packed) or micro_batch_size (padded)",
+            "keep only batch.tokens (packed) or only batch.micro_batch_size (padded)",
         )
     if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
         context = recipe.parallel.context_parallel
@@ -327,13 +327,17 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     for key, off in (("top_p", 1.0), ("top_k", 0)):
         if getattr(recipe.val, key) != off and not recipe.val.temperature:
-            yield unused(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove this key")
+            yield unused(
+                f"val.{key}",
+                "greedy decoding does not sample, so this key has no effect",
+                "set val.temperature, or remove this key",
+            )
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from rollout_problems(recipe)
     if recipe.data.val:
-        yield unused("data.val", "online methods validate on questions", "use val.questions")
+        yield unused("data.val", "online methods validate only on questions, not on rows", "use val.questions")
     if recipe.val.rules:
         yield unused(
             "val.rules", "an online run scores validation answers with the rewards of the run", "use reward.rules"
@@ -395,9 +399,9 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     """Returns the default rollout correction for stale responses and for serving engines.
 
     For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
-    lets the policy drift away (measured in docs/online.md), so it is the default only for losses that do not clip. A
-    serving engine has the current weights, so its log-probs differ only by rounding and an importance weight is
-    sufficient.
+    does not keep the policy near the policy that generated the responses (measured in docs/online.md), so the weight is
+    the default only for losses that do not clip. A serving engine has the current weights, so its log-probs differ only
+    by rounding and an importance weight is sufficient.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:

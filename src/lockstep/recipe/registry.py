@@ -45,10 +45,10 @@ class LossRow:
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Losses that
     select tokens need the old log-probs before the first update."""
     trust_region: bool = False
-    """Whether the clip stops the gradient of tokens that have moved too far from the old policy, and its bounds are
-    wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale responses can serve as
-    old log-probs. `trust_region` is false if the clip bounds only a weight (cispo) or the bounds fit a single update
-    (gspo)."""
+    """Whether the clip stops the gradient of tokens whose probability is outside the clip bounds around the old policy,
+    and these bounds are wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale
+    responses can serve as old log-probs. `trust_region` is false if the clip bounds only a weight (cispo) or the bounds
+    fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)

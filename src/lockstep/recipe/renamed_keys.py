@@ -55,8 +55,8 @@ def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[st
 
 
 def stored_recipe(values: Any) -> Any:
-    """Returns the recipe of a run, checkpoint or tape with new key names. A value that is not a dict is returned
-    unchanged."""
+    """Renames the old keys in the stored recipe of a run, checkpoint or tape, and returns this recipe. A value that is
+    not a dict is returned unchanged."""
     return _renamed(values, "", []) if isinstance(values, dict) else values
 
 

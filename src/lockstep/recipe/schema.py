@@ -142,20 +142,20 @@ class Lora(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Linear layers that get an adapter: `all-linear` (all except the output head), or a list of name "
-        "suffixes, each of which must match at least one layer. Layers that share their weight with another layer (a "
-        "tied embedding) cannot have an adapter.",
+        description="Linear layers that get an adapter, as `all-linear` (all except the output head) or as a list of "
+        "name suffixes, each of which must match at least one layer. Layers that share their weight with another "
+        "layer (a tied embedding) cannot have an adapter.",
     )
     exclude: str | list[str] | None = Field(
         None,
         description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
-        "Each entry must match at least one layer.",
+        "Each suffix or expression must match at least one layer.",
     )
     adapter: str | None = Field(
         None,
         description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
-        "such a run. This adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short for "
-        "`model.lora.adapter`. The reference model is still the model without an adapter.",
+        "such a run. The named adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short "
+        "for `model.lora.adapter`. The reference model is still the model without an adapter.",
         effect=FOLDER,
     )
 
@@ -185,8 +185,8 @@ class Model(Section):
         None,
         ge=0,
         description="Weight of the load-balancing loss of a mixture of experts, computed over all tokens of an "
-        "update. This loss needs one more forward pass. Default: no load-balancing loss; a model whose config.json "
-        "sets its weight is then refused.",
+        "update. The load-balancing loss needs one more forward pass. Default: no load-balancing loss; a model whose "
+        "config.json sets the weight of this loss is then refused.",
         effect=Effect("blocks", "a different loss is minimised"),
     )
     gradient_checkpointing: bool = Field(
@@ -304,8 +304,8 @@ class Val(Section):
     )
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="Offline: maps a data source to the rule that checks its answers: `{my/sums: gsm8k}`. Default: the "
-        "built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
+        description="Offline: maps a data source to the rule that checks its answers, as in `{my/sums: gsm8k}`. "
+        "Default: the built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
     )
     max_new_tokens: int = Field(64, ge=1, description="Maximum answer length in tokens.")
     n: int = Field(1, ge=1, description="Answers per question; more than 1 needs `val.temperature`.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.reward.rules import math_score
 
-# This symbolic comparison loads all modules that a later call needs.
+# A symbolic comparison at the start loads all modules that a later call needs.
 math_score(r"\boxed{1+x}", "x+1")
 
 

@@ -56,15 +56,15 @@ class State:
     planned: int | None = None
     """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """The type of the trained model: `policy` or `value`. Checkpoints of earlier lockstep versions have an empty value
-    here."""
+    """The type of the trained model, which is `policy` or `value`. Checkpoints of earlier lockstep versions have an
+    empty value here."""
     files: dict[str, str] = field(default_factory=dict)
     """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters have no weight decay. The value `role` means biases and norms. An empty value, in checkpoints of
-    earlier lockstep versions, means one-dimensional parameters."""
+    """Which parameters have no weight decay. `role` means that biases and norms have no weight decay. An empty value,
+    in checkpoints of earlier lockstep versions, means one-dimensional parameters."""
     probe: dict[str, Any] = field(default_factory=dict)
     """A few token sequences and the model outputs for them, which the exported model must reproduce. Checkpoints of
     earlier lockstep versions have an empty dict here."""

@@ -65,7 +65,7 @@ class Console:
     """The console interface. This base class prints nothing; ranks above 0 use it. `Console.open` returns a console
     that prints.
 
-    Output goes to stdout. Only the errors of `problems` go to stderr.
+    Output goes to stdout, except the errors that the method `problems` prints to stderr.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def visible(text: str) -> str:
-    r"""Replaces invisible characters of `text` by escapes, such as `\x1b` or `\u202e`."""
+    r"""Replaces invisible characters of `text` with escapes, such as `\x1b` or `\u202e`."""
     return _HIDDEN.sub(lambda found: _escaped(ord(found[0])), text)
 
 

@@ -59,7 +59,7 @@ class TextStream:
 
     def _take(self, settled: str) -> None:
         if self._seen.startswith(settled):
-            return  # no new text; the text is shorter than before if the next character is incomplete
+            return  # No new text; the text is shorter than before if the next character is incomplete.
         # Text that was already returned is not changed, even if the decoder now returns a different text for these
         # tokens.
         pairs = zip(self._seen, settled, strict=False)

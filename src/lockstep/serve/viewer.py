@@ -2,8 +2,8 @@
 
 The viewer never changes a run. Three measures keep other web pages and other users from reading the runs. The server
 listens only on the loopback address. Every path begins with a random token, which is compared in constant time. The
-Host header of a request must be 127.0.0.1, localhost or [::1]. Without this check, a web site could let its own host
-name resolve to 127.0.0.1 and then read the replies.
+Host header of a request must be 127.0.0.1, localhost or [::1]. Without the check of the Host header, a web site could
+let its own host name resolve to 127.0.0.1 and then read the replies.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     recipe = loaded(text)
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} does not contain a mapping of keys to values")
-    flat(recipe)  # raises if anchors expand without limit
+    flat(recipe)  # Raises if anchors expand without limit.
     # The import is here to make the list of runs faster.
     from lockstep.recipe.renamed_keys import stored_recipe
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def model_kind(recipe: Recipe) -> str:
-    """Returns the type of the trained model for `State.kind`: `policy` (a language model) or `value` (a reward
+    """Returns the type of the trained model for `State.kind`, which is `policy` (a language model) or `value` (a reward
     model)."""
     method = METHODS.get(recipe.method)
     return "policy" if method is None else method.model

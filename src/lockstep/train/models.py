@@ -49,8 +49,8 @@ from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
 
 # Log-probs, values and scores are vectors on the CPU with one number per target token. Usually every rank has the
-# numbers of all targets of an update. If the responses are distributed over the ranks, a rank has only the numbers of
-# its own targets.
+# vector entries of all targets of an update. If the responses are distributed over the ranks, a rank has only the
+# entries of its own targets.
 
 T = TypeVar("T", bound=Item)
 
@@ -85,8 +85,8 @@ class Packing:
         self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
         """Returns the micro-batch of a packed row. `starts` is the index of the first target of each example among all
-        targets of the update. If this rank does not have all targets, `places` gives the same index in the vectors of
-        this rank."""
+        targets of the update. If this rank does not have all targets, `places` is the index of the first target of each
+        example in the vectors of this rank."""
         context = self.world.context
         shares = [packed.shared for packed in row]
         batch = micro_batch(

@@ -185,7 +185,7 @@ class EarlyStop:
         if measure is None or settings is None or measure.name not in metrics or self.reached:
             return
         value = measure.value(metrics)
-        # The value is None for NaN, which is not an improvement.
+        # `measure.value` returns None for NaN, which is not an improvement.
         if value is not None and (
             self._best is None or measure.rank(value) < measure.rank(self._best[0]) - settings.min_delta
         ):

@@ -292,7 +292,7 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
 
 # `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
 # also gets the metrics, samples and recipes up to that checkpoint. Then training continues in the new folder from this
-# checkpoint. The other run is not changed.
+# checkpoint. The source run is not changed.
 
 ORIGIN = "resumed_from.json"
 """A file in the new run folder that contains the path and the step of the source run."""

@@ -88,10 +88,10 @@ class Run:
         self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
         self.fingerprint = self._fingerprint() if world.main else {}
         self.engine: dict[str, Any] = {}
-        """The rollout engine and its version. The dict is empty if the run has no rollout engine."""
+        """The rollout engine and its version, or an empty dict if the run has no rollout engine."""
         self.fallbacks: dict[str, int] | None = None
-        """The operators of the first step that ran on the CPU, because the device has no kernel for them. The value is
-        None before the first step."""
+        """The operators of the first step that ran on the CPU, because the device has no kernel for them, or None
+        before the first step."""
         self.resumed: dict[str, Any] = {}
         """For a resumed run: the step of the checkpoint, the changed recipe keys, and the changed models that the user
         accepted."""

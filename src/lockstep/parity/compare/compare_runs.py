@@ -158,7 +158,7 @@ def compare(
 ) -> Comparison:
     """Compares B with A. The verdict uses the metrics in `metrics` (`name` or `name in A=name in B`) instead of the
     default metrics. The verdict also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to
-    the steps of B and its repeats; `steps` (first, last) limits the compared steps."""
+    the steps of B and its repeats. `steps` (first, last) limits the compared steps."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))
@@ -212,8 +212,8 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
             )
         if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
             doubts.append(
-                f"the noise between runs with the same seed: the repeat {repeat.source} has another seed, which adds "
-                "noise"
+                f"the noise between runs with the same seed is unknown: the repeat {repeat.source} has another seed, "
+                "which adds noise"
             )
     return Sides(tuple(of_a), tuple(of_b)), doubts
 
@@ -246,7 +246,7 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
             yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
-            yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"
+            yield f"{whose}: {lacking} of its repeats {verb} too many steps in a row, so only the others are used"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
@@ -265,7 +265,8 @@ def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) 
 
 def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
     """Returns the metric that decides the verdict by default: the reward of online runs or the loss of other runs, as
-    in the Ascend documents. If a log does not have this metric, the result contains it only if `needed` is true."""
+    in the Ascend documents. If a log lacks this default metric, the result contains the metric only if `needed` is
+    true."""
     methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
     rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
     online = any(method in ONLINE for method in methods) if methods else bool(rewards)
@@ -308,7 +309,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
     if not len(pair.steps):
         return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
     if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
-        return f"{choice.name} is not a number in A or B at any of the {len(pair.steps):,} common steps"
+        return f"{choice.name} is a number in both A and B at none of the {len(pair.steps):,} common steps"
     return matched
 
 

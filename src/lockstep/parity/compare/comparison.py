@@ -1,4 +1,5 @@
-"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display these values."""
+"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display the values in these
+dataclasses."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Figures:
     relative_error_percent: float | None
     """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
-    """sum |a - b| / sum |a| x 100. This relative error is robust against single steps at which a is near 0."""
+    """sum |a - b| / sum |a| x 100. The scaled error is robust against single steps at which a is near 0."""
     worst: float
     worst_step: int
     drift: float
@@ -35,8 +36,8 @@ class Figures:
     below curve a."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. The value is
-    None unless the verdict is out of step."""
+    """The divergence step: from this step to the end the curves differ by more than the bar (the allowed error) and by
+    more than noise. The divergence step is None unless the verdict is out of step."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class Noise:
     """The mean of the errors between all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """The bounds, in percent, of a 95 % bootstrap interval over blocks of steps. The interval is that of the mean error
-    between A and B minus the mean error between repeats."""
+    """The bounds, in percent, of a 95 % bootstrap interval over blocks of steps. The interval is for this difference:
+    the mean error between A and B minus the mean error between repeats."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference between A and B that exceeds the noise of repeats, as one statistic of curve_tests.py found it."""
+    """A difference between A and B that exceeds the noise of repeats and that one statistic of curve_tests.py found."""
 
     statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
@@ -62,8 +63,8 @@ class Finding:
     """The first and the last step of the difference."""
     difference: float
     """The mean of b - a from step `first` to step `last`. For the statistic trend, `difference` is the change of b - a
-    between these steps. For scatter, `difference` is the scatter of b - a divided by the scatter of repeats. For
-    opposed moves, `difference` is the correlation of the moves."""
+    from step `first` to step `last`. For scatter, `difference` is the scatter of b - a divided by the scatter of
+    repeats. For opposed moves, `difference` is the correlation of the moves."""
     noise: float
     """The largest value of `difference` that noise explains."""
     excess: float
@@ -100,35 +101,36 @@ class Metric:
     verdict: Verdict | None
     """The verdict is None if the metric is shown but not judged."""
     decided_by: str
-    """The explanation of the verdict, which names the error metric and the bar that it met or missed."""
+    """Explains the verdict: names the error metric and the bar (the allowed error), and says whether the error meets
+    the bar."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
     repeats: list[list[float | None]] = field(default_factory=list)
     scaled: bool = False
-    """True if the scaled error is compared with the bar, False if the mean error is."""
+    """True if the scaled error is compared with the bar (the allowed error), False for the mean error."""
     only_a: int = 0
     only_b: int = 0
     """The numbers of steps that only log A or only log B contains and that are therefore not compared."""
     matching: str = ""
     """Describes which values were averaged before the comparison and how many steps are not compared."""
     findings: list[Finding] = field(default_factory=list)
-    """The significant differences, the strongest first. The list is empty if the metric has no verdict."""
+    """The significant differences, the strongest first. A metric without a verdict has an empty list."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """Whether the error meets the bar of the Ascend documents, without the statistical test. The value is None if the
-    metric has no verdict."""
+    """Whether the error meets the bar (the allowed error) of the Ascend documents, without the statistical test. A
+    metric without a verdict has None."""
     test_result: TestResult | None = None
     """The result of the statistical test, without the bar. The result "small difference" means that a difference is
-    significant, but small relative to the bar."""
+    significant, but too small for the metric to fail."""
     incomplete: str = ""
-    """Describes the planned steps that are not compared. If this text is not empty, the metric does not pass."""
+    """Describes the planned steps that are not compared. A metric for which this text is not empty does not pass."""
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal lengths. If
-    no step has equal lengths in both runs, the rates are computed over all common steps."""
+    """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal response
+    lengths (offline: token counts). If there are no such steps, the rates are computed over all common steps."""
 
     name: str
     a: float

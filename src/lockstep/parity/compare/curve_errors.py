@@ -56,14 +56,14 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
-    """Returns the first step after which the curves differ by more than `tolerance` until the end of the run. From the
-    returned step on, the curves must differ by more than `tolerance` at the majority of the steps in a window around
-    each step.
+    """Returns the first step from which on the curves differ by more than `tolerance` until the end of the run. From
+    the returned step on, the curves must differ by more than `tolerance` at the majority of the steps in a window
+    around each step.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A divergence that starts in the last half window is ignored. A
-    step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is ignored.
-    Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
+    near the end from causing or hiding a divergence. A divergence that starts in the last `window // 2` steps is
+    ignored. A step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is
+    ignored. Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
     `tolerance`.
     """
     voting = pair.finite | pair.one_sided
@@ -113,7 +113,7 @@ def noise_floor(a_runs: Sequence[Series], b_runs: Sequence[Series], seed: int = 
 
 def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarray:
     """Returns bootstrap samples of mean(`across`) - mean(`within`). `across` has the errors between A and B, `within`
-    the errors between repeats. Both arrays have one row per pair of runs and one column per step.
+    the errors between repeats. `across` and `within` have one row per pair of runs and one column per step.
 
     Each bootstrap sample consists of circular blocks of steps, because errors of neighbouring steps are correlated.
     Each bootstrap sample uses one random row of `across` and one of `within`, because a single run may deviate at every
@@ -130,9 +130,9 @@ def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarra
 
 
 def block_length(excess: np.ndarray) -> int:
-    """Returns the block length of the circular block bootstrap, between N^(1/3) and N/4. This length is optimal for the
-    mean of an AR(1) series with the lag-1 correlation of `excess` (Politis & White 2004). The bootstrap uses at most
-    100 blocks, because more blocks take time and do not narrow the interval."""
+    """Returns the block length of the circular block bootstrap, between N^(1/3) and N/4. This block length is optimal
+    for the mean of an AR(1) series with the lag-1 correlation of `excess` (Politis & White 2004). The bootstrap uses at
+    most 100 blocks, because more blocks take time and do not narrow the interval."""
     steps = len(excess)
     from_mean = excess - excess.mean()
     spread = float((from_mean**2).sum())

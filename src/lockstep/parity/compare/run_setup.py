@@ -240,7 +240,9 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
 def _engine(a: Evidence, b: Evidence) -> Differences:
     """Compares the versions and the number of rollout servers. The recipe comparison covers the engine's name, and the
     package comparison covers the versions of built-in engines."""
-    versions = Effect("matters", "another version of the rollout engine: the same distribution with other kernels")
+    versions = Effect(
+        "matters", "another version of the rollout engine: it samples from the same distribution with other kernels"
+    )
     number = Effect("harmless", "only the number of rollout servers differs")
     return [
         *_differences("engine", "engine.version", a, b, versions),
@@ -413,8 +415,8 @@ def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
 
 
 def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
-    """Returns pairs of samples of A and B with the same prompt and step. An element is None if that run has no such
-    sample."""
+    """Returns pairs of samples of A and B with the same prompt and step. An element of a pair is None if that run has
+    no sample with this prompt and step."""
     of_a, of_b = ({_prompt_key(line): line for line in log.evidence.samples} if log.evidence else {} for log in (a, b))
     keys = list(dict.fromkeys([*of_a, *of_b]))
     return [(of_a.get(key), of_b.get(key)) for key in keys[:MAX_SAMPLES]]

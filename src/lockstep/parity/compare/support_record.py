@@ -42,9 +42,10 @@ INTRODUCTION = """# Support: which pairs train in step
 
 Each row is one `lockstep compare A B --record`: run B compared with run A, with the same algorithm on the same model.
 The mean error is the mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage.
-The scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens per second over A's.
-Hardware and versions are those of A and B. *In step* means that the error is within the bar (the allowed error) and
-that no difference beyond noise is large relative to the bar. The verdict is the worse result of the bar and the
+The scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens per second divided
+by A's. The columns hardware and versions have the values of A and of B. The verdict *in step* means that the error is
+within the bar (the allowed error), that no significant drift over all steps exceeds half of the bar, and that no
+significant difference over a part of the run exceeds the bar. The verdict is the worse result of the bar and the
 statistical test of `lockstep compare`. A pair with any other verdict also has a row with its numbers. The evidence file
 of a row contains its error metrics and curves. The command writes the rows. Recording the same pair again replaces its
 row.

@@ -41,14 +41,14 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The error appears in the module's own computation, between these two child modules. None stands for the start or
-    the end of the module."""
+    """The error appears in the module's own computation, between these two child modules. None means the start or the
+    end of the module."""
     parameter: str | None = None
     """In the backward pass, the parameter whose gradient differs although the gradients that enter and leave the module
     agree."""
     systematic: str = ""
-    """A description of the systematic difference, if only the systematic difference exceeds its limit. The text is
-    empty if the distance of the tensors exceeds its limit."""
+    """A description of the systematic difference, if only the systematic difference exceeds its limit. The description
+    is empty if the distance of the tensors exceeds its limit."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:

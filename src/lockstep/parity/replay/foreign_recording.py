@@ -36,8 +36,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
 # The tolerance for weights whose dtypes differ, because the weights then differ by the rounding of the coarser dtype.
 ROUNDED = 1e-2
-# Arguments of the model's forward call that a replay does not pass on. These arguments do not change the compared
-# outputs, or the replay sets them itself.
+# Arguments of the model's forward call that a replay does not pass on, because they do not change the compared outputs,
+# or because the replay sets them itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 
@@ -112,7 +112,7 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """Checks the optimizer steps of recording A by AdamW's formula. `judge` checks the optimizer steps of recording
+    """Checks the optimizer steps of recording A with AdamW's formula. `judge` checks the optimizer steps of recording
     B."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:
@@ -259,8 +259,8 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the same
-    weights."""
+    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the weights of the
+    recorded run."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]

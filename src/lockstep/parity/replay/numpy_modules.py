@@ -1,7 +1,7 @@
 """Standard modules in numpy float64, which decide whether the recorded run or its replay is wrong.
 
-These references are written from the definitions of the modules. The references share no code with the modules that
-they test: they use no torch operators, no transformers modelling files and no lockstep kernels. So a fault in torch,
+The references are written from the definitions of the modules. The references share no code with the modules that they
+test: they use no torch operators, no transformers modelling files and no lockstep kernels. So an error in torch,
 transformers or a lockstep kernel cannot also be in a reference. Modules without a reference in this file are not
 tested.
 
@@ -68,7 +68,7 @@ class Reference:
     compute: Callable[[Sequence[Array], Mapping[str, Array], NotedValues], list[Array]]
     weights: Mapping[str, Array]
     tied: bool = False
-    """Whether a weight is shared with another module. If so, both modules contribute to the gradient of the weight."""
+    """Whether a weight is shared with another module, so that both modules contribute to its gradient."""
 
 
 def reference_of(

@@ -96,8 +96,8 @@ def other_values(
     """Returns the first operator whose result differs from the float64 reference of the module.
 
     This comparison finds code that is also wrong in the clean copy, such as a library function or a modelling file. A
-    correct module may skip some intermediate values of the reference. So a missing value is a fault only if an operator
-    that usually computes such a value has a different result.
+    correct module may skip some intermediate values of the reference. So a missing value is reported only if an
+    operator that usually computes such a value has a different result.
     """
     ours = [one for one in OperatorGraph(calls).results() if one.tensor.is_floating_point()]
     expected = [value for value, _ in noted.values]
@@ -169,7 +169,7 @@ def _compared(call: Operator, clean: Operator, theirs: OperatorGraph, tolerance:
     if not alone or _source(call, index) or _source(clean, index):
         return None  # an unrelated call of the same operator
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
-        return None  # the clean copy also computes this result
+        return None  # The clean copy also computes this result.
     # No operator produced this input: it is a weight, a buffer or a constant.
     why = (
         f"its input number {index + 1} (a weight, a buffer or a constant) differs from that of the clean CPU copy of "
@@ -188,8 +188,8 @@ def _other_part(
     """Compares a group of operators of the replayed module with a different group of operators of its clean copy. The
     difference is harmless if the results that leave the groups agree."""
     if not mine:
-        # Only the clean copy of the module runs operators here. This is harmless if these operators change nothing, or
-        # if the replayed module computes their results elsewhere.
+        # Only the clean copy of the module runs operators here. A missing operator is harmless if it changes nothing,
+        # or if the replayed module computes its result elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None
@@ -246,9 +246,9 @@ def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tupl
 
 
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
-    """Returns the operator that is the most likely fault in a group with a differing result. This is a cast to lower
-    precision if there is one, otherwise an operator that exists only on the device and cannot be tested, otherwise
-    `end`."""
+    """Returns the operator of the group `part` that most likely caused a differing result. A cast to lower precision is
+    the first choice. The second choice is an operator that exists only on the device and cannot be tested. The last
+    choice is `end`."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)
@@ -336,8 +336,8 @@ def _doubled(leaf: Any) -> Any:
 
 
 def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the larger norm. The result is infinite if the shapes differ or if
-    a value is finite in only one tensor."""
+    """Returns the norm of the difference of two tensors, divided by the larger of their norms. The result is infinite
+    if the shapes differ or if a value is finite in only one tensor."""
     if actual.shape != wanted.shape:
         return math.inf
     x, y = actual.double(), wanted.double()

@@ -2,8 +2,8 @@
 
 Every tensor that enters the module (crosses its "border") is recorded too: its inputs and its children's outputs, and
 in the backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run
-with the same border tensors. Then the operators of both modules are compared with equal inputs, so rounding before the
-module has no effect.
+with the same border tensors. Then the operators of the module and of its clean copy have equal inputs, so rounding
+before the module has no effect.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def log_module(
     """Runs the model in evaluation mode and logs the first call of one module.
 
     `run` does the forward pass. To log the backward pass, `run` must return one number per target token. `given`
-    contains the border tensors of another log, which replace those of this run. The operators of child modules in
-    `through` are logged as part of the module.
+    contains the border tensors of another log (the tensors that enter the module), which replace those of this run. The
+    operators of child modules in `through` are logged as part of the module.
     """
     training = root.training
     root.eval()
@@ -355,7 +355,7 @@ class OperatorGraph:
         ]
 
     def ends(self) -> list[OperatorResult]:
-        """Returns the results that no logged operator reads. These results go to the module's caller or to its child
+        """Returns the results that no logged operator reads. Unread results go to the module's caller or to its child
         modules."""
         return self.leaving(range(len(self.calls)))
 
@@ -393,7 +393,7 @@ def _floats(call: Operator) -> list[int]:
 
 
 def _selected(calls: Sequence[Operator], numbers: Sequence[int]) -> list[Operator]:
-    """Returns the calls with these numbers. Their `sources` refer to the new indices of the calls."""
+    """Returns the calls with the indices `numbers`. The `sources` of the returned calls refer to their new indices."""
     places = {number: place for place, number in enumerate(numbers)}
 
     def moved(source: CallResult | None) -> CallResult | None:

@@ -26,8 +26,8 @@ SEEN = 1e-5
 # The maximum relative difference between digests of identical weights. Digests of identical weights differ only because
 # sums run in another order.
 UNTOUCHED = 1e-5
-# The error of a gradient is divided by its norm, but at least by this fraction of the average norm. A gradient far
-# below the average is mostly rounding.
+# The error of a gradient is divided by its norm, but at least by this fraction of the average norm. A gradient whose
+# norm is below this fraction of the average norm is mostly rounding.
 NEGLIGIBLE = 1e-3
 # The allowed rounding error of a weight, relative to the weight: 4 times the fp32 machine epsilon.
 ULPS = 4 * torch.finfo(torch.float32).eps
@@ -130,7 +130,7 @@ def check_formula(
     shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
     no_decay = manifest.get("spared", {}).get(learner, ())
     found = formula_error(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer, no_decay)
-    where = f"{found.parameter}: {found.expected:.9g} by the formula, {found.actual:.9g} found"
+    where = f"{found.parameter}: expected {found.expected:.9g} by the formula, found {found.actual:.9g}"
     if found.differing:
         more = " ..." if len(found.differing) > 4 else ""
         where += f"; differing: {', '.join(found.differing[:4])}{more}"
@@ -214,7 +214,7 @@ def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> I
             first = int(differing[0])
             where = (
                 f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded master weights, "
-                f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
+                f"{float(held[first]):.6g} instead of {float(wanted[first]):.6g}"
                 f"{rank_of_rows(indices, shape, manifest['world_size'])}"
             )
     if samples:

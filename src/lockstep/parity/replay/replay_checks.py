@@ -13,8 +13,8 @@ Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "los
 # The stages in the order in which a step runs them.
 STAGES: tuple[Stage, ...] = get_args(Stage)
 # The first failing stage in this order is reported as the cause. The log-probs stage scores the recorded tokens without
-# the rollout engine, and the generation stage runs the same model in the engine. So a wrong model fails both stages,
-# and a wrong engine fails only the generation stage.
+# the rollout engine, and the generation stage runs the same model in the engine. So a wrong model fails the log-probs
+# stage and the generation stage, and a wrong engine fails only the generation stage.
 CAUSE_ORDER: tuple[Stage, ...] = (
     "batch",
     "log-probs",

@@ -105,7 +105,7 @@ def _replay_recording(request: ReplayRequest, mode: str) -> int:
             str(request.run), f"contains the recordings of {len(others) + 1} ranks", remedy, code="several-candidates"
         )
     result = replay_recording(first, request.model, request.overrides, request.steps)
-    title = "replay of a recording: each update from the recorded weights"
+    title = "replay of a recording: each update starts from the recorded weights"
     return _report(request, result, Console.silent() if request.json else Console.open(), title)
 
 

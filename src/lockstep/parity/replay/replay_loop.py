@@ -116,7 +116,7 @@ class Replay:
         return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
 
     def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
-        """Returns the recorded responses of a step. Their rewards are computed again."""
+        """Returns the recorded responses of a step, with rewards that are computed again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
         # A forced replay also generates responses, to test the rollout engine. The generated responses should equal the
@@ -173,8 +173,8 @@ class Replay:
             training.carried.update(self.tape.read_step(number).info["carried"])
 
     def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
-        """Returns the recorded weights of a step. If the recording has none, returns the weights of the model folder,
-        of which a forced replay keeps a copy."""
+        """Returns the recorded weights of a step. If the recording has no weights, returns those of the model folder. A
+        forced replay keeps a copy of them."""
         kept = number in self.tape.weighed()
         if not kept or training.run.recipe.model.lora is not None:
             refuse_other_weights(self.tape, training.run)
@@ -240,8 +240,8 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """Yields a free folder name for a replay: `kind-1`, or the first free number. Replays that start at the same time
-    get different names. All ranks of one replay get the same name."""
+    """Yields a free folder name for a replay, which is `kind-N` with the first free number N. Replays that start at the
+    same time get different names. All ranks of one replay get the same name."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:

@@ -21,8 +21,8 @@ from lockstep.tape.tape_format import TapeFolder
 RESULT = "replay.json"
 MODE_TITLES = {
     "forced": "each step from the recorded weights",
-    "chained": "the replay's weights, recorded rows and responses",
-    "free": "the replay's weights and responses",
+    "chained": "weights of the replay, rows and responses of the recording",
+    "free": "weights and responses of the replay",
 }
 
 

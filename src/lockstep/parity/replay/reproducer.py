@@ -24,8 +24,8 @@ ALLOWED = 1e-5
 
 @dataclass(frozen=True)
 class FaultCase:
-    """An operator call that shows the fault, its result, and the reference: another operator call (`judge`) or expected
-    values."""
+    """An operator call with a wrong result, this result, and the reference, which is another operator call (`judge`) or
+    expected values."""
 
     call: Operator
     found: torch.Tensor
@@ -43,7 +43,7 @@ class FaultCase:
 
 def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | None:
     """Writes a script that runs the faulty operator and its reference, prints both values and exits with 1 if they
-    differ. Returns None if the fault cannot be reproduced."""
+    differ. Returns None if the wrong result cannot be reproduced."""
     case = case_of(wrong)
     if case is None:
         return None
@@ -57,7 +57,7 @@ def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | Non
 
 
 def case_of(wrong: WrongOperator) -> FaultCase | None:
-    """Returns the faulty operator call and its reference, or None if the fault cannot be reproduced."""
+    """Returns the faulty operator call and its reference, or None if the wrong result cannot be reproduced."""
     call, index = wrong.call, wrong.index
     if not call.outputs or not wrong.expected.numel() or wrong.expected.shape != wrong.actual.shape:
         return None
@@ -90,7 +90,7 @@ def _shown(case: FaultCase) -> FaultCase | None:
 
 
 def smallest(case: FaultCase) -> FaultCase:
-    """Reduces the tensors to one index along one axis after another, as long as the fault remains."""
+    """Reduces the tensors to one index along one axis after another, as long as the result stays wrong."""
     for axis in range(_axes(case)):
         width = case.found.shape[axis]
         differences = (case.found.double() - case.wanted.double()).abs()
@@ -115,8 +115,8 @@ def _axes(case: FaultCase) -> int:
 
 
 def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
-    """Returns the case with the slice `keep` of an axis that output and inputs share, or None if this slice does not
-    show the fault."""
+    """Returns the case with the slice `keep` of an axis that output and inputs share, or None if the result of this
+    slice is not wrong."""
     width, ndim = case.found.shape[axis], case.found.ndim
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _fresh(leaf: Any) -> Any:
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Returns the relative difference of two tensors. The result is 0 if the shapes differ, because the script cannot
-    show such a fault."""
+    show a wrong shape."""
     return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 

@@ -40,8 +40,8 @@ from lockstep.types import Rollout
 LOSS_INPUTS = ("old", "reference", "values")
 SCORE = 1e-4
 # Limits for the fraction of a tensor's values that bf16 represents exactly. If the fraction is above ROUNDED, the
-# tensor was rounded to bf16. If it is below FINE, the tensor was not rounded. One of 65,536 fp32 values is exact in
-# bf16 by chance. Tensors with fewer than ENOUGH values are not tested.
+# tensor was rounded to bf16. If the fraction is below FINE, the tensor was not rounded. One of 65,536 fp32 values is
+# exact in bf16 by chance. Tensors with fewer than ENOUGH values are not tested.
 ROUNDED, FINE, ENOUGH = 0.99, 0.9, 32
 
 
@@ -97,8 +97,8 @@ def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, gen
 
 
 def is_foreign(record: StepRecord) -> bool:
-    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). Such a
-    recording may lack some tensors."""
+    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). A recording of
+    another framework may lack some tensors."""
     return "calls" in record.info
 
 
@@ -121,7 +121,7 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
-    """Compares the micro-batches that the models receive. A packing or padding fault changes the micro-batches, but not
+    """Compares the micro-batches that the models receive. A packing or padding error changes the micro-batches, but not
     the data rows."""
     meaning = {
         "target": "the target token",
@@ -272,7 +272,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
 
 def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
     """Fits a regression line to the replayed log-probs as a function of the recorded ones. A different temperature,
-    scale or mean changes its slope or offset."""
+    scale or mean changes the slope or the offset of this line."""
     found = line(x, y)
     if found is None:
         return
@@ -302,8 +302,8 @@ def bf16_share(numbers: torch.Tensor) -> float | None:
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """Fails if the values of run B are rounded to bf16 and those of run A are not. One additional rounding is too small
-    to be found by the size of the error."""
+    """Fails if the values of run B are rounded to bf16 and those of run A are not. The size of the error does not show
+    one additional rounding, which is too small."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return

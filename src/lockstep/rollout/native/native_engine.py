@@ -106,8 +106,8 @@ class NativeEngine(SharedWeights):
         """Called between rounds of decoding. If `pause` returns True, `generate` yields the unfinished sequences and
         ends."""
         self.further: Further | None = None
-        """A source of more requests, used between rounds while batch rows are free. Its requests get the next request
-        numbers."""
+        """A source of more requests, used between rounds while batch rows are free. The requests from this source get
+        the next free request indices."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None

@@ -81,7 +81,7 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
     if answer.ended == "aborted":
         return answer  # an aborted answer is dropped and requested again
     if len(ids) != len(logprobs):
-        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs; expected equal numbers")
     if not 1 <= len(ids) <= wanted.max_tokens:
         raise ServerFailed(f"an answer of {len(ids)} tokens; the request allows 1 to {wanted.max_tokens}")
     for place, token in enumerate(ids):
@@ -89,7 +89,7 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
             raise ServerFailed(f"token {place} of an answer is {token!r}: the vocabulary has {vocabulary:,} tokens")
     for place, logprob in enumerate(logprobs):
         if not (math.isfinite(logprob) and logprob <= _MOST_LOGPROB):
-            raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}")
+            raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}: above 0 or not finite")
     end = next((place for place, token in enumerate(ids) if token in stops), None)
     if end is not None and end < len(ids) - 1:
         raise ServerFailed(f"an answer of {len(ids)} tokens continues after its end token {ids[end]} at position {end}")

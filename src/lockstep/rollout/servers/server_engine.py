@@ -186,7 +186,7 @@ class ServerEngine:
                 f"rollout.engine {self.server_adapter.name}",
                 f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
                 "the server's maximum sequence length is too small",
-                "raise the server's maximum length by rollout.server.args, or lower rollout.max_tokens",
+                "raise the server's maximum length with rollout.server.args, or lower rollout.max_tokens",
                 code="wrong-response",
             )
         return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))

@@ -54,7 +54,7 @@ class WeightSync:
         """The number of updates that the weights to be sent next have had."""
         self.pushes = 0
         self.checked: dict[str, CheckResult] = {}
-        """The last weight check of each server by its address."""
+        """The last weight check of each server, keyed by the server's address."""
         self.bounds: Bounds | None = None
         """Bounds of the weight check, calibrated by the first two pushes, or None before the calibration."""
         self.by_memory = by_memory(

@@ -194,8 +194,8 @@ def _nameless() -> int:
 
 # Weight check: after each weight sync, the training process and the worker compute log-probs of the same tokens.
 ROWS, LENGTH = 3, 16
-# Maximum difference between the log-probs of the two processes, by dtype. The values are small, because both processes
-# run the same kernels on the same shapes.
+# Maximum difference between the log-probs of the two processes, by dtype. The allowed differences are small, because
+# both processes run the same kernels on the same shapes.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
@@ -246,7 +246,7 @@ def refuse_other_weights(
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the worker needs to join the process group for weight broadcasts: TCPStore port, backend and timeout."""
+    """What the worker needs to join the process group for weight broadcasts (TCPStore port, backend and timeout)."""
 
     port: int
     collective: str

@@ -80,8 +80,8 @@ class PairLine:
     """The format of a line that contains a step number and name-value pairs."""
 
     marker: str
-    """A text that every line of this format contains. This text is searched first, because the regular expression is
-    slower."""
+    """A text that every line of this format contains. The reader searches this text first, because the regular
+    expression is slower."""
     pattern: re.Pattern[str]
     """A regular expression with two groups: the step and the name-value pairs."""
     between: str
@@ -113,7 +113,7 @@ def pair_line_points(file: str, text: str, form: PairLine) -> Points:
             if name and value is not None:
                 values[name.strip()] = value
             elif form.strict:
-                raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {pair.strip()!r}")
+                raise damaged(file, row, line.strip(), f"line whose values are all numbers ({pair.strip()!r} has none)")
         found.add(int(parts.group(1)), values)
     return found
 
@@ -180,7 +180,7 @@ class _Title:
 
 
 class _Bars:
-    """The progress bars of one log. A bar shows the values of a step before its counter reaches that step."""
+    """The progress bars of one log. A progress bar shows the values of a step before its counter reaches that step."""
 
     def __init__(self) -> None:
         self._titles: dict[str, _Title] = {}
@@ -322,7 +322,7 @@ def _megatron_fields(file: str, row: int, line: str, text: str) -> dict[str, flo
         if value is not None:
             found[name] = value
         elif not colon or name.endswith(_REQUIRED):
-            raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {each.strip()!r}")
+            raise damaged(file, row, line.strip(), f"line whose values are all numbers ({each.strip()!r} has none)")
     return found
 
 

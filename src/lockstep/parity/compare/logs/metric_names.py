@@ -20,14 +20,14 @@ NAMES: dict[str, str] = {
     "learning_rate": "train/lr",
     "epoch": "train/epoch",
     "step_time": "timing_s/step",
-    # TRL's DPO, KTO and reward trainers
+    # metric names of TRL's DPO, KTO and reward trainers
     "rewards/accuracies": "train/pair_accuracy",
     "rewards/margins": "train/margin",
     "rewards/chosen": "train/chosen",
     "rewards/rejected": "train/rejected",
     "accuracy": "train/pair_accuracy",
     "margin": "train/margin",
-    # OpenRLHF's SFT, reward and DPO trainers; DeepSpeed
+    # metric names of OpenRLHF's SFT, reward and DPO trainers, and of DeepSpeed
     "gpt_loss": "train/loss",
     "lr": "train/lr",
     "acc": "train/pair_accuracy",
@@ -63,7 +63,7 @@ _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _ME
 # Maps the name of a metric to a table like NAMES. If a log contains this metric, the entries of the table replace those
 # of NAMES.
 KINDS: dict[str, dict[str, str]] = {
-    # TRL's online trainers such as GRPO and RLOO; OpenRLHF's PPO family
+    # metric names of TRL's online trainers such as GRPO and RLOO, and of OpenRLHF's PPO family
     "reward": {
         "reward": "critic/rewards/mean",
         "loss": "actor/loss",
@@ -112,7 +112,7 @@ KINDS: dict[str, dict[str, str]] = {
         "vals": "critic/values/mean",
         "cri_lr": "critic/lr",
     },
-    # OpenRLHF's KTO and process reward trainers
+    # metric names of OpenRLHF's KTO and process reward trainers
     "kto_loss": {"kto_loss": "train/loss", "kl": "train/kl"},
     "prm_loss": {"prm_loss": "train/loss", "acc": "train/step_accuracy"},
     **dict.fromkeys(_MINDSPEED_RL_MARKS, _MINDSPEED_RL),

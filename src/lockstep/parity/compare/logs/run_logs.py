@@ -87,7 +87,7 @@ def recording_points(path: Path) -> Points:
 
 
 def read_evidence(path: Path) -> Evidence:
-    """Reads recipe, environment and first training samples of a run folder. Only the recipe must exist."""
+    """Reads recipe, environment and first training samples of a run folder, of which only the recipe must exist."""
     folder = RunFolder(path)
     files = {folder.recipe: None, **{path: last for last, path in folder.earlier_recipes().items()}}
     try:
@@ -106,8 +106,8 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. Any other damaged line is
-    refused."""
+    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. A damaged line elsewhere
+    is refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []
