@@ -220,7 +220,7 @@ OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]
 def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
     """Open and check the rows of each source."""
     reader, cache = UserReader.of(data), cache_folder(data)
-    return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
+    return [read_rows(source.path, reader=reader, cache=cache, sample_by=data.sample_by) for source in sources]
 
 
 def rows_taken(source: Source, rows: RowSet) -> int:

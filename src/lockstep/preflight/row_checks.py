@@ -41,7 +41,7 @@ def unreadable_files(context: Context) -> Iterator[Problem]:
     too."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
-        yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
+        yield from problems_of(read_rows, source.path, reader=UserReader.of(data), sample_by=data.sample_by)
 
 
 def read_limit(context: Context) -> None:
@@ -92,7 +92,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
     online, reader = recipe.method in ONLINE, UserReader.of(recipe.data)
     questions: list[Question] = []
     for path in paths:
-        rows = read_rows(path, reader=reader)
+        rows = read_rows(path, reader=reader, sample_by=recipe.data.sample_by)
         columns = None
         if online:
             # The questions of an online run use the columns and settings of its prompts.

@@ -64,6 +64,7 @@ OFFLINE_ROWS = {
         "name the columns as in the RL schema",
     ),
     "require_end": "remove it",
+    "long_text": "remove it: data.overlong handles long prompts",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
 
