@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data.batching import plan_micro_batches
-from lockstep.data.dataset import Dataset, Loader, steps_and_rows
+from lockstep.data.dataset import BatchSource, Dataset, Loader, steps_and_rows
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.data.updates import row_size
 from lockstep.errors import Refusal
@@ -52,6 +52,16 @@ class BatchPlan:
         ]
 
 
+class StreamedPlan(BatchPlan):
+    """The updates of a run with streamed rows. The number and the lengths of the rows are unknown before training."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        return [
+            ("rows", f"{self.total_rows:,} in all, streamed; the rows of an epoch are not counted"),
+            ("updates", f"{self.steps:,} of {self.rows_per_update} rows"),
+        ]
+
+
 @dataclass(frozen=True)
 class OnlinePlan:
     """How an online run divides its prompts and sampled sequences into updates."""
@@ -74,6 +84,7 @@ class OnlinePlan:
 
     def lines(self) -> list[tuple[str, str]]:
         sequences = self.prompts * self.samples
+        epochs = f"({self.rows / self.prompts:,.1f} an epoch)" if self.rows else "(streamed)"
         each = self.prompts_per_update * self.samples
         # A sequence is never split. The maximum number of micro-batches assumes that all sequences have the maximum
         # length.
@@ -82,7 +93,7 @@ class OnlinePlan:
         places = _places(self.devices, self.group)
         packed = "" if most is None else f", at most {most} micro-batches on each of {places}"
         return [
-            ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
+            ("steps", f"{self.steps:,} of {self.prompts} prompts {epochs}"),
             ("sequences", f"{self.prompts} prompts x {self.samples} = {sequences} a step, up to {self.longest} tokens"),
             ("updates", f"{self.updates} a step of {each} sequences{packed}"),
         ]
@@ -98,10 +109,10 @@ def sequences_per_update(recipe: Recipe) -> int:
 
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     batch, rollout = recipe.batch, recipe.rollout
-    rows = sum(len(source) for source in prompts.sources)
+    rows = 0 if prompts.streamed else sum(len(source) for source in prompts.sources)
     steps, _ = _steps(recipe, rows, batch.prompts)
     per_update = batch.prompts_per_update or batch.prompts
-    longest = prompts.counts.longest + rollout.max_tokens
+    longest = prompts.longest + rollout.max_tokens
     epochs = recipe.algorithm.epochs
     tokens, group = recipe.line_tokens, recipe.parallel.group
     return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, tokens, longest, group)
@@ -109,9 +120,12 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
     batch, context, group = recipe.batch, recipe.parallel.context_parallel, recipe.parallel.group
+    if dataset.streamed:
+        steps, total = _steps(recipe, 0, batch.rows_per_update)
+        return StreamedPlan(0, batch.rows_per_update, steps, total, devices, 0, 0, 0.0, group)
     rows = sum(len(source) for source in dataset.sources)
     steps, total = _steps(recipe, rows, batch.rows_per_update)
-    loader = make_loader(recipe, dataset)
+    loader = memory_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
         lengths = [row_size(item, packed=batch.tokens is not None, shared=context == 1) for item in loader.take(step)]
@@ -125,9 +139,17 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
     return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, group)
 
 
-def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
-    """Returns the data loader of a run. For prompts it has no end, because dynamic sampling takes as many prompts as it
-    needs."""
+def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> BatchSource[Any]:
+    """Returns the data loader of a run, or its stream of rows if the data set is streamed."""
+    if read.open_stream is None:
+        return memory_loader(recipe, read)
+    each = recipe.batch.prompts if isinstance(read, PromptSet) else recipe.batch.rows_per_update
+    return read.open_stream(each, recipe.run.seed)
+
+
+def memory_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
+    """Returns the data loader of a data set in memory. For prompts it has no end, because dynamic sampling takes as
+    many prompts as it needs."""
     batch = recipe.batch
     if isinstance(read, PromptSet):
         each, total = batch.prompts, None

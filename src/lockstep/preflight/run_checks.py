@@ -35,7 +35,7 @@ def prepare_offline(
     _check(context)
     train, val = context.train, context.val
     remarks = [*train.warnings, *(val.warnings if val is not None else ()), *repeated_rows(recipe, train)]
-    if val is not None:
+    if val is not None and not train.streamed:
         remarks += seen_in_training(train.items, val.items, "data.val")
     context.batches = batches = plan_batches(recipe, train, devices)
     longest = longest_row(recipe, train)
@@ -58,7 +58,7 @@ def prepare_online(
     context.memory = _online_memory(context, batches)
     refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *train.warnings, *repeated_rows(recipe, train), *context.memory.remarks]
-    if questions:
+    if questions and not train.streamed:
         encoded = encode_questions(context.tokenizer, questions, recipe.data.system, prompt_format(recipe))
         remarks += seen_in_training(train.items, encoded, "val.questions")
     return PreparedOnline(recipe, context.tokenizer, context.config, questions, context.memory, train, batches, remarks)

@@ -99,7 +99,7 @@ class Data(Section):
     )
     sample_by: Literal["line", "paragraph", "document"] = Field(
         "line",
-        description="Which part of a `.txt` file is one row, with the column `text`: a line, a paragraph (lines between "
+        description="Which part of a `.txt` file is one row with the column `text`: a line, a paragraph (lines between "
         "blank lines) or the full file. Blank lines give no row.",
         effect=Effect("blocks", "different rows are read"),
     )
@@ -199,9 +199,9 @@ class Data(Section):
     )
     long_text: Literal["overlong", "split"] = Field(
         "overlong",
-        description="What to do with a text row (shape `text`) longer than `max_tokens`. `overlong`: as `overlong` says "
-        "for all rows. `split`: the text becomes several rows of up to `max_tokens` tokens, and every token is trained "
-        "exactly once. The numbers of split texts and of pieces are reported.",
+        description="What to do with a row of shape `text` that is longer than `max_tokens`. `overlong`: the same as "
+        "with other rows. `split`: the text becomes several rows of up to `max_tokens` tokens, and every token is "
+        "trained exactly once. The numbers of split texts and of pieces are reported.",
         effect=LIMIT,
     )
     bad_rows: Literal["error", "drop"] = Field(
@@ -241,6 +241,19 @@ class Data(Section):
     shuffle: bool = Field(
         True,
         description="Shuffle the rows in each epoch, with a permutation that depends on `run.seed`.",
+        effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
+    )
+    streaming: bool = Field(
+        False,
+        description="Read the files of `train` while training runs, for data sets larger than memory. Only the first "
+        "rows are checked before training. Needs `run.steps`.",
+        effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
+    )
+    shuffle_buffer: int = Field(
+        4096,
+        ge=1,
+        description="With `streaming`: number of rows that are in memory and shuffled together. The order of the files "
+        "is shuffled too.",
         effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
     )
 

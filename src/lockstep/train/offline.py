@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.dataset import Loader
+from lockstep.data.dataset import BatchSource
 from lockstep.data.updates import Update
 from lockstep.errors import Problem
 from lockstep.evaluate.validation import measure
@@ -130,7 +130,7 @@ class Offline:
     """The objects that all steps of an offline run use."""
 
     training: Training
-    loader: Loader[Any]
+    loader: BatchSource[Any]
     objective: Objective
     batches: BatchPlan
 
@@ -150,6 +150,7 @@ def open_offline(
             open_training(prepared, runtime, judge, keeps=keeps, accept_changed=accept_changed) as training,
         ):
             loader, models = make_loader(recipe, prepared.train), training.models
+            loader.restore(training.carried)
             objective = METHODS[recipe.method].objective(recipe)
             models.longest = prepared.limit
             add_cache(models, recipe, prepared, device, console)
@@ -171,8 +172,11 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
     record_rows(training.tape, rows, models.reference_outputs)
     outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
     reported = objective.report(outcome.sums, task.divisor)
+    training.carried.update(offline.loader.state((step + 1) * batches.rows_per_update))
+    epoch = offline.loader.epoch
     return {
-        "train/epoch": batches.epoch(step + 1),
+        "train/epoch": batches.epoch(step + 1) if epoch is None else epoch,
+        **offline.loader.metrics(),
         "train/loss": outcome.loss,
         **{f"train/{name}": value for name, value in reported.items()},
         "train/tokens": outcome.tokens,

@@ -191,7 +191,7 @@ class Training:
     def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         run, recipe, prepared = self.run, self.run.recipe, self.run.prepared
         metrics |= run.performance(metrics[prepared.tokens_metric])
-        if step == 1:
+        if step == 1 and not prepared.train.streamed:
             metrics |= prepared.train.counts.metrics()
         if step == self._first and self.keeps:
             refuse_unmeasured(recipe, run.world.gather(list(metrics))[0])

@@ -50,9 +50,7 @@ def too_long(origin: Origin, what: str, limit: int, also: str = "") -> OverLimit
     )
 
 
-def fit(
-    example: ExampleT, limit: int, overlong: str, needed: str = "trained token", also: str = ""
-) -> ExampleT | None:
+def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token", also: str = "") -> ExampleT | None:
     """Cuts the example to `limit` tokens; it must keep a trained token. Returns None if the example is dropped. `also`
     is a further remedy for an example over the limit."""
     if len(example) <= limit:

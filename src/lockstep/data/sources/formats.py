@@ -129,6 +129,22 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
     return found
 
 
+def json_line(name: str, line: int, raw: bytes) -> Row | None:
+    """Returns the row of one line of a JSON lines file, or None for a blank line. Raises `Refusal` for an invalid
+    line."""
+    raw = raw.strip()
+    if not raw:
+        return None
+    try:
+        value = _load(raw.decode())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        _parse_lines(name, raw, 0, (0, len(raw), line)).problems.refuse()
+    row: Row = value
+    return row
+
+
 def _one_a_line(raw: bytes, line: int) -> str:
     if line == 1 and raw in (b"[", b"{"):
         return "a .jsonl file has one object per line; for a list or object over several lines, use the suffix .json"
@@ -255,9 +271,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems, *, delimiter: str = "
     return parsed
 
 
-def csv_header(
-    name: str, first: tuple[int, list[str]] | None, problems: Problems, delimiter: str
-) -> list[str] | None:
+def csv_header(name: str, first: tuple[int, list[str]] | None, problems: Problems, delimiter: str) -> list[str] | None:
     """Returns the column names, or None if the header is missing or invalid."""
     if first is None:
         return None
@@ -282,9 +296,7 @@ def csv_header(
     return header
 
 
-def csv_records(
-    name: str, lines: Iterable[str], problems: Problems, delimiter: str
-) -> Iterator[tuple[int, list[str]]]:
+def csv_records(name: str, lines: Iterable[str], problems: Problems, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yields (start line, fields) of each csv or tsv record. Skips blank lines."""
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     start = 1
@@ -372,18 +384,18 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
     """Returns the record batches of a parquet file, or an empty list if the file has a problem."""
-    if not _is_complete(name, path, problems):
+    if not is_complete(name, path, problems):
         return []
     try:
         # Uses ParquetFile, because pq.read_table adds columns for folders named "key=value".
         with pq.ParquetFile(path) as file:
-            if _repeats(name, file.schema_arrow.names, problems):
+            if repeats(name, file.schema_arrow.names, problems):
                 return []
             batches = [batch for batch in file.iter_batches(_BATCH_ROWS) if batch.num_rows]
     except (pa.ArrowException, OSError) as error:
         problems.add(name, f"damaged parquet: {error}", _COPY_AGAIN, code="damaged-file")
         return []
-    _check_values(name, batches, problems)
+    check_values(name, batches, problems)
     return batches
 
 
@@ -409,14 +421,14 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
     except (pa.ArrowException, OSError) as error:
         problems.add(name, f"damaged arrow: {error}", _COPY_AGAIN, code="damaged-file")
         return []
-    if _repeats(name, schema.names, problems):
+    if repeats(name, schema.names, problems):
         return []
     batches = [batch for batch in batches if batch.num_rows]
-    _check_values(name, batches, problems)
+    check_values(name, batches, problems)
     return batches
 
 
-def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
+def repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
         problems.add(
@@ -428,7 +440,7 @@ def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
     return bool(twice)
 
 
-def _is_complete(name: str, path: Path, problems: Problems) -> bool:
+def is_complete(name: str, path: Path, problems: Problems) -> bool:
     """Checks the magic bytes at both ends of a parquet file. A truncated file lacks the magic bytes at its end."""
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
@@ -443,10 +455,9 @@ def _is_complete(name: str, path: Path, problems: Problems) -> bool:
     return False
 
 
-def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) -> None:
+def check_values(name: str, batches: Sequence[pa.RecordBatch], problems: Problems, start: int = 0) -> None:
     """Validates the bytes of strings. Arrow does not validate strings when it reads a file, so invalid UTF-8 would fail
-    during training."""
-    start = 0
+    during training. `start` is the number of the first row."""
     for batch in batches:
         if _fault(batch):
             for number in range(batch.num_rows):
