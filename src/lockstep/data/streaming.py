@@ -298,7 +298,8 @@ def stream_rows(
         reader = open_rows(ColumnFinder(source, data, columns), tokenizer, limit)
         by_source.append([SourceShard(shard, reader) for shard in shards])
         problems += _sampled(loaded, shards, reader, drop_bad=data.bad_rows == "drop")
-        loaded.notes.append(f"{source.path}: files streamed as {reader.found()}: {len(shards):,}")
+        files = f"{len(shards):,} file{'s' * (len(shards) > 1)}"
+        loaded.notes.append(f"{source.path}: {files}, streamed as {reader.found()}")
         loaded.notes += [f"{source.path}: not read: {', '.join(ignored)}"] if ignored else []
         loaded.fingerprints.append(_described(shards))
     refuse_all(with_drop_hint(problems), "rows")
@@ -340,13 +341,15 @@ def _sampled(
             except Refusal as refusal:
                 if not drop_bad or isinstance(refusal, OverLimit) or refusal.problems[0].where != str(origin):
                     yield from refusal.problems
-                continue
+                found = [None]
             for kept in found:
-                if kept is not None:
-                    items.append(kept.item)
-                    loaded.counts.add(kept)
-                    if isinstance(loaded, Dataset):
-                        loaded.end_tokens.update(kept.ends)
+                if kept is None:
+                    loaded.counts.dropped += 1
+                    continue
+                items.append(kept.item)
+                loaded.counts.add(kept)
+                if isinstance(loaded, Dataset):
+                    loaded.end_tokens.update(kept.ends)
         if not read:
             yield Problem(shard.name, "has no rows", code="no-rows")
         left -= read

@@ -14,6 +14,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 
+UNLIMITED = 2**31
+"""The prompt limit if neither the model nor the recipe limits the length of a prompt."""
 # The plan computes the packing of this many updates. Other updates are similar.
 SAMPLED_UPDATES = 100
 
@@ -229,7 +231,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
                 "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
                 code="over-context",
             )
-    return wanted or min(rooms.values(), default=2**31)
+    return wanted or min(rooms.values(), default=UNLIMITED)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:

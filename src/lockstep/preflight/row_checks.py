@@ -16,11 +16,11 @@ from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
 from lockstep.data.streaming import stream_rows
 from lockstep.data.updates import row_sizes, sequence_counts
-from lockstep.errors import Problem, refuse_all, shortened
+from lockstep.errors import Problem, Refusal, refuse_all, shortened
 from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.load import load_config
-from lockstep.preflight.batch_plan import memory_loader, prompt_limit, row_limit
+from lockstep.preflight.batch_plan import UNLIMITED, memory_loader, prompt_limit, row_limit
 from lockstep.preflight.model_checks import refuse_placeholders
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe, Source
@@ -73,6 +73,14 @@ def _encoded_prompts(context: Context) -> PromptSet:
     data = context.recipe.data
     reward_fields = read_by_rewards(context.recipe.reward)
     if data.streaming:
+        if context.limit == UNLIMITED:
+            raise Refusal.at(
+                "data.max_prompt_tokens",
+                "must be set with data.streaming: the longest prompt is unknown, and the model's configuration has no "
+                "context length",
+                "set it to the longest prompt that may be trained",
+                code="not-set",
+            )
         reader = partial(PromptRows, reward_fields=reward_fields)
         check = partial(_prompt_problems, context)
         return stream_rows(PromptSet, reader, data.train, data, context.tokenizer, context.limit, check)
