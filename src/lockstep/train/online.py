@@ -73,6 +73,7 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept:
             training.position.carried = {**start, **training.carried}
             loader = make_loader(recipe, prepared.train)
             loader.restore(training.carried)
+            scorer.set_progress(training.position.step, prepared.batches.steps)
             yield Online(training, loader, scorer, Warnings(recipe))
 
 
@@ -101,6 +102,7 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)
     training.carried.update(online.loader.state(rollouts.position))
     store_samples(run, step + 1, rollouts, experience, advantages)
+    online.scorer.set_progress(step + 1, batches.steps)
     for warning in (*failure_warning(rollouts.failed), *online.warnings.read(metrics)):
         run.console.warn(warning)
     return metrics
