@@ -167,7 +167,6 @@ def _rank_offset_first(spans: list[Span]) -> list[Span]:
 
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 ItemT = TypeVar("ItemT", bound=Item)
 
 
@@ -345,14 +344,14 @@ def unseparated_rows(
         )
 
 
-class BatchSource(Protocol[T_co]):
+class BatchSource(Protocol[T]):
     """Gives the rows of each update: a `Loader`, or the stream of a data set that does not fit into memory."""
 
-    def take(self, step: int) -> list[T_co]:
+    def take(self, step: int) -> list[T]:
         """Returns the rows of update `step`, counted from 0."""
         ...
 
-    def between(self, first: int, last: int) -> list[T_co]:
+    def between(self, first: int, last: int) -> list[T]:
         """Returns the rows at the positions `first` to `last` (exclusive) of the endless sequence of epochs."""
         ...
 
