@@ -58,7 +58,7 @@ def streamed(folder: Path | list[dict[str, object]], per_update: int = 4, seed: 
     data = Data.model_validate({"train": train, "streaming": True, "shuffle_buffer": 8, **keys})
     loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, lambda items: ())  # type: ignore[arg-type]
     assert loaded.open_stream is not None
-    stream = loaded.open_stream(per_update, seed)
+    stream = loaded.open_stream(per_update, seed, {})
     assert isinstance(stream, RowStream)
     return stream
 
@@ -124,7 +124,7 @@ def test_a_stream_continues_at_every_position(tmp_path: Path, shuffle: bool, cop
         state = {key: float(repr(value)) for key, value in whole.state(step + 1).items()}
         again = streamed(tmp_path, shuffle=shuffle)
         again.restore(state)
-        assert again.metrics() == whole.metrics()
+        assert again.progress(step + 1, "train") == whole.progress(step + 1, "train")
         assert numbers(again.between(step + 1, step + 9)) == numbers(
             streamed(tmp_path, shuffle=shuffle).between(step + 1, step + 9)
         )
@@ -248,7 +248,8 @@ def test_bad_rows_are_refused_or_dropped_and_counted(tmp_path: Path) -> None:
     stream = streamed(tmp_path, bad_rows="drop")
     assert sorted(numbers(stream.between(0, 300))) == list(range(300))
     stream.between(300, 301)
-    assert stream.metrics() == {"data/streamed": 301.0, "data/dropped": 2.0, "data/truncated": 0.0}
+    progress = stream.progress(301, "train")
+    assert progress == {"train/epoch": 1.0, "data/streamed": 301.0, "data/dropped": 2.0, "data/truncated": 0.0}
 
 
 def test_bad_first_rows_are_refused_before_training(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_an_epoch_without_items_ends(tmp_path: Path) -> None:
     write_numbers(tmp_path, [[-1] * 10])
     assert loaded.open_stream is not None
     with refuses("part-0.jsonl", "no-rows", "10 were dropped"):
-        loaded.open_stream(4, 0).take(0)
+        loaded.open_stream(4, 0, {}).take(0)
 
 
 def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
 
     loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, check)  # type: ignore[arg-type]
     assert loaded.open_stream is not None
-    stream = loaded.open_stream(4, 0)
+    stream = loaded.open_stream(4, 0, {})
     assert numbers(stream.take(0)) == [0, 1, 2, 3]
     with refuses("line 8", "not-text"):
         stream.take(1)
@@ -300,6 +301,6 @@ def test_streamed_items_equal_those_in_memory(tmp_path: Path, tiny_folder: Path,
     arguments = (kind, reader, data.train, data, load_tokenizer(str(tiny_folder)), 100)
     memory, stream = load_rows(*arguments), stream_rows(*arguments, lambda items: ())
     assert stream.open_stream is not None
-    found = stream.open_stream(5, 0).between(0, 20)
+    found = stream.open_stream(5, 0, {}).between(0, 20)
     assert found == list(memory.items)
     assert (stream.streamed, stream.longest) == (True, 100)

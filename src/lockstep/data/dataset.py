@@ -183,9 +183,9 @@ class LoadedRows(Generic[T]):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
-    open_stream: Callable[[int, int], BatchSource[T]] | None = None
-    """Opens the stream of a streamed data set (`data/streaming.py`), from the number of rows of an update and the seed.
-    `sources` and `counts` of a streamed data set contain only its first rows."""
+    open_stream: Callable[[int, int, Mapping[str, float]], BatchSource[T]] | None = None
+    """Opens the stream of a streamed data set (`data/streaming.py`), from the number of rows of an update, the seed and
+    the state of a checkpoint. `sources` and `counts` of a streamed data set contain only its first rows."""
     limit: int = 0
     """The maximum number of tokens of a streamed row."""
 
@@ -359,17 +359,8 @@ class BatchSource(Protocol[T]):
         """Returns what a checkpoint stores to continue at `position`."""
         ...
 
-    def restore(self, carried: Mapping[str, float]) -> None:
-        """Continues at the position of a checkpoint."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the counts of the rows that were read so far."""
-        ...
-
-    @property
-    def epoch(self) -> float | None:
-        """Number of epochs of a stream so far. None for a `Loader`: positions count its epochs."""
+    def progress(self, position: int, group: str) -> dict[str, float]:
+        """Returns the metric `group/epoch` at `position`, and the counts of streamed rows so far."""
         ...
 
 
@@ -413,16 +404,9 @@ class Loader(Generic[T]):
         """Returns nothing: the rows of an update depend only on seed and position."""
         return {}
 
-    def restore(self, carried: Mapping[str, float]) -> None:
-        """Does nothing, for the same reason."""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns nothing: all rows were counted before training."""
-        return {}
-
-    @property
-    def epoch(self) -> None:
-        return None
+    def progress(self, position: int, group: str) -> dict[str, float]:
+        """Returns the number of epochs up to `position`. All rows were counted before training."""
+        return {f"{group}/epoch": position / self.mixture.epoch_length}
 
     def different(self) -> tuple[int, int]:
         """Returns the number of rows of the first update, and the number of distinct rows among them."""

@@ -263,16 +263,12 @@ class RowStream(Generic[T]):
         self._places.clear()
         self._set(int(carried[f"{_STATE}position"]), places)
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the counts of the rows that were read so far."""
+    def progress(self, position: int, group: str) -> dict[str, float]:
+        """Returns the number of epochs of the source with the fewest epochs, and the counts of the rows so far."""
         places = self._now()
         names = {"streamed": "given", "dropped": "dropped", "truncated": "truncated"}
-        return {f"data/{name}": float(sum(getattr(place, key) for place in places)) for name, key in names.items()}
-
-    @property
-    def epoch(self) -> float:
-        """Number of epochs so far, of the source with the fewest."""
-        return min(pool.epoch for pool in self.pools)
+        counts = {f"data/{name}": float(sum(getattr(place, key) for place in places)) for name, key in names.items()}
+        return {f"{group}/epoch": min(pool.epoch for pool in self.pools), **counts}
 
 
 def stream_rows(
@@ -310,9 +306,11 @@ def stream_rows(
     # Without weights, the files of all sources are shuffled together.
     groups = by_source if weights else [[shard for shards in by_source for shard in shards]]
 
-    def open_stream(rows_per_update: int, seed: int) -> RowStream[Any]:
+    def open_stream(rows_per_update: int, seed: int, carried: Mapping[str, float]) -> RowStream[Any]:
         pools = [ShardPool(group, data, (seed, number)) for number, group in enumerate(groups)]
-        return RowStream(pools, weights or [1.0], rows_per_update=rows_per_update, check=check)
+        stream = RowStream(pools, weights or [1.0], rows_per_update=rows_per_update, check=check)
+        stream.restore(carried)
+        return stream
 
     loaded.open_stream, loaded.limit = open_stream, limit
     return loaded

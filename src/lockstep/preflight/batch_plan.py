@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,6 @@ class BatchPlan:
     @property
     def steps_per_epoch(self) -> float:
         return self.rows / self.rows_per_update
-
-    def epoch(self, step: int) -> float:
-        return step / self.steps_per_epoch
 
     def lines(self) -> list[tuple[str, str]]:
         each = f"{self.fewest}" if self.fewest == self.most else f"{self.fewest} to {self.most}"
@@ -141,12 +138,15 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
     return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, group)
 
 
-def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> BatchSource[Any]:
-    """Returns the data loader of a run, or its stream of rows if the data set is streamed."""
+def make_loader(
+    recipe: Recipe, read: Dataset[Any] | PromptSet, carried: Mapping[str, float] | None = None
+) -> BatchSource[Any]:
+    """Returns the data loader of a run, or its stream of rows if the data set is streamed. A stream continues where the
+    checkpoint with the values `carried` was saved."""
     if read.open_stream is None:
         return memory_loader(recipe, read)
     each = recipe.batch.prompts if isinstance(read, PromptSet) else recipe.batch.rows_per_update
-    return read.open_stream(each, recipe.run.seed)
+    return read.open_stream(each, recipe.run.seed, carried or {})
 
 
 def memory_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:

@@ -241,7 +241,7 @@ class FunctionPart(RewardPart):
             for name, value in arguments.items()
         }
         self._batched = False
-        self._waiting: list[_Response] = []
+        self._waiting: list[_WaitingResponse] = []
         self._lock = threading.Lock()
         function = local_callable(reference)
         self._pool: ProcessPool[dict[str, Any], Answer] | LocalCalls
@@ -264,7 +264,7 @@ class FunctionPart(RewardPart):
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         if self._batched:
-            response = _Response(question, text, promised())
+            response = _WaitingResponse(question, text, promised())
             with self._lock:
                 self._waiting.append(response)
             return response.future
@@ -287,7 +287,7 @@ class FunctionPart(RewardPart):
             call = batch_call([(one.question, one.text) for one in batch], self.progress, self._arguments)
             self._pool.submit(call).add_done_callback(partial(self._settle, batch))
 
-    def _settle(self, batch: Sequence[_Response], done: Future[Answer]) -> None:
+    def _settle(self, batch: Sequence[_WaitingResponse], done: Future[Answer]) -> None:
         answer = done.result()
         scores = answer.scores if isinstance(answer, GivenAll) else [None] * len(batch)
         for response, score in zip(batch, scores, strict=True):
@@ -314,7 +314,7 @@ class FunctionPart(RewardPart):
 
 
 @dataclass(frozen=True)
-class _Response:
+class _WaitingResponse:
     """A response that waits for its batch."""
 
     question: Question
@@ -322,11 +322,11 @@ class _Response:
     future: Future[PartOutcome]
 
 
-def _batches(waiting: Sequence[_Response]) -> Iterator[list[_Response]]:
+def _batches(waiting: Sequence[_WaitingResponse]) -> Iterator[list[_WaitingResponse]]:
     """Divides responses into the batches of calls. The responses to a prompt are adjacent and in one batch, as in TRL.
     The order does not depend on the time at which the responses were finished."""
     ordered = sorted(waiting, key=lambda one: (one.question.origin.file, one.question.origin.row, one.text))
-    batch: list[_Response] = []
+    batch: list[_WaitingResponse] = []
     for _, members in groupby(ordered, key=lambda one: one.question.origin):
         group = list(members)
         if batch and len(batch) + len(group) > BATCH_RESPONSES:

@@ -38,6 +38,9 @@ class RuleJudge:
     def flush(self) -> None:
         """Does nothing: responses are scored on submit."""
 
+    def set_progress(self, step: int, steps: int) -> None:
+        """Does nothing: rules do not depend on the step."""
+
     def answer_of(self, question: Question, text: str) -> str | None:
         return rule_for(question.data_source).answer(text)
 

@@ -149,8 +149,7 @@ def open_offline(
             judged_by(recipe.val.rules, sources, torch_device) as judge,
             open_training(prepared, runtime, judge, keeps=keeps, accept_changed=accept_changed) as training,
         ):
-            loader, models = make_loader(recipe, prepared.train), training.models
-            loader.restore(training.carried)
+            loader, models = make_loader(recipe, prepared.train, training.carried), training.models
             objective = METHODS[recipe.method].objective(recipe)
             models.longest = prepared.limit
             add_cache(models, recipe, prepared, device, console)
@@ -173,10 +172,8 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
     outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
     reported = objective.report(outcome.sums, task.divisor)
     training.carried.update(offline.loader.state((step + 1) * batches.rows_per_update))
-    epoch = offline.loader.epoch
     return {
-        "train/epoch": batches.epoch(step + 1) if epoch is None else epoch,
-        **offline.loader.metrics(),
+        **offline.loader.progress((step + 1) * batches.rows_per_update, "train"),
         "train/loss": outcome.loss,
         **{f"train/{name}": value for name, value in reported.items()},
         "train/tokens": outcome.tokens,

@@ -71,10 +71,7 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept:
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}
-            loader = make_loader(recipe, prepared.train)
-            loader.restore(training.carried)
-            scorer.set_progress(training.position.step, prepared.batches.steps)
-            yield Online(training, loader, scorer, Warnings(recipe))
+            yield Online(training, make_loader(recipe, prepared.train, training.carried), scorer, Warnings(recipe))
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
@@ -95,14 +92,10 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     training.idle.signal = find_idle_cause(batch, recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
     metrics |= update(plans, batch, models, recipe, beta, step, batches.steps, run.phases)
-    epoch = online.loader.epoch
-    metrics |= online.loader.metrics()
-    metrics["training/epoch"] = rollouts.position / batches.rows if epoch is None else epoch
-    next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)
-    training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)
-    training.carried.update(online.loader.state(rollouts.position))
+    metrics |= online.loader.progress(rollouts.position, "training")
+    next_beta = {"kl_coefficient": next_coefficient(recipe, beta, metrics, experience.sequences)}
+    training.carried.update(online.loader.state(rollouts.position), position=float(rollouts.position), **next_beta)
     store_samples(run, step + 1, rollouts, experience, advantages)
-    online.scorer.set_progress(step + 1, batches.steps)
     for warning in (*failure_warning(rollouts.failed), *online.warnings.read(metrics)):
         run.console.warn(warning)
     return metrics

@@ -271,7 +271,8 @@ class PromptRows:
         )
         columns = self.columns
         read = (columns.prompt, columns.truth, *columns.extra.columns, "data_source", "reward_model", "extra_info")
-        return f"prompts ({columns.description()}{how}){self.finder.unread(*read)}"
+        unread = "" if columns.keep else self.finder.unread(*read)  # a TRL reward function gets all columns
+        return f"prompts ({columns.description()}{how}){unread}"
 
 
 _WORKED = {
