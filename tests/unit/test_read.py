@@ -302,7 +302,7 @@ def test_a_hub_name_without_prefix(tmp_path: Path) -> None:
     assert "write hub:openai/gsm8k" in the_problem("openai/gsm8k", tmp_path).remedy
 
 
-@pytest.mark.parametrize("name", ["data.tsv", "data.parquet.gz", "data", "data.gz"])
+@pytest.mark.parametrize("name", ["data.xml", "data.parquet.gz", "data", "data.gz"])
 def test_unsupported_suffix(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, b"x")
     problem = the_problem(name, tmp_path)

@@ -21,6 +21,7 @@ from lockstep.commands.without_recipe import (
     refuse_long_answers,
     refuse_options,
 )
+from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
@@ -94,9 +95,9 @@ def score_rows(
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     with console.task("Encoding rows", len(rowset)) as task:
-        read = method.reader(recipe)
+        reader, data = method.reader(recipe), recipe.data
         try:
-            dataset = read(recipe.data.train, recipe.data, tokenizer, limit, task.advance, [rowset])
+            dataset = load_rows(Dataset, reader, data.train, data, tokenizer, limit, task.advance, [rowset])
         except Refusal as refusal:
             raise _without_keys(refusal) from refusal
     for note in dataset.notes:
@@ -110,7 +111,7 @@ def score_rows(
     tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
     configs = [config, *([] if reference is None else [load_config(reference)])]
     # Pad rows instead of packing them if packed sequences would share a prompt but need different positions.
-    padded = bool(shared_and_moving(dataset, *configs))
+    padded = bool(shared_and_moving(dataset.items, *configs))
     packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
     models = Models(module, packing, torch_device, reference=standard, longest=longest)
     metrics = measure(items, method.objective(recipe), models)

@@ -18,7 +18,7 @@ from lockstep.doctor.local_machine import Machine
 from lockstep.doctor.machine_facts import installed_packages
 from lockstep.errors import Refusal
 from lockstep.preflight.async_worker import handed_lines, refuse_beside
-from lockstep.preflight.batch_plan import make_loader
+from lockstep.preflight.batch_plan import memory_loader
 from lockstep.preflight.checks import refuse_full_disk
 from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
@@ -124,6 +124,7 @@ def _flag_value(words: Sequence[str], flag: str) -> str | None:
 
 def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:
     """`lockstep plan --cluster`: prints memory, time and traffic, then fails if the run does not fit."""
+    _refuse_streamed(recipe)
     cluster = cluster_named(text)
     online = recipe.method in ONLINE
     _refuse_response_tokens(recipe, response_tokens, online)
@@ -279,8 +280,20 @@ def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online:
         )
 
 
+def _refuse_streamed(recipe: Recipe) -> None:
+    """Refuses to plan streamed rows: the plan counts all rows, and streamed rows are counted while training."""
+    if recipe.data.streaming:
+        raise Refusal.at(
+            "data.streaming",
+            "lockstep plan counts all rows, and streamed rows are counted only while training",
+            "plan with some of the files: lockstep plan RECIPE data.streaming=false data.train=FILE",
+            code="unsupported-combination",
+        )
+
+
 def show_plan(recipe: Recipe, devices: int) -> None:
     """`lockstep plan`: prints batches and memory, then fails if the run does not fit."""
+    _refuse_streamed(recipe)
     device, sentence = explain(recipe.device)
     console = Console.open()
     console.say(sentence)
@@ -293,7 +306,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
         [
             *[("data", note) for note in prepared.train.notes],
             *[("mix", share) for share in _mix(recipe, prepared.train)],
-            ("tokens", counts.sentence()),
+            ("tokens", prepared.train.sentence),
             ("removed", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
             *prepared.batches.lines(),
             ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
@@ -320,7 +333,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
 
 def _mix(recipe: Recipe, train: Dataset[Any] | PromptSet) -> Iterator[str]:
     """Yields the rows per epoch of each data source, if the sources are mixed by weight."""
-    counts = make_loader(recipe, train).mixture.counts
+    counts = memory_loader(recipe, train).mixture.counts
     if counts is None:
         return
     for source, rows, count in zip(recipe.data.taken, train.sources, counts, strict=True):

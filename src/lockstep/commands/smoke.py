@@ -217,6 +217,11 @@ class Smoke:
         if absent:
             self.changes.append(("data", f"generated rows, because {absent[0]} does not exist"))
             self._generate(data, val)
+        elif data["streaming"]:
+            # The files may be larger than memory, so no training row is used for validation.
+            self.changes.append(("data", "streamed rows, as in the recipe"))
+            if data["val"] or val["questions"]:
+                self._validation(data, val)
         else:
             data["train"] = [{**one, "rows": min(one["rows"] or ROWS, ROWS)} for one in data["train"]]
             self.changes.append(("data", f"the first {ROWS} rows of {', '.join(one['path'] for one in data['train'])}"))

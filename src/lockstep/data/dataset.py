@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -185,6 +185,32 @@ class LoadedRows(Generic[T]):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
+    open_stream: Callable[[int, int, Mapping[str, float]], BatchSource[T]] | None = None
+    """Opens the stream of a streamed data set (`data/streaming.py`), from the number of rows of an update, the seed and
+    the state of a checkpoint. `sources` and `counts` of a streamed data set contain only its first rows."""
+    limit: int = 0
+    """The maximum number of tokens of a streamed row."""
+
+    @property
+    def streamed(self) -> bool:
+        return self.open_stream is not None
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest row. A streamed row may have as many tokens as the limit allows."""
+        return self.limit if self.streamed else self.counts.longest
+
+    @property
+    def sentence(self) -> str:
+        """The token counts, for the report before training."""
+        return f"counted while training; up to {self.limit:,} a row" if self.streamed else self.counts.sentence()
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """What a resumed run compares besides the files: changed limits keep other rows."""
+        return {"rows": self.counts.rows, "tokens": self.counts.tokens} | (
+            {"limit": self.limit} if self.streamed else {}
+        )
 
     @property
     def items(self) -> Sequence[T]:
@@ -222,7 +248,7 @@ OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]
 def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
     """Opens and checks the rows of each source."""
     reader, cache = UserReader.of(data), cache_folder(data)
-    return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
+    return [read_rows(source.path, reader=reader, cache=cache, sample_by=data.sample_by) for source in sources]
 
 
 def rows_taken(source: Source, rows: RowSet) -> int:
@@ -272,7 +298,7 @@ def load_rows(
         loaded.warnings += [f"{source.path}: {text}" for text in unseparated_rows(parts, origin_of, tokenizer)]
         if kept is not None and kept.failure:
             loaded.notes.append(kept.failure)
-    refuse_all(_with_drop_hint(problems) + all_dropped, "rows")
+    refuse_all(with_drop_hint(problems) + all_dropped, "rows")
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
             raise Refusal.at(
@@ -284,7 +310,7 @@ def load_rows(
     return loaded
 
 
-def _with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
+def with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
     """Adds `data.bad_rows=drop` to the remedy of the first problem, if the remedy does not mention a setting."""
     first, rest = problems[:1], problems[1:]
     hint = "data.bad_rows=drop leaves such rows out"
@@ -318,6 +344,26 @@ def unseparated_rows(
             f"between them ({why}); the first is {origin_of(found[0][1])}. Set a format, for example "
             'data.prompt_format="Question: {}\\nAnswer: ", or name a chat template with data.template'
         )
+
+
+class BatchSource(Protocol[T]):
+    """Gives the rows of each update: a `Loader`, or the stream of a data set that does not fit into memory."""
+
+    def take(self, step: int) -> list[T]:
+        """Returns the rows of update `step`, counted from 0."""
+        ...
+
+    def between(self, first: int, last: int) -> list[T]:
+        """Returns the rows at the positions `first` to `last` (exclusive) of the endless sequence of epochs."""
+        ...
+
+    def state(self, position: int) -> dict[str, float]:
+        """Returns what a checkpoint stores to continue at `position`."""
+        ...
+
+    def progress(self, position: int, group: str) -> dict[str, float]:
+        """Returns the metric `group/epoch` at `position`, and the counts of streamed rows so far."""
+        ...
 
 
 class Loader(Generic[T]):
@@ -355,6 +401,14 @@ class Loader(Generic[T]):
     def between(self, first: int, last: int) -> list[T]:
         """Returns the rows at the positions `first` to `last` (exclusive) of the endless sequence of epochs."""
         return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
+
+    def state(self, position: int) -> dict[str, float]:
+        """Returns nothing: the rows of an update depend only on seed and position."""
+        return {}
+
+    def progress(self, position: int, group: str) -> dict[str, float]:
+        """Returns the number of epochs up to `position`. All rows were counted before training."""
+        return {f"{group}/epoch": position / self.mixture.epoch_length}
 
     def different(self) -> tuple[int, int]:
         """Returns the number of rows of the first update, and the number of distinct rows among them."""

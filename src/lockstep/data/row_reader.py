@@ -39,6 +39,10 @@ class RowCounts:
     dropped: int = 0
     truncated: int = 0
 
+    def sentence(self) -> str:
+        """Describes the counts, for reports."""
+        return f"{self.tokens:,} in {self.rows:,} rows; longest {self.longest}"
+
     def metrics(self) -> dict[str, float]:
         return {f"data/{name}": float(value) for name, value in vars(self).items()}
 

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
-from lockstep.data.dataset import Dataset
-from lockstep.data.sources.read import RowSet
+from lockstep.data.dataset import Dataset, OpenRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Item, Loss, MicroBatch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 T = TypeVar("T", bound=Item)
-
-
-class Reader(Protocol[T]):
-    """Reads the rows of the given data sources and tokenizes them."""
-
-    def __call__(
-        self,
-        sources: Sequence[Source],
-        data: Data,
-        tokenizer: PreTrainedTokenizerBase,
-        limit: int,
-        advance: Callable[[int], None] = ...,
-        opened: Sequence[RowSet] | None = ...,
-    ) -> Dataset[T]: ...
 
 
 class MethodModels(Protocol):
@@ -98,7 +79,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Method:
-    reader: Callable[[Recipe], Reader[Any]]
+    reader: Callable[[Recipe], OpenRows[Any]]
+    """Returns the class that encodes the rows of a data source."""
     objective: Callable[[Recipe], Objective]
     model: Literal["policy", "value"] = "policy"
     """Which model is trained: `policy` is a language model, `value` a decoder with a scalar head."""

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
 from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched_rows, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, OpenRows
 from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import MethodModels, Reader, Task
+from lockstep.methods.base import MethodModels, Task
 from lockstep.recipe import Recipe
 from lockstep.types import Example, LabeledResponse, MicroBatch, Sums
 
 
-def reader(recipe: Recipe) -> Reader[LabeledResponse]:
-    return partial(load_rows, Dataset, LabeledRows)
+def reader(recipe: Recipe) -> OpenRows[LabeledResponse]:
+    return LabeledRows
 
 
 def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:

@@ -19,17 +19,17 @@ from lockstep.algorithms.preference import (
     shared_length_weights,
 )
 from lockstep.algorithms.reduce import sum_by
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import OpenRows
 from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import MethodModels, Plain, Reader, Task
+from lockstep.methods.base import MethodModels, Plain, Task
 from lockstep.recipe import Recipe
 from lockstep.types import MicroBatch, Ranking, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Ranking]:
-    return partial(load_rows, Dataset, partial(RankingRows, read="response", several=False))
+def reader(recipe: Recipe) -> OpenRows[Ranking]:
+    return partial(RankingRows, read="response", several=False)
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import torch
 
 from lockstep.algorithms.token_losses import good_probability, step_loss
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import OpenRows
 from lockstep.data.encode.step_rows import StepRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import MethodModels, Plain, Reader, Task
+from lockstep.methods.base import MethodModels, Plain, Task
 from lockstep.recipe import Recipe
 from lockstep.reward.process_model import PROCESS
 from lockstep.types import MicroBatch, StepLabels, Sums
 
 
-def reader(recipe: Recipe) -> Reader[StepLabels]:
-    return partial(load_rows, Dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
+def reader(recipe: Recipe) -> OpenRows[StepLabels]:
+    return partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens)
 
 
 def files(recipe: Recipe) -> dict[str, str]:

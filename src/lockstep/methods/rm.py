@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from lockstep.algorithms.ranking import ranking_loss
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import OpenRows
 from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.updates import Update
-from lockstep.methods.base import MethodModels, Reader, Task
+from lockstep.methods.base import MethodModels, Task
 from lockstep.recipe import Recipe
 from lockstep.types import MicroBatch, Ranking, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Ranking]:
-    return partial(load_rows, Dataset, partial(RankingRows, read="score", several=True))
+def reader(recipe: Recipe) -> OpenRows[Ranking]:
+    return partial(RankingRows, read="score", several=True)
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:

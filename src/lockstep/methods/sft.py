@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lockstep.algorithms.token_losses import nll
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import OpenRows
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import MethodModels, Plain, Reader, Task
+from lockstep.methods.base import MethodModels, Plain, Task
 from lockstep.recipe import Recipe
 from lockstep.types import Example, MicroBatch, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Example]:
-    return partial(load_rows, Dataset, SupervisedRows)
+def reader(recipe: Recipe) -> OpenRows[Example]:
+    return SupervisedRows
 
 
 class Supervised(Plain):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data.batching import plan_micro_batches
-from lockstep.data.dataset import Dataset, Loader, steps_and_rows
+from lockstep.data.dataset import BatchSource, Dataset, Loader, steps_and_rows
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.data.updates import row_size
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 
+UNLIMITED = 2**31
+"""The prompt limit if neither the model nor the recipe limits the length of a prompt."""
 # The plan computes the packing of this many updates. Other updates are similar.
 SAMPLED_UPDATES = 100
 
@@ -37,9 +39,6 @@ class BatchPlan:
     def steps_per_epoch(self) -> float:
         return self.rows / self.rows_per_update
 
-    def epoch(self, step: int) -> float:
-        return step / self.steps_per_epoch
-
     def lines(self) -> list[tuple[str, str]]:
         each = f"{self.fewest}" if self.fewest == self.most else f"{self.fewest} to {self.most}"
         return [
@@ -49,6 +48,16 @@ class BatchPlan:
                 "micro-batches",
                 f"{each} an update on each of {_places(self.devices, self.group)}, {self.fill:.0%} full",
             ),
+        ]
+
+
+class StreamedPlan(BatchPlan):
+    """The updates of a run with streamed rows. The number and the lengths of the rows are unknown before training."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        return [
+            ("rows", f"{self.total_rows:,} in all, streamed; the rows of an epoch are not counted"),
+            ("updates", f"{self.steps:,} of {self.rows_per_update} rows"),
         ]
 
 
@@ -74,6 +83,7 @@ class OnlinePlan:
 
     def lines(self) -> list[tuple[str, str]]:
         sequences = self.prompts * self.samples
+        epochs = f"({self.rows / self.prompts:,.1f} an epoch)" if self.rows else "(streamed)"
         each = self.prompts_per_update * self.samples
         # A sequence is never split. The maximum number of micro-batches assumes that all sequences have the maximum
         # length.
@@ -82,7 +92,7 @@ class OnlinePlan:
         places = _places(self.devices, self.group)
         packed = "" if most is None else f", at most {most} micro-batches on each of {places}"
         return [
-            ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
+            ("steps", f"{self.steps:,} of {self.prompts} prompts {epochs}"),
             ("sequences", f"{self.prompts} prompts x {self.samples} = {sequences} a step, up to {self.longest} tokens"),
             ("updates", f"{self.updates} a step of {each} sequences{packed}"),
         ]
@@ -98,10 +108,10 @@ def sequences_per_update(recipe: Recipe) -> int:
 
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     batch, rollout = recipe.batch, recipe.rollout
-    rows = sum(len(source) for source in prompts.sources)
+    rows = 0 if prompts.streamed else sum(len(source) for source in prompts.sources)
     steps, _ = _steps(recipe, rows, batch.prompts)
     per_update = batch.prompts_per_update or batch.prompts
-    longest = prompts.counts.longest + rollout.max_tokens
+    longest = prompts.longest + rollout.max_tokens
     epochs = recipe.algorithm.epochs
     tokens, group = recipe.line_tokens, recipe.parallel.group
     return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, tokens, longest, group)
@@ -109,9 +119,12 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
     batch, context, group = recipe.batch, recipe.parallel.context_parallel, recipe.parallel.group
+    if dataset.streamed:
+        steps, total = _steps(recipe, 0, batch.rows_per_update)
+        return StreamedPlan(0, batch.rows_per_update, steps, total, devices, 0, 0, 0.0, group)
     rows = sum(len(source) for source in dataset.sources)
     steps, total = _steps(recipe, rows, batch.rows_per_update)
-    loader = make_loader(recipe, dataset)
+    loader = memory_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
         lengths = [row_size(item, packed=batch.tokens is not None, shared=context == 1) for item in loader.take(step)]
@@ -125,9 +138,20 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
     return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, group)
 
 
-def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
-    """Returns the data loader of a run. For prompts it has no end, because dynamic sampling takes as many prompts as it
-    needs."""
+def make_loader(
+    recipe: Recipe, read: Dataset[Any] | PromptSet, carried: Mapping[str, float] | None = None
+) -> BatchSource[Any]:
+    """Returns the data loader of a run, or its stream of rows if the data set is streamed. A stream continues where the
+    checkpoint with the values `carried` was saved."""
+    if read.open_stream is None:
+        return memory_loader(recipe, read)
+    each = recipe.batch.prompts if isinstance(read, PromptSet) else recipe.batch.rows_per_update
+    return read.open_stream(each, recipe.run.seed, carried or {})
+
+
+def memory_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
+    """Returns the data loader of a data set in memory. For prompts it has no end, because dynamic sampling takes as
+    many prompts as it needs."""
     batch = recipe.batch
     if isinstance(read, PromptSet):
         each, total = batch.prompts, None
@@ -207,7 +231,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
                 "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
                 code="over-context",
             )
-    return wanted or min(rooms.values(), default=2**31)
+    return wanted or min(rooms.values(), default=UNLIMITED)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:

@@ -116,7 +116,7 @@ def stop_ids(context: Context) -> None:
 
 
 def cached_positions(context: Context) -> None:
-    longest = context.prompts.counts.longest + context.recipe.rollout.max_tokens
+    longest = context.prompts.longest + context.recipe.rollout.max_tokens
     refuse_moving_positions(context.config.get_text_config(), longest, context.config.model_type)
 
 

@@ -111,7 +111,7 @@ class Checked:
         return {
             "train": train.fingerprints,
             "val": val.fingerprints if val else [],
-            "kept": {"rows": train.counts.rows, "tokens": train.counts.tokens},
+            "kept": train.kept,
         }
 
     @property

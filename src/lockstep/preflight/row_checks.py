@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.array_store import item_digests, sequences
-from lockstep.data.dataset import Dataset, open_sources, rows_taken
+from lockstep.data.dataset import Dataset, load_rows, open_sources, rows_taken
 from lockstep.data.encode.columns import ColumnFinder
-from lockstep.data.encode.prompt_rows import PromptSet, find_question_columns, load_prompts, read_questions
+from lockstep.data.encode.prompt_rows import PromptRows, PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
+from lockstep.data.streaming import stream_rows
 from lockstep.data.updates import row_sizes, sequence_counts
-from lockstep.errors import Problem, refuse_all, shortened
+from lockstep.errors import Problem, Refusal, refuse_all, shortened
 from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.load import load_config
-from lockstep.preflight.batch_plan import make_loader, prompt_limit, row_limit
+from lockstep.preflight.batch_plan import UNLIMITED, memory_loader, prompt_limit, row_limit
 from lockstep.preflight.model_checks import refuse_placeholders
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe, Source
@@ -41,7 +42,7 @@ def unreadable_files(context: Context) -> Iterator[Problem]:
     problems are reported too."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
-        yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
+        yield from problems_of(read_rows, source.path, reader=UserReader.of(data), sample_by=data.sample_by)
 
 
 def read_limit(context: Context) -> None:
@@ -53,6 +54,8 @@ def read_training(context: Context) -> None:
     """Reads and encodes the training rows or prompts."""
     if context.online:
         context.train = _encoded_prompts(context)
+    elif context.recipe.data.streaming:
+        context.train = _streamed_rows(context)
     else:
         context.train = _encoded_rows(context, context.recipe.data.taken, "training")
 
@@ -68,8 +71,20 @@ def read_questions_of(context: Context) -> None:
 
 def _encoded_prompts(context: Context) -> PromptSet:
     data = context.recipe.data
-    opened = open_sources(data.taken, data)
     reward_fields = read_by_rewards(context.recipe.reward)
+    if data.streaming:
+        if context.limit == UNLIMITED:
+            raise Refusal.at(
+                "data.max_prompt_tokens",
+                "must be set with data.streaming: the longest prompt is unknown, and the model's configuration has no "
+                "context length",
+                "set it to the longest prompt that may be trained",
+                code="not-set",
+            )
+        reader = partial(PromptRows, reward_fields=reward_fields)
+        check = partial(_prompt_problems, context)
+        return stream_rows(PromptSet, reader, data.train, data, context.tokenizer, context.limit, check)
+    opened = open_sources(data.taken, data)
     with context.console.task("Encoding prompts", sum(map(rows_taken, data.taken, opened))) as task:
         return load_prompts(
             data.taken, data, context.tokenizer, context.limit, task.advance, opened, reward_fields=reward_fields
@@ -77,11 +92,16 @@ def _encoded_prompts(context: Context) -> PromptSet:
 
 
 def _encoded_rows(context: Context, sources: list[Source], name: str) -> Dataset[Any]:
-    recipe = context.recipe
-    opened = open_sources(sources, recipe.data)
+    data, reader = context.recipe.data, METHODS[context.recipe.method].reader(context.recipe)
+    opened = open_sources(sources, data)
     with context.console.task(f"Encoding {name} rows", sum(map(rows_taken, sources, opened))) as task:
-        read = METHODS[recipe.method].reader(recipe)
-        return read(sources, recipe.data, context.tokenizer, context.limit, task.advance, opened)
+        return load_rows(Dataset, reader, sources, data, context.tokenizer, context.limit, task.advance, opened)
+
+
+def _streamed_rows(context: Context) -> Dataset[Any]:
+    data, reader = context.recipe.data, METHODS[context.recipe.method].reader(context.recipe)
+    check = partial(_row_problems, context)
+    return stream_rows(Dataset, reader, data.train, data, context.tokenizer, context.limit, check)
 
 
 def validation_questions(recipe: Recipe) -> list[Question]:
@@ -92,7 +112,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
     online, reader = recipe.method in ONLINE, UserReader.of(recipe.data)
     questions: list[Question] = []
     for path in paths:
-        rows = read_rows(path, reader=reader)
+        rows = read_rows(path, reader=reader, sample_by=recipe.data.sample_by)
         columns = None
         if online:
             # The questions of an online run use the columns and settings of its prompts.
@@ -149,25 +169,45 @@ def method_rows(context: Context) -> Iterator[Problem]:
 def oversized_rows(context: Context) -> Iterator[Problem]:
     """Reports rows with several sequences (such as preference pairs) that the loss needs in one micro-batch and that do
     not fit into one."""
-    recipe = context.recipe
+    for rows in context.row_sets.values():
+        yield from _oversized(context.recipe, rows.items)
+
+
+def _oversized(recipe: Recipe, items: Sequence[Any]) -> list[Problem]:
     tokens, context_parallel = recipe.line_tokens, recipe.parallel.context_parallel
     if tokens is None:
-        return
-    for rows in context.row_sets.values():
-        items, counts = rows.items, sequence_counts(rows.items)
-        sizes = row_sizes(items, packed=True, shared=context_parallel == 1)
-        problems = [
-            Problem(
-                str(items[number].origin),
-                f"its {counts[number]} sequences have {sizes[number]} tokens together, more than "
-                f"batch.tokens={recipe.batch.tokens}"
-                + (f" on each of {context_parallel} devices" if context_parallel > 1 else ""),
-                "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
-                code="over-batch-tokens",
-            )
-            for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
-        ]
-        yield from shortened(problems, "rows")
+        return []
+    counts, sizes = sequence_counts(items), row_sizes(items, packed=True, shared=context_parallel == 1)
+    problems = [
+        Problem(
+            str(items[number].origin),
+            f"its {counts[number]} sequences have {sizes[number]} tokens together, more than "
+            f"batch.tokens={recipe.batch.tokens}"
+            + (f" on each of {context_parallel} devices" if context_parallel > 1 else ""),
+            "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+            code="over-batch-tokens",
+        )
+        for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
+    ]
+    return shortened(problems, "rows")
+
+
+def _row_problems(context: Context, items: Sequence[Any]) -> Iterator[Problem]:
+    """Checks the streamed rows of an update like the rows of a data set in memory."""
+    yield from _oversized(context.recipe, items)
+    examples = ((example.origin, example.ids) for example in sequences(items))
+    yield from refuse_placeholders(context.config, examples)
+    if context.recipe.batch.tokens is not None:
+        yield from shared_and_moving(items, *_row_configs(context))
+
+
+def _prompt_problems(context: Context, prompts: Sequence[Any]) -> Iterator[Problem]:
+    """Checks the streamed prompts of a step like the prompts of a data set in memory."""
+    yield from refuse_placeholders(context.config, ((one.question.origin, one.ids) for one in prompts))
+    weights, _ = active_weights(context.recipe.reward)
+    if "rule" in weights:
+        for name in sorted({prompt.question.data_source for prompt in prompts}):
+            yield from problems_of(partial(rule_for, name, context.recipe.reward.rules))
 
 
 def placeholder_tokens(context: Context) -> Iterator[Problem]:
@@ -183,15 +223,21 @@ def placeholder_tokens(context: Context) -> Iterator[Problem]:
 
 def moving_row_positions(context: Context) -> Iterator[Problem]:
     """Reports rows for which packing would produce wrong rotary positions in the policy or the reference."""
+    configs = _row_configs(context)
+    for rows in context.row_sets.values():
+        yield from shared_and_moving(rows.items, *configs)
+
+
+def _row_configs(context: Context) -> list[Any]:
+    """Returns the configurations of the models that read the rows: the policy, and another reference."""
     recipe = context.recipe
     configs = [context.config]
     if reference_kind(recipe) in ("model", "disk") and reference_folder(recipe) != recipe.model.path:
         configs.append(load_config(reference_folder(recipe)))
-    for rows in context.row_sets.values():
-        yield from shared_and_moving(rows, *configs)
+    return configs
 
 
-def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
+def shared_and_moving(items: Sequence[Any], *configs: Any) -> list[Problem]:
     """Reports long rows whose packed sequences share a prefix, if the rotary positions of a model depend on the
     sequence length."""
     lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
@@ -199,7 +245,6 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
     if not moving:
         return []
     fixed, config = min(moving, key=lambda pair: pair[0])
-    items = rows.items
     longest = row_sizes(items, packed=False)
     problems = [
         Problem(
@@ -235,7 +280,9 @@ def reward_rules(context: Context) -> Iterator[Problem]:
 def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
     """Returns a remark if an update contains some rows several times because there are too few rows."""
     key, name = ("batch.prompts", "prompts") if isinstance(read, PromptSet) else ("batch.rows_per_update", "rows")
-    taken, different = make_loader(recipe, read).different()
+    if read.streamed:
+        return []
+    taken, different = memory_loader(recipe, read).different()
     if different == taken:
         return []
     rows = sum(len(source) for source in read.sources)
@@ -260,5 +307,9 @@ def seen_in_training(train: Sequence[Any], held_out: Sequence[Any], key: str) ->
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Returns the number of tokens that the longest row takes in a micro-batch."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
+    if rows.streamed:
+        # A row may have as many tokens as the limit allows, in each of its sequences, up to the size of a micro-batch.
+        most = rows.limit * int(sequence_counts(rows.items).max())
+        return min(most, recipe.line_tokens or most)
     sizes = row_sizes(rows.items, packed=packed, shared=shared)
     return int((sizes if packed else sizes * sequence_counts(rows.items)).max())

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_NOT_COMPARED = "{}: it is not known whether these rows are also in data.train, whose rows are streamed"
+
+
 def prepare_offline(
     recipe: Recipe, device: Device, devices: int, console: Console, *, plans: bool = False, local: bool = True
 ) -> Prepared:
@@ -35,7 +38,9 @@ def prepare_offline(
     _check(context)
     train, val = context.train, context.val
     remarks = [*train.warnings, *(val.warnings if val is not None else ()), *repeated_rows(recipe, train)]
-    if val is not None:
+    if val is not None and train.streamed:
+        remarks.append(_NOT_COMPARED.format("data.val"))
+    elif val is not None:
         remarks += seen_in_training(train.items, val.items, "data.val")
     context.batches = batches = plan_batches(recipe, train, devices)
     longest = longest_row(recipe, train)
@@ -58,7 +63,9 @@ def prepare_online(
     context.memory = _online_memory(context, batches)
     refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *train.warnings, *repeated_rows(recipe, train), *context.memory.remarks]
-    if questions:
+    if questions and train.streamed:
+        remarks.append(_NOT_COMPARED.format("val.questions"))
+    elif questions:
         encoded = encode_questions(context.tokenizer, questions, recipe.data.system, prompt_format(recipe))
         remarks += seen_in_training(train.items, encoded, "val.questions")
     return PreparedOnline(recipe, context.tokenizer, context.config, questions, context.memory, train, batches, remarks)

@@ -148,4 +148,5 @@ def _data_sources(prepared: PreparedOnline) -> list[str]:
 
 def _try_rewards(scorer: Scorer, prepared: PreparedOnline, console: Console) -> None:
     questions = [*prepared.train.questions, *prepared.questions]
+    scorer.set_progress(0, prepared.batches.steps)
     run_trial(REWARDS, lambda: scorer.dry_run(questions), console=console)

@@ -17,7 +17,7 @@ def _as_sources(value: Any) -> Any:
 
 class Source(Section):
     path: str = Field(
-        description="A parquet, arrow, jsonl, json or csv file, a folder or glob of such files, or "
+        description="A parquet, arrow, jsonl, json, csv, tsv or txt file, a folder or glob of such files, or "
         "`hub:name[:config[:split]]`.",
         resumable=True,
     )
@@ -96,6 +96,12 @@ class Data(Section):
         description="Form of the training rows. `messages`: each row is a chat, and every assistant turn is trained. "
         "`prompt_response`: only the response is trained. `text`: every token is trained. `auto`: the shape is "
         "detected from the columns and reported.",
+    )
+    sample_by: Literal["line", "paragraph", "document"] = Field(
+        "line",
+        description="Which part of a `.txt` file is one row with the column `text`: a line, a paragraph (lines between "
+        "blank lines) or the full file. Blank lines give no row.",
+        effect=Effect("blocks", "different rows are read"),
     )
     messages_key: str | None = Field(
         None, description="Column of the chat. Default: `messages`, `conversations` or `conversation`."
@@ -191,6 +197,13 @@ class Data(Section):
         "`max_prompt_tokens`). The numbers of dropped and truncated rows are reported.",
         effect=LIMIT,
     )
+    long_text: Literal["overlong", "split"] = Field(
+        "overlong",
+        description="What to do with a row of shape `text` that is longer than `max_tokens`. `overlong`: the same as "
+        "with other rows. `split`: the text becomes several rows of up to `max_tokens` tokens, and every token is "
+        "trained exactly once. The numbers of split texts and of pieces are reported.",
+        effect=LIMIT,
+    )
     bad_rows: Literal["error", "drop"] = Field(
         "error",
         description="What to do with a row that cannot be trained: it has an empty answer, its chat starts with the "
@@ -228,6 +241,19 @@ class Data(Section):
     shuffle: bool = Field(
         True,
         description="Shuffle the rows in each epoch, with a permutation that depends on `run.seed`.",
+        effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
+    )
+    streaming: bool = Field(
+        False,
+        description="Read the files of `train` while training runs, for data sets larger than memory. Only the first "
+        "rows are checked before training. Needs `run.steps`.",
+        effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
+    )
+    shuffle_buffer: int = Field(
+        4096,
+        ge=1,
+        description="With `streaming`: number of rows that are in memory and shuffled together. The order of the files "
+        "is shuffled too.",
         effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
     )
 

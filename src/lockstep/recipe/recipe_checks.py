@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.recipe.algorithm_checks import algorithm_problems
+from lockstep.recipe.data_checks import data_problems
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
@@ -64,6 +65,7 @@ OFFLINE_ROWS = {
         "name the columns as in verl's RL schema",
     ),
     "require_end": "remove it",
+    "long_text": "remove it: data.overlong handles long prompts",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
 
@@ -79,6 +81,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from measure_problems(recipe)
     yield from _adapter_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
+    yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
         yield Problem(
             "parallel.devices", "must be set with launcher ray", "set the number of devices of the run", code="not-set"

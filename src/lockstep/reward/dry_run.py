@@ -27,13 +27,13 @@ class _Trial:
     empty: Future[PartOutcome]
     right: list[Future[PartOutcome]]
 
-    def scores(self, name: str) -> tuple[float, dict[str, float]]:
+    def scores(self, name: str) -> tuple[float | None, dict[str, float]]:
         """Waits for the results. Returns the score of the empty answer, and the scores of the candidates by their
-        text."""
+        text. Without a score (a function with TRL's signature returned None), a candidate is left out."""
         empty, *right = [future.result() for future in (self.empty, *self.right)]
         assert not isinstance(empty, Failure)
-        by_text = {text: score[name] for text, score in zip(self.tried, right, strict=True) if isinstance(score, dict)}
-        return empty[name], by_text
+        scored = [(text, one) for text, one in zip(self.tried, right, strict=True) if isinstance(one, dict)]
+        return empty.get(name), {text: one[name] for text, one in scored if name in one}
 
 
 def dry_run(
@@ -136,6 +136,8 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
     distinct = False
     for trial in trials:
         empty, scores = trial.scores(name)
+        if empty is None or not scores:
+            continue  # the component returned None
         # For a rule, only the first candidate is compared, which has the format of the rule.
         right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
@@ -143,7 +145,7 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
             shown = (better or right)[0], empty
         distinct = distinct or bool(better)
     if shown is None:
-        return f"{where}: no rows to test", None
+        return f"{where}: {'None for the tested answers' if trials else 'no rows to test'}", None
     if name != "rule" and not any(trial.question.ground_truth for trial in trials):
         return f"{where}: empty answer {shown[1]:g}; no ground truth to test a right answer with", None
     line = f"{where}: right answer {shown[0]:g}, empty answer {shown[1]:g}"
@@ -159,8 +161,10 @@ def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights:
             continue  # without a ground truth, no candidate is correct
         scored = [trial.scores(name) for trial, name in zip(row, weights, strict=True)]
         parts = list(zip(scored, weights.values(), strict=True))
-        empty = sum(weight * score for (score, _), weight in parts)
         texts = [text for text in row[0].tried if all(text in found for _, found in scored)]
+        if not texts or any(score is None for score, _ in scored):
+            continue  # a component returned None
+        empty = sum(weight * (score or 0.0) for (score, _), weight in parts)
         right = {text: sum(weight * found[text] for (_, found), weight in parts) for text in texts}
         best = max(right, key=lambda text: right[text])
         if empty > right[best]:

@@ -6,10 +6,12 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11, it is not the built-in class
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lockstep.reward.function_worker import (
     LOADING,
     LONGEST_LINE,
     Given,
+    GivenAll,
     Loaded,
     Raised,
     Reply,
@@ -33,7 +36,12 @@ from lockstep.reward.function_worker import (
     read_line,
 )
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
+from lockstep.reward.trl_signature import TrlFunction, batch_call
 from lockstep.types import Failure, Question
+
+Answer = Given | GivenAll | Raised
+# A call of a function with TRL's signature scores at most this many responses, but always all responses to a prompt.
+BATCH_RESPONSES = 64
 
 
 @dataclass(frozen=True)
@@ -63,18 +71,19 @@ class Target:
         return Raised(why, log=self.shown_log(index))
 
 
-class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
+class FunctionWorker(PoolWorker[dict[str, Any], Answer]):
     """A worker process that calls the user function of a `Target`."""
 
-    def __init__(self, target: Target, index: int):
+    def __init__(self, target: Target, index: int, on_loaded: Callable[[Loaded], None] = lambda loaded: None):
         arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30), target.extra)
         super().__init__("lockstep.reward.function_worker:serve", arguments, target.log(index), LONGEST_LINE)
-        self._target, self._index = target, index
+        self._target, self._index, self._on_loaded = target, index, on_loaded
         self._calls = LOADING
 
     def wait_loaded(self) -> None:
         reply = self._reply(LOAD_SECONDS, "the time for loading")
         if isinstance(reply, Loaded):
+            self._on_loaded(reply)
             return
         if not isinstance(reply, Unusable):
             reply = Unusable(f"could not be loaded: {reply.why if isinstance(reply, Raised) else reply}")
@@ -84,7 +93,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
             raise LostProcess.at(where, reply.why, remedy, code=reply.code)
         raise Refusal.at(where, reply.why, reply.remedy, code=reply.code)
 
-    def call(self, call: dict[str, Any]) -> Given | Raised:
+    def call(self, call: dict[str, Any]) -> Answer:
         try:
             pickled = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
@@ -92,7 +101,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         self._calls += 1
         message = HEADER.pack(self._calls, len(pickled)) + pickled
         reply = self._reply(self._target.time_limit, "reward.time_limit", message)
-        if isinstance(reply, Given):
+        if isinstance(reply, Given | GivenAll):
             return reply
         raised = reply if isinstance(reply, Raised) else _INVALID
         self.spent = raised.spent
@@ -118,18 +127,24 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
             return _INVALID
 
 
-def reward_pool(target: Target, workers: int) -> ProcessPool[dict[str, Any], Given | Raised]:
+def reward_pool(
+    target: Target, workers: int, on_loaded: Callable[[Loaded], None] = lambda loaded: None
+) -> ProcessPool[dict[str, Any], Answer]:
     """Returns a pool of processes that call the function of the target. Raises `Refusal` if the function cannot be
-    loaded or called."""
+    loaded or called. `on_loaded` gets the reply of each process that has loaded the function."""
     return ProcessPool(
-        lambda index: FunctionWorker(target, index), workers, name="reward", failed=target.failed, closed=_CLOSED
+        lambda index: FunctionWorker(target, index, on_loaded),
+        workers,
+        name="reward",
+        failed=target.failed,
+        closed=_CLOSED,
     )
 
 
 @dataclass(frozen=True)
 class _Job:
     call: dict[str, Any]
-    future: Future[Given | Raised]
+    future: Future[Answer]
 
 
 class LocalCalls:
@@ -146,7 +161,7 @@ class LocalCalls:
         self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
         self._supervisor.start()
 
-    def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
+    def submit(self, call: dict[str, Any]) -> Future[Answer]:
         """Queues a call and returns its future at once. The future never raises and cannot be cancelled."""
         job = _Job(call, running_future())
         with self._submit_lock:
@@ -169,7 +184,7 @@ class LocalCalls:
         if self._calls is not None:
             self._calls.put(None)
 
-    def _answer(self, call: dict[str, Any]) -> Given | Raised:
+    def _answer(self, call: dict[str, Any]) -> Answer:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self._calls,), name="reward-function", daemon=True).start()
@@ -186,7 +201,7 @@ class LocalCalls:
         while (job := calls.get()) is not None:
             job.future.set_result(self._called(job.call))
 
-    def _called(self, call: dict[str, Any]) -> Given | Raised:
+    def _called(self, call: dict[str, Any]) -> Answer:
         try:
             # The function gets a copy of the row, as in another process, so that it cannot change the row.
             copied = pickle.dumps(call)
@@ -201,7 +216,8 @@ _INVALID = Raised("wrote something other than its score to the connection of its
 
 class FunctionPart(RewardPart):
     """Calls the user's `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker
-    processes. A function with the signature `f(queries=, prompts=, labels=)` is called with lists of one entry.
+    processes. A function with the signature `f(queries=, prompts=, labels=)` is called with lists of one entry. A
+    function with TRL's signature, `f(completions=, ...)`, is called with batches when `flush` is called.
 
     `name` is the name of the component in scores and failures. `reference` is `path/to/file.py:name` from the recipe
     key `key`. The file `output`-N.log keeps the last output lines of worker N, if its parent folder exists. If no other
@@ -224,10 +240,15 @@ class FunctionPart(RewardPart):
             name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
             for name, value in arguments.items()
         }
+        self._batched = False
+        self._waiting: list[_WaitingResponse] = []
+        self._lock = threading.Lock()
         function = local_callable(reference)
-        self._pool: ProcessPool[dict[str, Any], Given | Raised] | LocalCalls
+        self._pool: ProcessPool[dict[str, Any], Answer] | LocalCalls
         if function is not None:
-            self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
+            usable = _usable(function, reference, key, tuple(arguments))
+            self._batched = isinstance(usable, TrlFunction)
+            self._pool = LocalCalls(usable, reference.rpartition(":")[0], settings.time_limit)
             self.note = (
                 f"reward {name}: {reference} is defined in this script or notebook and runs in its process. It has no "
                 "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate "
@@ -236,9 +257,17 @@ class FunctionPart(RewardPart):
             return
         path, word = locate(reference, key)
         target = Target(str(path), word, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments))
-        self._pool = reward_pool(target, settings.workers)
+        self._pool = reward_pool(target, settings.workers, self._loaded)
+
+    def _loaded(self, loaded: Loaded) -> None:
+        self._batched = loaded.batched
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
+        if self._batched:
+            response = _WaitingResponse(question, text, promised())
+            with self._lock:
+                self._waiting.append(response)
+            return response.future
         call = {
             "prompt": prompt_text(question.prompt),
             "data_source": question.data_source,
@@ -251,21 +280,65 @@ class FunctionPart(RewardPart):
         self._pool.submit(call).add_done_callback(lambda done: future.set_result(self._outcome(done.result())))
         return future
 
+    def flush(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for batch in _batches(waiting):
+            call = batch_call([(one.question, one.text) for one in batch], self.progress, self._arguments)
+            self._pool.submit(call).add_done_callback(partial(self._settle, batch))
+
+    def _settle(self, batch: Sequence[_WaitingResponse], done: Future[Answer]) -> None:
+        answer = done.result()
+        scores = answer.scores if isinstance(answer, GivenAll) else [None] * len(batch)
+        for response, score in zip(batch, scores, strict=True):
+            if not isinstance(answer, GivenAll):
+                response.future.set_result(self._outcome(answer))
+            elif isinstance(score, str):
+                response.future.set_result(Failure(self.name, score))
+            else:
+                response.future.set_result({} if score is None else {self.name: float(score)})
+
     def close(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for response in waiting:
+            response.future.set_result(self._outcome(_CLOSED))
         self._pool.close()
 
-    def _outcome(self, answer: Given | Raised) -> PartOutcome:
+    def _outcome(self, answer: Answer) -> PartOutcome:
+        if isinstance(answer, GivenAll):
+            answer = _INVALID
         if isinstance(answer, Raised):
             return Failure(self.name, answer.why, answer.log)
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
 
 
-def _local_calls(
-    function: Callable[..., Any], reference: str, key: str, settings: Reward, extra: tuple[str, ...]
-) -> LocalCalls:
-    file, _, name = reference.rpartition(":")
+@dataclass(frozen=True)
+class _WaitingResponse:
+    """A response that waits for its batch."""
+
+    question: Question
+    text: str
+    future: Future[PartOutcome]
+
+
+def _batches(waiting: Sequence[_WaitingResponse]) -> Iterator[list[_WaitingResponse]]:
+    """Divides responses into the batches of calls. The responses to a prompt are adjacent and in one batch, as in TRL.
+    The order does not depend on the time at which the responses were finished."""
+    ordered = sorted(waiting, key=lambda one: (one.question.origin.file, one.question.origin.row, one.text))
+    batch: list[_WaitingResponse] = []
+    for _, members in groupby(ordered, key=lambda one: one.question.origin):
+        group = list(members)
+        if batch and len(batch) + len(group) > BATCH_RESPONSES:
+            yield batch
+            batch = []
+        batch += group
+    if batch:
+        yield batch
+
+
+def _usable(function: Callable[..., Any], reference: str, key: str, extra: tuple[str, ...]) -> Callable[..., Any]:
     try:
-        usable = as_reward_function(function, name, (*CALL, *extra))
+        return as_reward_function(function, reference.rpartition(":")[2], (*CALL, *extra))
     except Unloadable as error:
         raise Refusal.at(f"{key} {reference}", error.why, error.remedy, code=error.code) from error
-    return LocalCalls(usable, file, settings.time_limit)

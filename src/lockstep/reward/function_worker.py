@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from lockstep.functions import LONGEST_WHY, Unloadable, check_signature, describe_error, get_function, run_file
 from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
+from lockstep.reward.trl_signature import COMPLETIONS, TrlFunction, is_trl
 
 if TYPE_CHECKING:
     from lockstep.types import Message
@@ -36,7 +37,9 @@ LOADING = 0
 
 @dataclass(frozen=True)
 class Loaded:
-    """Reply: the function is loaded."""
+    """Reply: the function is loaded. `batched`: the function has TRL's signature and scores batches."""
+
+    batched: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,14 @@ class Given:
 
 
 @dataclass(frozen=True)
+class GivenAll:
+    """The result of a call for a batch. An entry is a score, None if the function returned None for the response, or
+    the reason why it is not a score."""
+
+    scores: list[float | str | None]
+
+
+@dataclass(frozen=True)
 class Raised:
     """A call that gave no score. `spent` is true if the worker process must be replaced. `log` is the file with the
     last output of the process."""
@@ -66,7 +77,7 @@ class Raised:
     log: str | None = None
 
 
-Reply = Loaded | Unusable | Given | Raised
+Reply = Loaded | Unusable | Given | GivenAll | Raised
 
 
 def line_of(call: int, reply: Reply) -> bytes:
@@ -98,6 +109,12 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
         reply = Given(fields["score"], fields["more"])
         numbers = [reply.score, *reply.more.values()]
         good = all(isinstance(entry, int | float) and number(entry) is not None for entry in numbers)
+    elif kind == "GivenAll":
+        reply = GivenAll(fields["scores"])
+        good = isinstance(reply.scores, list) and all(
+            one is None or isinstance(one, str) or (isinstance(one, int | float) and number(one) is not None)
+            for one in reply.scores
+        )
     elif kind == "Raised":
         reply = Raised(fields["why"][: 2 * LONGEST_WHY], fields["spent"])
         good = isinstance(reply.why, str) and isinstance(reply.spent, bool)
@@ -105,7 +122,8 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
         reply = Unusable(fields["why"], fields["remedy"], fields["code"])
         good = all(isinstance(field, str) for field in vars(reply).values())
     else:
-        reply, good = Loaded(), kind == "Loaded"
+        reply = Loaded(fields.get("batched", False))
+        good = kind == "Loaded" and isinstance(reply.batched, bool)
     return reply if good else None
 
 
@@ -191,7 +209,7 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple
         connection.sendall(line_of(LOADING, function))
         return
     limit_memory(memory_bytes)
-    connection.sendall(line_of(LOADING, Loaded()))
+    connection.sendall(line_of(LOADING, Loaded(isinstance(function, TrlFunction))))
     while True:
         number_of_call, call = calls.get()
         reply = answer(function, call, path)
@@ -220,8 +238,10 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
 
 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns a function that accepts the arguments `call`; a function with OpenRLHF's batch signature is wrapped.
-    Raises `Unloadable` for other signatures."""
+    """Returns a function that accepts the arguments `call`; a function with OpenRLHF's or TRL's batch signature is
+    wrapped. Raises `Unloadable` for other signatures."""
+    if is_trl(function, name):
+        return TrlFunction(function, name, call[len(CALL) :])
     try:
         check_signature(function, name, call, by_name=True)
     except Unloadable:
@@ -232,7 +252,7 @@ def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str,
     return function
 
 
-def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Raised:
+def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | GivenAll | Raised:
     """Runs one call and returns its outcome; never raises."""
     try:
         arguments = pickle.loads(call)
@@ -241,7 +261,8 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:
-        return checked(awaited(function(**arguments)))
+        value = awaited(function(**arguments))
+        return checked_all(value, len(arguments[COMPLETIONS])) if isinstance(function, TrlFunction) else checked(value)
     except MemoryError as error:
         why = describe_error(error, path)
         # Free the memory of the failed call before the reply is built.
@@ -263,6 +284,23 @@ def checked(value: Any) -> Given | Raised:
         return Raised(f"returned {_shown(entries['score'])}, which is not a finite number")
     more = {str(key): number(entry) for key, entry in entries.items() if key != "score"}
     return Given(score, {key: entry for key, entry in more.items() if entry is not None})
+
+
+def checked_all(values: Any, count: int) -> GivenAll | Raised:
+    """Validates the return value of a function with TRL's signature: a list, array or tensor with a finite number or
+    None for each of `count` responses."""
+    entries = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(entries, list | tuple):
+        return Raised(f"returned {_shown(values)}, not a list with a reward for each completion")
+    if len(entries) != count:
+        return Raised(f"returned {len(entries)} rewards for {count} completions")
+    found = [entry if entry is None else number(entry) for entry in entries]
+    return GivenAll(
+        [
+            f"returned {_shown(entry)}, which is not a finite number" if one is None and entry is not None else one
+            for one, entry in zip(found, entries, strict=True)
+        ]
+    )
 
 
 def _shown(value: Any) -> str:

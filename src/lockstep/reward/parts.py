@@ -11,7 +11,7 @@ from lockstep.types import Failure, Question
 
 PartOutcome = dict[str, float] | Failure
 """The outcome of a reward component for one response: a failure, or a dict with the score under the component's name
-and further numbers to log."""
+and further numbers to log. An empty dict means that the component does not score the response (None in TRL)."""
 
 
 class StepOutcome(dict[str, float]):
@@ -28,6 +28,8 @@ class RewardPart(ABC):
     name: str
     note: str = ""
     """A note about this reward component, printed in the dry run; empty if there is none."""
+    progress: tuple[int, int] | None = None
+    """Number of finished steps and number of steps of the run; None outside of a training run."""
 
     @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from lockstep.data.encode.prompt_rows import COLUMNS
 from lockstep.errors import Refusal
 from lockstep.functions import local_callable, locate
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.rules import any_isolated, rule_for
 from lockstep.reward.scorer import Scorer, active_weights
+from lockstep.reward.trl_signature import COMPLETIONS
 from lockstep.types import Failure, Question, Rollout, Score
 
 
@@ -35,6 +37,9 @@ class RuleJudge:
 
     def flush(self) -> None:
         """Does nothing: responses are scored on submit."""
+
+    def set_progress(self, step: int, steps: int) -> None:
+        """Does nothing: rules do not depend on the step."""
 
     def answer_of(self, question: Question, text: str) -> str | None:
         return rule_for(question.data_source).answer(text)
@@ -58,11 +63,14 @@ _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source
 
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
-    """Returns which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models
-    require no column and get the columns that exist."""
+    """Returns which of `ground_truth` and `data_source` the rule or the function reads, and `columns` for a function
+    with TRL's signature. Endpoints and reward models require no column and get the columns that exist."""
     weights, _ = active_weights(settings)
-    if weights.get("rule"):  # a rule with weight 0 is optional
-        return EVERYTHING
+    by_rule = EVERYTHING if weights.get("rule") else frozenset()  # a rule with weight 0 is optional
+    return by_rule | _read_by_function(settings)
+
+
+def _read_by_function(settings: Reward) -> frozenset[str]:
     if settings.function is None:
         return frozenset()
     function = local_callable(settings.function)
@@ -86,6 +94,8 @@ def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
             names = instruction.argval
             used |= {names} if isinstance(names, str) else set(names) if isinstance(names, tuple) else set()
     counted = code.co_argcount + code.co_kwonlyargcount
+    if COMPLETIONS in code.co_varnames[:counted]:
+        return frozenset({COLUMNS})
     if "locals" in used:
         return EVERYTHING
     if code.co_flags & inspect.CO_VARKEYWORDS:
@@ -105,15 +115,19 @@ def _read_by(file: Path, name: str) -> frozenset[str]:
     definitions = [
         node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
     ]
-    if len(definitions) != 1 or definitions[0].decorator_list:
-        return EVERYTHING
+    if len(definitions) != 1:
+        return EVERYTHING | {COLUMNS}  # an imported function may have TRL's signature
     function = definitions[0]
-    used = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
     arguments = function.args
+    taken = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    if COMPLETIONS in taken:
+        return frozenset({COLUMNS})
+    if function.decorator_list:
+        return EVERYTHING
+    used = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
     rest = arguments.kwarg
     if "locals" in used or (rest is not None and rest.arg in used):
         return EVERYTHING
-    taken = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     return frozenset(_NAMES[name] for name in taken & used & set(_NAMES))
 
 

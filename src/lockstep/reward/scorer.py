@@ -165,6 +165,11 @@ class Scorer:
             outcome.add_done_callback(remaining)
         return future
 
+    def set_progress(self, step: int, steps: int) -> None:
+        """Tells the reward components how many of the run's `steps` are finished."""
+        for part in self._parts:
+            part.progress = step, steps
+
     def flush(self) -> None:
         """Scores all waiting responses. Call `flush` after the last response of a step."""
         for part in self._parts:
@@ -210,6 +215,9 @@ class Scorer:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             return failures[0]
+        unscored = [part for part, outcome in zip(self._parts, outcomes, strict=True) if not outcome]
+        if unscored and not any(self._weights[part.name] for part in self._parts if part not in unscored):
+            return Failure(unscored[0].name, "returned None for the response, and no other reward scores it")
         parts: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
         for part, outcome in zip(self._parts, outcomes, strict=True):
@@ -217,7 +225,7 @@ class Scorer:
             parts |= outcome
             if isinstance(outcome, StepOutcome):
                 steps += [(end, self._weights[part.name] * share) for end, share in outcome.steps]
-        total = sum(self._weights[part.name] * parts[part.name] for part in self._parts)
+        total = sum(self._weights[part.name] * parts[part.name] for part in self._parts if part not in unscored)
         return Score(total, parts, tuple(steps))
 
 

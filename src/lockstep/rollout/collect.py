@@ -386,6 +386,9 @@ class Examiner(Judge, Protocol):
 
     def answer_of(self, question: Question, text: str) -> str | None: ...
 
+    def set_progress(self, step: int, steps: int) -> None:
+        """Sets the number of finished steps and the number of steps of the run."""
+
 
 def prompt_format(recipe: Recipe) -> Data | None:
     """Returns the data settings that define the prompt format of an online run, or None for an offline run, which uses

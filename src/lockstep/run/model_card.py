@@ -177,9 +177,16 @@ def _data(env: dict[str, Any]) -> list[str]:
     for part in ("train", "val"):
         for source in data.get(part, []):
             for file in source.get("files", []):
-                rows.append((part, _short(file["name"]), f"{file['rows']:,}", f"`{str(file['sha256'])[:16]}`"))
+                digest = f"`{str(file['sha256'])[:16]}`"
+                if file["rows"] is None:
+                    streamed = ("streamed", f"{digest} of size, start and end")
+                    rows.append((part, _short(file["name"]), *streamed))
+                else:
+                    rows.append((part, _short(file["name"]), f"{file['rows']:,}", digest))
     kept = data.get("kept", {})
-    counts = [f"\n{kept['rows']:,} rows with {kept['tokens']:,} tokens in all were used for training."] if kept else []
+    counts = []
+    if kept and "limit" not in kept:  # streamed rows are not counted
+        counts = [f"\n{kept['rows']:,} rows with {kept['tokens']:,} tokens in all were used for training."]
     found = _table("Data", rows)
     return [*found, *counts] if found else []
 

@@ -97,6 +97,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "ground_truth": question.ground_truth,
         "prompt": to_json(question.prompt),
         "extra_info": to_json(question.extra_info),
+        **({"columns": to_json(question.columns)} if question.columns else {}),
         "file": question.origin.file,
         "row": question.origin.row,
     }
@@ -113,6 +114,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         row["ground_truth"],
         Origin(row["file"], row["row"]),
         from_json(row["extra_info"]),
+        columns=from_json(row["columns"]) if row.get("columns") else {},
     )
     judged = json.loads(row["judgement"])
     score: Score | Failure

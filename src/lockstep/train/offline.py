@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.dataset import Loader
+from lockstep.data.dataset import BatchSource
 from lockstep.data.updates import Update
 from lockstep.errors import Problem
 from lockstep.evaluate.validation import measure
@@ -131,7 +131,7 @@ class Offline:
     """The objects that all steps of an offline run use."""
 
     training: Training
-    loader: Loader[Any]
+    loader: BatchSource[Any]
     objective: Objective
     batches: BatchPlan
 
@@ -150,7 +150,7 @@ def open_offline(
             judged_by(recipe.val.rules, sources, torch_device) as judge,
             open_training(prepared, runtime, judge, keeps=keeps, accept_changed=accept_changed) as training,
         ):
-            loader, models = make_loader(recipe, prepared.train), training.models
+            loader, models = make_loader(recipe, prepared.train, training.carried), training.models
             objective = METHODS[recipe.method].objective(recipe)
             models.longest = prepared.limit
             add_cache(models, recipe, prepared, device, console)
@@ -172,8 +172,9 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
     record_rows(training.tape, rows, models.reference_outputs)
     outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
     reported = objective.report(outcome.sums, task.divisor)
+    training.carried.update(offline.loader.state((step + 1) * batches.rows_per_update))
     return {
-        "train/epoch": batches.epoch(step + 1),
+        **offline.loader.progress((step + 1) * batches.rows_per_update, "train"),
         "train/loss": outcome.loss,
         **{f"train/{name}": value for name, value in reported.items()},
         "train/tokens": outcome.tokens,

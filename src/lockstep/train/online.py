@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lockstep.data.dataset import Loader
+from lockstep.data.dataset import BatchSource
 from lockstep.preflight.batch_plan import make_loader
 from lockstep.preflight.run_checks import prepare_online
 from lockstep.preflight.user_trials import open_scorer
@@ -47,7 +47,7 @@ class Online:
     """The objects that all steps of an online run use."""
 
     training: Training
-    loader: Loader[Prompt]
+    loader: BatchSource[Prompt]
     scorer: Scorer
     warnings: Warnings
 
@@ -71,7 +71,7 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept:
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}
-            yield Online(training, make_loader(recipe, prepared.train), scorer, Warnings(recipe))
+            yield Online(training, make_loader(recipe, prepared.train, training.carried), scorer, Warnings(recipe))
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
@@ -92,9 +92,9 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     training.idle.signal = find_idle_cause(batch, recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
     metrics |= update(plans, batch, models, recipe, beta, step, batches.steps, run.phases)
-    metrics["training/epoch"] = rollouts.position / batches.rows
-    next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)
-    training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)
+    metrics |= online.loader.progress(rollouts.position, "training")
+    next_beta = {"kl_coefficient": next_coefficient(recipe, beta, metrics, experience.sequences)}
+    training.carried.update(online.loader.state(rollouts.position), position=float(rollouts.position), **next_beta)
     store_samples(run, step + 1, rollouts, experience, advantages)
     for warning in (*failure_warning(rollouts.failed), *online.warnings.read(metrics)):
         run.console.warn(warning)

@@ -273,14 +273,20 @@ def _fingerprints(data: dict[str, Any], part: str) -> list[str]:
 
 
 def _kept(data: dict[str, Any]) -> str:
-    return f"{data['kept']['rows']:,} rows with {data['kept']['tokens']:,} tokens"
+    kept = data["kept"]
+    limit = f"streamed rows of up to {kept['limit']:,} tokens, of which the first are " if "limit" in kept else ""
+    return f"{limit}{kept['rows']:,} rows with {kept['tokens']:,} tokens"
+
+
+def _size(file: dict[str, Any]) -> str:
+    return f"{file['bytes']} bytes" if file["rows"] is None else f"{file['rows']} rows and {file['bytes']} bytes"
 
 
 def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
     before = [file for source in old for file in source["files"]]
     now = [file for source in new for file in source["files"]]
     found = [
-        f"{b['name']} had {b['rows']} rows and {b['bytes']} bytes, {n['name']} now has {n['rows']} and {n['bytes']}"
+        f"{b['name']} had {_size(b)}, {n['name']} now has {_size(n)}"
         + (" (same size, other content)" if b["bytes"] == n["bytes"] else "")
         for b, n in zip(before, now, strict=False)
         if b["sha256"] != n["sha256"]

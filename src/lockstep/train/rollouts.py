@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.data.dataset import Loader
+from lockstep.data.dataset import BatchSource
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.row_rewards import shaped
@@ -36,7 +36,7 @@ class Rollouts:
 
 
 def take_rollouts(
-    loader: Loader[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: PhaseTimer
+    loader: BatchSource[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: PhaseTimer
 ) -> Rollouts:
     """Generates and scores responses to the next prompts of the dataset, from index `position` on."""
     collector = _Collector(generator, scorer, recipe, phases)

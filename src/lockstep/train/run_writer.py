@@ -183,7 +183,7 @@ class Run:
         rows = [
             ("model", f"{self.recipe.model.path} ({trained} trained, {self.recipe.model.dtype})"),
             *[("data", note) for note in self.prepared.train.notes],
-            ("tokens", counts.sentence()),
+            ("tokens", self.prepared.train.sentence),
             *self.prepared.batches.lines(),
             ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),
             *[("fused", f"in the {name}: {', '.join(parts)}") for name, parts in fused.items() if parts],
@@ -193,7 +193,7 @@ class Run:
         for remark in self.prepared.remarks:
             self.console.warn(remark)
         for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
-            if number:
+            if number and not self.prepared.train.streamed:
                 self.console.warn(
                     f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or for "
                     "the reason in the line `data` above"
@@ -271,7 +271,7 @@ class Run:
         # If metrics.jsonl is missing, the run has already reported it when it resumed.
         changes = before_and_after(read_metrics(self.folder.metrics) if self.folder.metrics.exists() else [])
         counts = self.prepared.train.counts
-        if counts.dropped or counts.truncated:
+        if (counts.dropped or counts.truncated) and not self.prepared.train.streamed:
             changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))
         if self.fallbacks:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.fallbacks.items()))

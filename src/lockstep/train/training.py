@@ -165,6 +165,7 @@ class Training:
                 self.early.observe(0, metrics, validated=True)
 
     def _validate(self, step: int) -> dict[str, float]:
+        self._set_progress(step)
         if self._generator is not None:
             self._generator.after(step)
         metrics, answers = self.validator.validate(step)
@@ -173,10 +174,16 @@ class Training:
         self.run.store(step, "val", answers)
         return metrics
 
+    def _set_progress(self, step: int) -> None:
+        """Tells the rewards how many steps are finished."""
+        if self.validator.judge is not None:
+            self.validator.judge.set_progress(step, self.run.prepared.batches.steps)
+
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Times step `step`, which counts from 1, and records it on the tape."""
         self.tape.begin(step, self.carried)
+        self._set_progress(step - 1)
         if self._generator is not None:
             self._generator.after(step - 1)
         with self.run.timed(step):
@@ -191,7 +198,7 @@ class Training:
     def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         run, recipe, prepared = self.run, self.run.recipe, self.run.prepared
         metrics |= run.performance(metrics[prepared.tokens_metric])
-        if step == 1:
+        if step == 1 and not prepared.train.streamed:
             metrics |= prepared.train.counts.metrics()
         if step == self._first and self.keeps:
             refuse_unmeasured(recipe, run.world.gather(list(metrics))[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.data.encode.chat import Tools, check_messages, encode_spans, render_chat, special_ids
@@ -40,21 +41,22 @@ def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | 
     return slice(tokens - limit, tokens) if overlong == "truncate_left" else slice(0, limit)
 
 
-def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
+def too_long(origin: Origin, what: str, limit: int, also: str = "") -> OverLimit:
     return OverLimit.at(
         origin,
         f"{what} tokens, over data.max_tokens={limit}",
         "raise data.max_tokens as far as batch.tokens and the model's context allow, or set data.overlong to drop, "
-        "truncate_left or truncate_right",
+        f"truncate_left or truncate_right{also}",
         code="row-too-long",
     )
 
 
-def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
-    """Cuts the example to `limit` tokens; it must keep a trained token. Returns None if the example is dropped."""
+def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token", also: str = "") -> ExampleT | None:
+    """Cuts the example to `limit` tokens; it must keep a trained token. Returns None if the example is dropped. `also`
+    is a further remedy for an example over the limit."""
     if len(example) <= limit:
         return example
-    over = too_long(example.origin, f"has {len(example)}", limit)
+    over = too_long(example.origin, f"has {len(example)}", limit, also)
     span = kept_span(len(example), limit, overlong, over)
     if span is None:
         return None
@@ -64,6 +66,27 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
             example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP, code="truncated-away"
         )
     return short
+
+
+def split_text(example: Example, limit: int) -> list[Example]:
+    """Cuts a long text into consecutive pieces of at most `limit` tokens. Every target of the text is a target of
+    exactly one piece.
+
+    A later piece starts with the last token of the piece before it. This token is only context: it was trained at the
+    end of the piece before. No BOS token is added to later pieces, and only the last piece has the end token.
+    """
+    pieces = [example.cut(slice(0, limit))]
+    for first in range(limit - 1, len(example) - 1, limit - 1):
+        piece = example.cut(slice(first, first + limit))
+        pieces.append(replace(piece, loss_mask=bytes([0, *piece.loss_mask[1:]])))
+    if not all(piece.targets for piece in pieces):
+        raise Refusal.at(
+            example.origin,
+            f"data.long_text=split to {limit} tokens leaves a piece without a trained token",
+            "raise data.max_tokens",
+            code="truncated-away",
+        )
+    return pieces
 
 
 def fit_responses(

@@ -81,6 +81,8 @@ def last_boxed(text: str) -> str | None:
 
 REWARD_FIELDS = frozenset({"ground_truth", "data_source"})
 """Fields of a row that rewards can read."""
+COLUMNS = "columns"
+"""A further reward field: all columns of the row, which a reward function with TRL's signature gets."""
 # Columns that may hold the ground truth in rows without verl's RL schema, in order of preference.
 TRUTHS = ("ground_truth", "answer", "solution")
 _SCHEMA_TRUTH = "reward_model.ground_truth"
@@ -100,6 +102,8 @@ class QuestionColumns:
     worked: bool = False
     """Whether the ground truth may be the final answer of a worked solution."""
     extra: ExtraColumns = NO_EXTRA_COLUMNS
+    keep: bool = False
+    """Whether a question keeps all columns of its row."""
 
     def description(self) -> str:
         return f"{self.prompt}{self.extra.description()}; " + (
@@ -116,7 +120,8 @@ def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = 
     named = frozenset({"ground_truth"} if truth else ())  # a column that the recipe names is required
     path, schema = finder.source.path, bool({"data_source", "reward_model"} & set(finder.available))
     if prompt:
-        return QuestionColumns(prompt, truth, path, named, extra=finder.extra_columns(prompt, truth))
+        extra = finder.extra_columns(prompt, truth)
+        return QuestionColumns(prompt, truth, path, named, extra=extra, keep=COLUMNS in reward_fields)
     prompt = "prompt" if schema else finder.first_column((*PROMPTS, *CHATS))
     if not prompt:
         raise finder.unknown("hold the prompts", "set data.prompt_key, and data.label_key for the ground truth")
@@ -127,8 +132,9 @@ def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = 
         truth, worked = finder.first_column(TRUTHS), True
     if not truth and "ground_truth" in reward_fields:
         raise finder.unknown("hold the ground truth, which the rewards read", "set data.label_key")
-    required = named | (reward_fields if schema else reward_fields - {"data_source"})
-    return QuestionColumns(prompt, truth, path, required, worked, finder.extra_columns(prompt, truth))
+    required = named | (reward_fields & REWARD_FIELDS if schema else reward_fields & {"ground_truth"})
+    extra = finder.extra_columns(prompt, truth)
+    return QuestionColumns(prompt, truth, path, required, worked, extra, COLUMNS in reward_fields)
 
 
 def read_questions(
@@ -168,7 +174,8 @@ def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
 
 
 def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Question, Truth]:
-    turns = columns.extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+    asked = filled(row, columns.prompt, origin)
+    turns = columns.extra.prompt(asked, columns.prompt, row, origin)
     truth = _truth(row, origin, columns)
     source = row.get("data_source")
     if source is None and "data_source" in columns.required:
@@ -178,7 +185,8 @@ def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Quest
         extra = {"answer": str(row[columns.truth])} if truth.source else {}
     tools = columns.extra.tools_of(row, origin) or ()
     named = str(source or truth.source or columns.source)
-    return Question(named, as_chat(turns), truth.value, origin, extra, tools), truth
+    kept = {**row, "prompt": asked} if columns.keep else {}
+    return Question(named, as_chat(turns), truth.value, origin, extra, tools, kept), truth
 
 
 def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
@@ -263,7 +271,8 @@ class PromptRows:
         )
         columns = self.columns
         read = (columns.prompt, columns.truth, *columns.extra.columns, "data_source", "reward_model", "extra_info")
-        return f"prompts ({columns.description()}{how}){self.finder.unread(*read)}"
+        unread = "" if columns.keep else self.finder.unread(*read)  # a TRL reward function gets all columns
+        return f"prompts ({columns.description()}{how}){unread}"
 
 
 _WORKED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.data.encode.chat import Tools
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled
 from lockstep.data.encode.dialogue import SpecialText, as_turns
-from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, written
+from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, split_text, written
 from lockstep.data.encode.messages import refuse_not_text
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
@@ -171,7 +172,7 @@ class Encoder:
 
 
 class SupervisedRows:
-    """Reads one example per row."""
+    """Reads one example per row, or several if the row is a long text and `data.long_text` is `split`."""
 
     unusable = 0
 
@@ -179,6 +180,9 @@ class SupervisedRows:
         self.encoder = Encoder(tokenizer, find_columns(finder), finder.data)
         self.finder = finder
         self.limit, self.overlong = limit, finder.data.overlong
+        self.splits = finder.data.long_text == "split" and self.encoder.columns.shape == "text"
+        self.tally: Counter[str] = Counter()
+        """Number of long texts that were split, and the number of their pieces."""
 
     @property
     def split_rows(self) -> int:
@@ -194,11 +198,18 @@ class SupervisedRows:
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
         full = self.encoder(row, origin)
-        example = fit(full, self.limit, self.overlong)
+        if self.splits and len(full) > self.limit:
+            pieces = split_text(full, self.limit)
+            self.tally.update(texts=1, pieces=len(pieces))
+            return [Kept.of(piece, False, (last_trained(full),)) for piece in pieces]
+        also = ", or data.long_text to split" if self.encoder.columns.shape == "text" else ""
+        example = fit(full, self.limit, self.overlong, also=also)
         if example is None:
             return [None]
         return [Kept.of(example, len(example) < len(full), (last_trained(full),))]
 
     def found(self) -> str:
         columns = self.encoder.columns
-        return f"{columns}{self.finder.unread(*columns.names)}"
+        texts, pieces = self.tally["texts"], self.tally["pieces"]
+        split = f"; {texts:,} long texts split into {pieces:,} pieces of up to {self.limit:,} tokens" if texts else ""
+        return f"{columns}{split}{self.finder.unread(*columns.names)}"

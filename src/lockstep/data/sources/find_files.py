@@ -24,9 +24,11 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
 }
-TEXT_FORMATS = ("jsonl", "json", "csv")
-SUPPORTED = ".parquet, .arrow, .jsonl, .ndjson, .json, .csv (the text formats also with .gz)"
+TEXT_FORMATS = ("jsonl", "json", "csv", "tsv", "txt")
+SUPPORTED = ".parquet, .arrow, .jsonl, .ndjson, .json, .csv, .tsv, .txt (the text formats also with .gz)"
 # Metadata and cache files of the package datasets.
 _ABOUT_ROWS = re.compile(r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow")
 # Words in file names, and the data set split that they name.
@@ -118,6 +120,10 @@ def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
         else:
             _refuse_pipe(name, path)
             found.files.append(DataFile(name, path, format))
+    if any(file.format != "txt" for file in found.files):
+        # Beside files of other formats, a .txt file is a note such as README.txt or requirements.txt.
+        found.ignored.extend(file.name for file in found.files if file.format == "txt")
+        found.files[:] = [file for file in found.files if file.format != "txt"]
     if not found.files:
         raise _no_files(given, root, found.ignored)
     _refuse_several_splits(given, found.files)

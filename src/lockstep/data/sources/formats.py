@@ -1,4 +1,4 @@
-"""Parses parquet, arrow, jsonl, json and csv files completely.
+"""Parses parquet, arrow, jsonl, json, csv, tsv and txt files completely.
 
 Problems are reported by row or line. Parsing continues after a problem where possible.
 """
@@ -10,9 +10,10 @@ import csv
 import io
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ class Parsed:
 
 
 def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
-    return {"jsonl": _parse_jsonl, "json": _parse_json, "csv": _parse_csv}[format](
-        name, data.removeprefix(codecs.BOM_UTF8), problems
-    )
+    """Parses a text file. The format of a txt file is `txt.` and the value of `data.sample_by`."""
+    return _PARSERS[format](name, data.removeprefix(codecs.BOM_UTF8), problems)
 
 
 def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
@@ -129,6 +129,22 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
     return found
 
 
+def json_line(name: str, line: int, raw: bytes) -> Row | None:
+    """Returns the row of one line of a JSON lines file, or None for a blank line. Raises `Refusal` for an invalid
+    line."""
+    raw = raw.strip()
+    if not raw:
+        return None
+    try:
+        value = _load(raw.decode())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        _parse_lines(name, raw, 0, (0, len(raw), line)).problems.refuse()
+    row: Row = value
+    return row
+
+
 def _one_a_line(raw: bytes, line: int) -> str:
     if line == 1 and raw in (b"[", b"{"):
         return "a .jsonl file has one object per line; for a list or object over several lines, use the suffix .json"
@@ -197,33 +213,46 @@ def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
     return values if all(isinstance(value, dict) for value in values) else []
 
 
-def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
+def _parse_txt(name: str, data: bytes, problems: Problems, *, sample_by: str) -> Parsed:
+    """Returns rows with the column `text`. A row is a line, a paragraph (lines between blank lines), or the full file.
+    Blank lines give no row."""
+    text = _decode(name, data, problems)
+    if text is None or not text.strip():
+        return Parsed()
+    if sample_by == "document":
+        return Parsed([{"text": text}])
+    pieces = list(text_pieces(io.StringIO(text, newline="\n"), sample_by))
+    return Parsed([{"text": piece} for _, piece in pieces], [line for line, _ in pieces])
+
+
+def text_pieces(lines: Iterable[str], sample_by: str) -> Iterator[tuple[int, str]]:
+    """Yields (first line number, text) of each line or paragraph that is not blank."""
+    first, paragraph = 0, list[str]()
+    for number, raw in enumerate(lines, start=1):
+        line = raw.removesuffix("\n").removesuffix("\r")
+        if sample_by == "line":
+            if line.strip():
+                yield number, line
+        elif line.strip():
+            first = first if paragraph else number
+            paragraph.append(line)
+        elif paragraph:
+            yield first, "\n".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield first, "\n".join(paragraph)
+
+
+def _parse_csv(name: str, data: bytes, problems: Problems, *, delimiter: str = ",") -> Parsed:
     text = _decode(name, data, problems)
     rows: list[Row] = []
     lines: list[int] = []
     parsed = Parsed(rows, lines)
     if text is None:
         return parsed
-    records = _csv_records(name, text, problems)
-    first = next(records, None)
-    if first is None:
-        return parsed
-    line, header = first
-    if header[0] == "" and header.count("") == 1 and len(header) > 1:
-        header[0] = _INDEX  # pandas writes its index column without a name
-    if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
-        why = f"the header has only one column, {header[0]!r}"
-        problems.add(LineOrigin(name, line), why, "separate the columns with commas", code="invalid-csv")
-        return parsed
-    twice = sorted({column for column in header if header.count(column) > 1})
-    if twice or "" in header:
-        what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
-        problems.add(
-            LineOrigin(name, line),
-            f"the header {what}",
-            "give every column a unique name",
-            code="duplicate-name" if twice else "invalid-csv",
-        )
+    records = csv_records(name, io.StringIO(text, newline=""), problems, delimiter)
+    header = csv_header(name, next(records, None), problems, delimiter)
+    if header is None:
         return parsed
     last = text.rstrip("\r\n").count("\n") + 1
     for line, fields in records:
@@ -242,9 +271,34 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     return parsed
 
 
-def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """Yields (start line, fields) of each csv record. Skips blank lines."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+def csv_header(name: str, first: tuple[int, list[str]] | None, problems: Problems, delimiter: str) -> list[str] | None:
+    """Returns the column names, or None if the header is missing or invalid."""
+    if first is None:
+        return None
+    line, header = first
+    if header[0] == "" and header.count("") == 1 and len(header) > 1:
+        header[0] = _INDEX  # pandas writes its index column without a name
+    if len(header) == 1 and any(mark in header[0] for mark in {*",;\t|"} - {delimiter}):
+        why = f"the header has only one column, {header[0]!r}"
+        separator = "commas" if delimiter == "," else "tabs"
+        problems.add(LineOrigin(name, line), why, f"separate the columns with {separator}", code="invalid-csv")
+        return None
+    twice = sorted({column for column in header if header.count(column) > 1})
+    if twice or "" in header:
+        what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
+        problems.add(
+            LineOrigin(name, line),
+            f"the header {what}",
+            "give every column a unique name",
+            code="duplicate-name" if twice else "invalid-csv",
+        )
+        return None
+    return header
+
+
+def csv_records(name: str, lines: Iterable[str], problems: Problems, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yields (start line, fields) of each csv or tsv record. Skips blank lines."""
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     start = 1
     with _no_field_limit():
         try:
@@ -258,6 +312,15 @@ def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int
             problems.add(
                 LineOrigin(name, start), why, _COPY_AGAIN if cut else "", code="damaged-file" if cut else "invalid-csv"
             )
+
+
+_PARSERS: dict[str, Callable[[str, bytes, Problems], Parsed]] = {
+    "jsonl": _parse_jsonl,
+    "json": _parse_json,
+    "csv": _parse_csv,
+    "tsv": partial(_parse_csv, delimiter="\t"),
+    **{f"txt.{unit}": partial(_parse_txt, sample_by=unit) for unit in ("line", "paragraph", "document")},
+}
 
 
 @contextmanager
@@ -321,18 +384,18 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
     """Returns the record batches of a parquet file, or an empty list if the file has a problem."""
-    if not _is_complete(name, path, problems):
+    if not is_complete(name, path, problems):
         return []
     try:
         # Uses ParquetFile, because pq.read_table adds columns for folders named "key=value".
         with pq.ParquetFile(path) as file:
-            if _repeats(name, file.schema_arrow.names, problems):
+            if repeats(name, file.schema_arrow.names, problems):
                 return []
             batches = [batch for batch in file.iter_batches(_BATCH_ROWS) if batch.num_rows]
     except (pa.ArrowException, OSError) as error:
         problems.add(name, f"damaged parquet: {error}", _COPY_AGAIN, code="damaged-file")
         return []
-    _check_values(name, batches, problems)
+    check_values(name, batches, problems)
     return batches
 
 
@@ -358,14 +421,14 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
     except (pa.ArrowException, OSError) as error:
         problems.add(name, f"damaged arrow: {error}", _COPY_AGAIN, code="damaged-file")
         return []
-    if _repeats(name, schema.names, problems):
+    if repeats(name, schema.names, problems):
         return []
     batches = [batch for batch in batches if batch.num_rows]
-    _check_values(name, batches, problems)
+    check_values(name, batches, problems)
     return batches
 
 
-def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
+def repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
         problems.add(
@@ -377,7 +440,7 @@ def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
     return bool(twice)
 
 
-def _is_complete(name: str, path: Path, problems: Problems) -> bool:
+def is_complete(name: str, path: Path, problems: Problems) -> bool:
     """Checks the magic bytes at both ends of a parquet file. A truncated file lacks the magic bytes at its end."""
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
@@ -392,10 +455,9 @@ def _is_complete(name: str, path: Path, problems: Problems) -> bool:
     return False
 
 
-def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) -> None:
+def check_values(name: str, batches: Sequence[pa.RecordBatch], problems: Problems, start: int = 0) -> None:
     """Validates the bytes of strings. Arrow does not validate strings when it reads a file, so invalid UTF-8 would fail
-    during training."""
-    start = 0
+    during training. `start` is the number of the first row."""
     for batch in batches:
         if _fault(batch):
             for number in range(batch.num_rows):

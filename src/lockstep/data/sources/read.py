@@ -10,9 +10,9 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +50,36 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_rows(
-    path: str, *, base: Path | None = None, reader: UserReader | None = None, cache: Path | None = None
+    path: str,
+    *,
+    base: Path | None = None,
+    reader: UserReader | None = None,
+    cache: Path | None = None,
+    sample_by: str = "line",
 ) -> RowSet:
     """Returns the rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. If `reader` is given,
     that user function reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
+    `sample_by` is the part of a .txt file that is one row.
     """
     if reader is not None:
         return read_user_rows(path, reader)
     if path.startswith(HUB):
         return read_hub(path)
     found = locate(path, base)
+    files = with_text_unit(found.files, sample_by)
     problems = Problems(path)
     file_cache = None if cache is None else FileCache(cache)
-    parts = [part for file in found.files if (part := _read_file(file, problems, file_cache)) is not None]
+    parts = [part for file in files if (part := _read_file(file, problems, file_cache)) is not None]
     _check_agreement(parts, problems)
     problems.refuse()
     return RowSet(parts, found.ignored)
+
+
+def with_text_unit(files: Sequence[DataFile], sample_by: str) -> list[DataFile]:
+    """Adds `data.sample_by` to the format of .txt files."""
+    return [replace(file, format=f"txt.{sample_by}") if file.format == "txt" else file for file in files]
 
 
 def _read_file(file: DataFile, problems: Problems, cache: FileCache | None) -> RowFile | None:

@@ -1,0 +1,353 @@
+"""Reads, shuffles and encodes rows while training runs, for data sets larger than memory (`data.streaming`).
+
+The order of rows depends only on the files and `run.seed`. In each epoch the files are visited in a new order. The
+rows of the files, in this order, are divided into windows of `data.shuffle_buffer` rows, and the rows of a window are
+shuffled. So only one window of rows is in memory. The position in a window and the place where the window starts are
+enough to continue: a checkpoint stores them as numbers (`RowStream.state`).
+
+Every rank reads all rows, and an update has the same rows for any number of ranks (`data/updates.py` divides them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from lockstep.data.dataset import Dataset, LoadedRows, OpenRows, with_drop_hint
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.encoding import OverLimit
+from lockstep.data.row_reader import Kept, RowReader
+from lockstep.data.sources.mix import permutation
+from lockstep.data.sources.shards import OriginRow, Shard, open_shards
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.recipe.keys_data import Data, Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
+Check = Callable[[Sequence[Any]], Iterable[Problem]]
+"""Returns the problems of the items of an update, which a data set in memory reports before training."""
+
+SAMPLED_ROWS = 256
+"""Number of rows of each source that are encoded and checked before training."""
+# Purposes of random streams; `data/sources/mix.py` uses the numbers before them.
+_SHARDS, _WINDOW = 4, 5
+# Items of this many updates stay in memory, because a run reads some updates twice (asynchronous rollouts).
+_KEPT_UPDATES = 8
+_STATE = "stream/"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in the rows of a pool: the start of a window, and the position in the window."""
+
+    epoch: int = 0
+    window: int = 0
+    shard: int = 0
+    """Index of the file, in the order of the epoch, in which the window starts."""
+    row: int = 0
+    """Number of rows of this file before the window."""
+    used: int = 0
+    """Number of rows of the window, in shuffled order, whose items were all taken."""
+    item: int = 0
+    """Number of items that were taken from the next row. A split text gives several items."""
+    given: int = 0
+    """Number of items that the pool gave in all epochs."""
+    dropped: int = 0
+    truncated: int = 0
+
+
+@dataclass(frozen=True)
+class SourceShard(Generic[T]):
+    """A file and the reader that encodes its rows."""
+
+    shard: Shard
+    reader: RowReader[T]
+
+
+class ShardPool(Generic[T]):
+    """An endless sequence of items: the encoded rows of some files, epoch after epoch."""
+
+    def __init__(self, shards: Sequence[SourceShard[T]], data: Data, key: tuple[int, ...]):
+        """`key` seeds the order of the rows."""
+        self.shards, self._key = shards, key
+        self._shuffle, self._buffer, self._drop_bad = data.shuffle, data.shuffle_buffer, data.bad_rows == "drop"
+        self.go_to(Place())
+
+    def go_to(self, place: Place) -> None:
+        self.place = place
+        self._rows: Iterator[tuple[int, int, OriginRow]] | None = None
+        self._window: list[tuple[int, OriginRow] | None] | None = None
+        self._window_end = place.shard, place.row
+        self._items: deque[Kept[T]] = deque()
+        # None: the start of the epoch was not seen, so it is unknown whether the epoch gave items.
+        self._given_before: int | None = place.given if place == Place() else None
+
+    @property
+    def resident_rows(self) -> int:
+        """Number of rows in memory that are not encoded yet."""
+        return sum(row is not None for row in self._window or ())
+
+    @property
+    def epoch(self) -> float:
+        """Number of epochs up to the window, in files."""
+        return self.place.epoch + self.place.shard / len(self.shards)
+
+    def take(self) -> T:
+        while not self._items:
+            if self._window is None:
+                self._read_window()
+            elif self.place.used == len(self._window):
+                self._next_window()
+            else:
+                self._encode_row(self._window)
+        kept = self._items.popleft()
+        place = self.place
+        at = {"item": place.item + 1} if self._items else {"used": place.used + 1, "item": 0}
+        self.place = replace(place, **at, given=place.given + 1, truncated=place.truncated + kept.truncated)
+        return kept.item
+
+    def _read_window(self) -> None:
+        place = self.place
+        if self._rows is None:
+            self._rows = self._rows_from(place.epoch, place.shard, place.row)
+        read = list(islice(self._rows, self._buffer))
+        if not read:
+            self._next_epoch()
+            return
+        last_shard, last_row, _ = read[-1]
+        self._window_end = last_shard, last_row + 1
+        order: Iterable[int] = range(len(read))
+        if self._shuffle:
+            order = permutation(len(read), *self._key, _WINDOW, place.epoch, place.window).tolist()
+        visits = self._visits(place.epoch)
+        self._window = [(visits[read[number][0]], read[number][2]) for number in order]
+        self._window[: place.used] = [None] * place.used
+
+    def _next_window(self) -> None:
+        shard, row = self._window_end
+        self.place = replace(self.place, window=self.place.window + 1, shard=shard, row=row, used=0, item=0)
+        self._window = None
+
+    def _next_epoch(self) -> None:
+        place = self.place
+        if place.given == self._given_before:
+            names = self.shards[0].shard.name + (f" and {len(self.shards) - 1} more files" * (len(self.shards) > 1))
+            raise Refusal.at(
+                names,
+                f"no row of an epoch can be trained: {place.dropped:,} were dropped",
+                "check data.overlong, data.bad_rows and data.max_tokens (online methods: data.max_prompt_tokens)",
+                code="no-rows",
+            )
+        counts = {"given": place.given, "dropped": place.dropped, "truncated": place.truncated}
+        self.place = Place(epoch=place.epoch + 1, **counts)
+        self._rows, self._given_before = None, place.given
+
+    def _visits(self, epoch: int) -> list[int]:
+        """Returns the order in which the epoch visits the files."""
+        if not self._shuffle:
+            return list(range(len(self.shards)))
+        order: list[int] = permutation(len(self.shards), *self._key, _SHARDS, epoch).tolist()
+        return order
+
+    def _rows_from(self, epoch: int, shard: int, row: int) -> Iterator[tuple[int, int, OriginRow]]:
+        """Yields (index of the file in the order of the epoch, row number in the file, row) up to the epoch's end."""
+        for number, which in enumerate(self._visits(epoch)[shard:], start=shard):
+            first = row if number == shard else 0
+            for index, read in enumerate(self.shards[which].shard.rows(first), start=first):
+                yield number, index, read
+
+    def _encode_row(self, window: list[tuple[int, OriginRow] | None]) -> None:
+        """Encodes the next row of the window into `_items`. A row without items is counted and skipped."""
+        place = self.place
+        visited = window[place.used]
+        assert visited is not None
+        which, (origin, row) = visited
+        window[place.used] = None
+        try:
+            found = self.shards[which].reader(row, origin)
+        except Refusal as refusal:
+            of_row = refusal.problems[0].where == str(origin) and not isinstance(refusal, OverLimit)
+            if not (self._drop_bad and of_row):
+                raise Refusal(with_drop_hint(refusal.problems)) from refusal
+            found = [None]
+        kept = [one for one in found if one is not None]
+        if place.item == 0:
+            self.place = place = replace(place, dropped=place.dropped + len(found) - len(kept))
+        if not kept:
+            self.place = replace(place, used=place.used + 1)
+        self._items.extend(kept[place.item :])
+
+
+class RowStream(Generic[T]):
+    """Selects the rows of each update from pools of files. Several pools are mixed by their weights: the next item
+    comes from the pool that is furthest behind its share."""
+
+    def __init__(self, pools: Sequence[ShardPool[T]], weights: Sequence[float], *, rows_per_update: int, check: Check):
+        self.pools, self._weights, self._check = pools, weights, check
+        self.rows_per_update, self.position = rows_per_update, 0
+        self._recent: OrderedDict[int, T] = OrderedDict()
+        self._places: OrderedDict[int, list[Place]] = OrderedDict()
+
+    def take(self, step: int) -> list[T]:
+        """Returns the rows of update `step`, counted from 0."""
+        return self.between(step * self.rows_per_update, (step + 1) * self.rows_per_update)
+
+    def between(self, first: int, last: int) -> list[T]:
+        """Returns the items at the positions `first` to `last` (exclusive). Items that were read long ago are read
+        again."""
+        if first > self.position or any(at not in self._recent for at in range(first, min(last, self.position))):
+            self._go_to(first)
+        items = [self._recent[at] if at in self._recent else self._next() for at in range(first, last)]
+        refuse_all(list(self._check(items)), "rows")
+        return items
+
+    def _go_to(self, position: int) -> None:
+        """Continues at an earlier or later position. Without a known place, all items before it are read again."""
+        places = self._places.get(position)
+        if places is not None or position < self.position:
+            self._set(position if places else 0, places or [Place()] * len(self.pools))
+        while self.position < position:
+            self._next()
+
+    def _set(self, position: int, places: Sequence[Place]) -> None:
+        for pool, place in zip(self.pools, places, strict=True):
+            pool.go_to(place)
+        self.position = position
+        self._recent.clear()
+
+    def _next(self) -> T:
+        if len(self.pools) == 1:
+            pool = self.pools[0]
+        else:
+            due = [(self.position + 1) * share / sum(self._weights) for share in self._weights]
+            behind = [wanted - one.place.given for wanted, one in zip(due, self.pools, strict=True)]
+            pool = self.pools[behind.index(max(behind))]
+        self._places[self.position] = self._now()
+        item = pool.take()
+        self._recent[self.position] = item
+        self.position += 1
+        while len(self._recent) > _KEPT_UPDATES * self.rows_per_update:
+            self._recent.popitem(last=False)
+        while len(self._places) > _KEPT_UPDATES * self.rows_per_update:
+            self._places.popitem(last=False)
+        return item
+
+    def _now(self) -> list[Place]:
+        return [pool.place for pool in self.pools]
+
+    def state(self, position: int) -> dict[str, float]:
+        """Returns the numbers with which a resumed run continues at `position`."""
+        places = self._now() if position == self.position else self._places.get(position)
+        if places is None:
+            return {}  # the resumed run then reads all items before `position` again
+        numbers = {"position": position}
+        for number, place in enumerate(places):
+            numbers |= {f"{number}/{key}": value for key, value in asdict(place).items()}
+        return {f"{_STATE}{key}": float(value) for key, value in numbers.items()}
+
+    def restore(self, carried: Mapping[str, float]) -> None:
+        """Continues at the position of a checkpoint."""
+        if f"{_STATE}position" not in carried:
+            return
+        places = []
+        for number in range(len(self.pools)):
+            numbers = {one.name: int(carried[f"{_STATE}{number}/{one.name}"]) for one in fields(Place)}
+            places.append(Place(**numbers))
+        self._places.clear()
+        self._set(int(carried[f"{_STATE}position"]), places)
+
+    def progress(self, position: int, group: str) -> dict[str, float]:
+        """Returns the number of epochs of the source with the fewest epochs, and the counts of the rows so far."""
+        places = self._now()
+        names = {"streamed": "given", "dropped": "dropped", "truncated": "truncated"}
+        counts = {f"data/{name}": float(sum(getattr(place, key) for place in places)) for name, key in names.items()}
+        return {f"{group}/epoch": min(pool.epoch for pool in self.pools), **counts}
+
+
+def stream_rows(
+    kind: type[LoadedT],
+    open_rows: OpenRows[Any],
+    sources: Sequence[Source],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    check: Check,
+) -> LoadedT:
+    """Opens the files of the sources, and encodes the first row of every file and the first rows of every source.
+
+    The result contains only these rows, for the checks before training. Its `open_stream` gives the rows of updates.
+    """
+    weights = [source.weight for source in sources if source.weight is not None]
+    loaded = kind(weights=weights or None)
+    by_source: list[list[SourceShard[Any]]] = []
+    problems: list[Problem] = []
+    for source in sources:
+        shards, ignored = open_shards(source.path, data.sample_by)
+        columns = tuple(dict.fromkeys(column for shard in shards for column in shard.columns()))
+        reader = open_rows(ColumnFinder(source, data, columns), tokenizer, limit)
+        by_source.append([SourceShard(shard, reader) for shard in shards])
+        problems += _sampled(loaded, shards, reader, drop_bad=data.bad_rows == "drop")
+        files = f"{len(shards):,} file{'s' * (len(shards) > 1)}"
+        loaded.notes.append(f"{source.path}: {files}, streamed as {reader.found()}")
+        loaded.notes += [f"{source.path}: not read: {', '.join(ignored)}"] if ignored else []
+        loaded.fingerprints.append(_described(shards))
+    refuse_all(with_drop_hint(problems), "rows")
+    for source, items in zip(sources, loaded.sources, strict=True):
+        if not items:
+            why = f"the first {SAMPLED_ROWS} rows were all dropped"
+            raise Refusal.at(source.path, why, f"raise {loaded.LIMIT}, or check the rows", code="no-rows")
+    # Without weights, the files of all sources are shuffled together.
+    groups = by_source if weights else [[shard for shards in by_source for shard in shards]]
+
+    def open_stream(rows_per_update: int, seed: int, carried: Mapping[str, float]) -> RowStream[Any]:
+        pools = [ShardPool(group, data, (seed, number)) for number, group in enumerate(groups)]
+        stream = RowStream(pools, weights or [1.0], rows_per_update=rows_per_update, check=check)
+        stream.restore(carried)
+        return stream
+
+    loaded.open_stream, loaded.limit = open_stream, limit
+    return loaded
+
+
+def _described(shards: Sequence[Shard]) -> dict[str, object]:
+    """Returns the identity of a source, in the form of `RowSet.described`."""
+    files = [shard.described() for shard in shards]
+    digest = hashlib.sha256("\n".join(str(file["sha256"]) for file in files).encode()).hexdigest()
+    return {"fingerprint": digest, "files": files}
+
+
+def _sampled(
+    loaded: LoadedRows[Any], shards: Sequence[Shard], reader: RowReader[Any], *, drop_bad: bool
+) -> Iterator[Problem]:
+    """Adds the first items of a source to the loaded rows. Yields the problems of the rows."""
+    items: list[Any] = []
+    loaded.sources.append(items)
+    left = SAMPLED_ROWS
+    for shard in shards:
+        read = 0
+        for origin, row in islice(shard.rows(), max(1, left)):
+            read += 1
+            try:
+                found = reader(row, origin)
+            except Refusal as refusal:
+                if not drop_bad or isinstance(refusal, OverLimit) or refusal.problems[0].where != str(origin):
+                    yield from refusal.problems
+                found = [None]
+            for kept in found:
+                if kept is None:
+                    loaded.counts.dropped += 1
+                    continue
+                items.append(kept.item)
+                loaded.counts.add(kept)
+                if isinstance(loaded, Dataset):
+                    loaded.end_tokens.update(kept.ends)
+        if not read:
+            yield Problem(shard.name, "has no rows", code="no-rows")
+        left -= read

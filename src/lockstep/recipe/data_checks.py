@@ -1,0 +1,56 @@
+"""Checks the keys of long texts and of streamed rows for invalid combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep.errors import Problem, needs, unfit, unused
+from lockstep.recipe.method_checks import reference_kind
+from lockstep.recipe.methods import OFFLINE
+from lockstep.recipe.schema import Recipe
+
+# These offline methods look at all rows before training: at the balance of labels, or at the last tokens of all texts.
+NOT_STREAMED = ("kto", "rm", "prm")
+
+
+def data_problems(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    if data.long_text == "split" and recipe.method in OFFLINE and "text_key" not in OFFLINE[recipe.method].columns:
+        yield unused("data.long_text", f"method {recipe.method} has no rows of plain text", "remove it")
+    if data.streaming:
+        yield from _stream_problems(recipe)
+    elif data.shuffle_buffer != type(data).model_fields["shuffle_buffer"].default:
+        yield needs("data.shuffle_buffer", "data.streaming is not set", "set data.streaming=true, or remove this key")
+
+
+def _stream_problems(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    if recipe.run.steps is None:
+        yield Problem(
+            "run.steps",
+            "must be set with data.streaming: the number of rows of an epoch is unknown"
+            + (", so run.epochs cannot be used" if recipe.run.epochs else ""),
+            "set run.steps to the number of optimizer steps, instead of run.epochs",
+            code="not-set",
+        )
+    if recipe.method in NOT_STREAMED:
+        why = f"method {recipe.method} looks at all rows before training"
+        yield unfit("data.streaming", why, "set data.streaming=false")
+    tables = {
+        "preference.precompute": reference_kind(recipe) == "disk",
+        "distill.top_k": recipe.distill.teacher is not None and recipe.distill.top_k is not None,
+    }
+    for key, used in tables.items():
+        if used:
+            why = "computes the log-probs of all rows before training, and streamed rows are read while training"
+            yield unfit(key, why, "remove it, or set data.streaming=false")
+    if data.drop_last:
+        yield unused("data.drop_last", "all updates of streamed rows are full", "remove it")
+    if data.reader is not None:
+        why = "a user reader reads all rows of a path before training"
+        yield unfit("data.reader", why, "write the rows to jsonl or parquet files, or set data.streaming=false")
+    limits = {"data.max_rows": data.max_rows} | {f"data.train.{i}.rows": one.rows for i, one in enumerate(data.train)}
+    for key, rows in limits.items():
+        if rows is not None:
+            why = "cannot be combined with data.streaming, which visits the files in shuffled order"
+            yield unfit(key, why, "remove it and set run.steps, or list fewer files")

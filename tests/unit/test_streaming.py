@@ -1,0 +1,306 @@
+"""Streamed rows: their order, exact continuation, bounded memory, mixtures, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lockstep.data.dataset import Dataset, LoadedRows
+from lockstep.data.encode.preference_rows import RankingRows
+from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
+from lockstep.data.encode.sft_rows import SupervisedRows
+from lockstep.data.row_reader import Kept
+from lockstep.data.sources.read import read_rows
+from lockstep.data.sources.shards import open_shards
+from lockstep.data.streaming import RowStream, stream_rows
+from lockstep.errors import Problem, Refusal
+from lockstep.model.load import load_tokenizer
+from lockstep.recipe.keys_data import Data
+from lockstep.types import Example, Origin, Row
+from refusals import refuses
+
+
+class NumberedRows:
+    """Encodes the row `{"n": 7}` as the token 7, twice if `copies` is 2. Drops rows with a negative number, and refuses
+    rows without a number."""
+
+    split_rows = special_rows = unseparated_rows = unusable = 0
+
+    def __init__(self, *_: Any):
+        pass
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
+        if "n" not in row:
+            raise Refusal.at(origin, "has no number", "add it", code="missing-column")
+        number = int(row["n"])
+        if number < 0:
+            return [None]
+        kept = Kept[Example].of(Example([number, 0], bytes([0, 1]), origin), False)
+        return [kept] * int(row.get("copies", 1))
+
+    def found(self) -> str:
+        return "numbers"
+
+
+def streamed(folder: Path | list[dict[str, object]], per_update: int = 4, seed: int = 1, **keys: Any) -> RowStream[Any]:
+    train = str(folder) if isinstance(folder, Path) else folder
+    data = Data.model_validate({"train": train, "streaming": True, "shuffle_buffer": 8, **keys})
+    loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, lambda items: ())  # type: ignore[arg-type]
+    assert loaded.open_stream is not None
+    stream = loaded.open_stream(per_update, seed, {})
+    assert isinstance(stream, RowStream)
+    return stream
+
+
+def write_numbers(folder: Path, files: Sequence[Sequence[int]], **more: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, numbers in enumerate(files):
+        lines = "".join(json.dumps({"n": number, **more}) + "\n" for number in numbers)
+        (folder / f"part-{index}.jsonl").write_text(lines)
+    return folder
+
+
+def numbers(items: Sequence[Example]) -> list[int]:
+    return [item.ids[0] for item in items]
+
+
+FIVE_FILES = [range(10), range(10, 13), range(13, 40), range(40, 41), range(41, 50)]
+
+
+# --- the order of rows ------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_visits_every_row_once_in_a_new_order(tmp_path: Path) -> None:
+    stream = streamed(write_numbers(tmp_path, FIVE_FILES))
+    first, second = numbers(stream.between(0, 50)), numbers(stream.between(50, 100))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second != list(range(50))
+    assert numbers(streamed(tmp_path, seed=2).between(0, 50)) != first
+    assert numbers(streamed(tmp_path, shuffle=False).between(0, 60)) == [*range(50), *range(10)]
+
+
+def test_a_window_holds_the_rows_of_consecutive_files(tmp_path: Path) -> None:
+    """For some order of the files, each run of 8 rows in this order is shuffled within itself."""
+    visited = numbers(streamed(write_numbers(tmp_path, FIVE_FILES)).between(0, 50))
+    windows = [set(visited[start : start + 8]) for start in range(0, 50, 8)]
+
+    def agrees(order: Sequence[Sequence[int]]) -> bool:
+        in_order = [number for file in order for number in file]
+        return windows == [set(in_order[start : start + 8]) for start in range(0, 50, 8)]
+
+    assert any(map(agrees, permutations(FIVE_FILES)))
+    assert not agrees(FIVE_FILES)
+
+
+def test_updates_do_not_depend_on_their_size(tmp_path: Path) -> None:
+    write_numbers(tmp_path, FIVE_FILES)
+    expected = numbers(streamed(tmp_path, 4).between(0, 120))
+    by_seven = streamed(tmp_path, 7)
+    assert [number for step in range(17) for number in numbers(by_seven.take(step))] == expected[:119]
+
+
+# --- exact continuation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stream_continues_at_every_position(tmp_path: Path, shuffle: bool, copies: int) -> None:
+    write_numbers(tmp_path, [[*range(10), -1], [-1, -2], range(10, 24)], copies=copies)
+    whole = streamed(tmp_path, shuffle=shuffle)
+    rows, total = [], 30 * copies
+    for step in range(total):
+        rows += whole.between(step, step + 1)
+        state = {key: float(repr(value)) for key, value in whole.state(step + 1).items()}
+        again = streamed(tmp_path, shuffle=shuffle)
+        again.restore(state)
+        assert again.progress(step + 1, "train") == whole.progress(step + 1, "train")
+        assert numbers(again.between(step + 1, step + 9)) == numbers(
+            streamed(tmp_path, shuffle=shuffle).between(step + 1, step + 9)
+        )
+    assert sorted(set(numbers(rows))) == list(range(24))
+
+
+def test_earlier_updates_are_read_again(tmp_path: Path) -> None:
+    stream = streamed(write_numbers(tmp_path, FIVE_FILES))
+    steps = [numbers(stream.take(step)) for step in range(20)]
+    assert numbers(stream.take(19)) == steps[19]
+    assert numbers(stream.take(13)) == steps[13]
+    assert numbers(stream.take(0)) == steps[0]
+    assert numbers(stream.take(17)) == steps[17]
+    assert streamed(tmp_path).state(3) == {}
+
+
+def test_a_resumed_stream_skips_the_files_before(tmp_path: Path) -> None:
+    """The state names the file and the row: a damaged earlier file is not read again."""
+    write_numbers(tmp_path, [range(20), range(20, 40)])
+    stream = streamed(tmp_path, shuffle=False)
+    stream.between(0, 30)
+    state = stream.state(30)
+    again = streamed(tmp_path, shuffle=False)
+    (tmp_path / "part-0.jsonl").write_text("damaged")
+    again.restore(state)
+    assert numbers(again.between(30, 40)) == list(range(30, 40))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow", "a.csv", "a.tsv", "a.txt", "a.txt.gz"]
+)
+def test_shards_give_the_rows_of_files(tmp_path: Path, name: str) -> None:
+    rows = [{"text": f"line {number}"} for number in range(700)]
+    path = tmp_path / name
+    if ".parquet" in name:
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
+    elif ".arrow" in name:
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=300)
+    else:
+        lines = [json.dumps(row) for row in rows] if "jsonl" in name else [row["text"] for row in rows]
+        content = "\n".join([*(["text"] if name[-3:] in ("csv", "tsv") else []), *lines]).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    ((shard,), _) = open_shards(str(path), "line")
+    expected = read_rows(str(path))
+    for first in (0, 1, 299, 300, 301, 699, 700):
+        found = list(shard.rows(first))
+        assert [row for _, row in found] == rows[first:]
+        assert [origin for origin, _ in found] == [expected.origin(number) for number in range(first, 700)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("a.jsonl", b'{"n": 1}\n{"n": \n', "invalid-json"),
+        ("a.jsonl", b'{"n": 1}\n[]\n', "invalid-row"),
+        ("a.csv", b"n,m\n1,2\n3\n", "invalid-csv"),
+        ("a.tsv", b"n\tm\n1\t2\n\xff\t3\n", "not-utf8"),
+        ("a.jsonl.gz", gzip.compress(b'{"n": 1}\n' * 1000)[:-20], "damaged-file"),
+        ("a.json", b"[]", "unsupported-format"),
+        ("a.jsonl", b"\n\n", "no-rows"),
+        ("a.jsonl", b"", "no-rows"),
+        ("a.parquet", b"PAR1 and more text, PAR1", "damaged-file"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "damaged-file"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes, code: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with refuses(code=code):
+        streamed(tmp_path / name).between(0, 2000)
+
+
+# --- bounded memory ---------------------------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    peaks = []
+    for files in (4, 40):
+        folder = write_numbers(
+            tmp_path / str(files), [range(i * 50, i * 50 + 50) for i in range(files)], text="x" * 2000
+        )
+        stream = streamed(folder)
+        tracemalloc.start()
+        for step in range(50 * files // 4):
+            stream.take(step)
+            assert stream.pools[0].resident_rows <= 8
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+# --- several sources, bad rows ----------------------------------------------------------------------------------------
+
+
+def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
+    write_numbers(tmp_path / "a", [range(30)])
+    write_numbers(tmp_path / "b", [range(100, 107)])
+    sources = [{"path": str(tmp_path / name), "weight": weight} for name, weight in (("a", 3), ("b", 1))]
+    stream = streamed(sources)
+    drawn = numbers(stream.between(0, 40))
+    for length in range(4, 41, 4):
+        assert sum(number >= 100 for number in drawn[:length]) == length // 4
+    assert Counter(number for number in drawn if number < 100) == Counter(range(30))
+    # Ten rows of the second source: each of its seven rows once before one repeats.
+    assert sorted([number for number in drawn if number >= 100][:7]) == list(range(100, 107))
+    again = streamed(sources)
+    again.restore(stream.state(24))
+    assert numbers(again.between(24, 40)) == drawn[24:]
+
+
+def test_bad_rows_are_refused_or_dropped_and_counted(tmp_path: Path) -> None:
+    write_numbers(tmp_path, [range(300)])
+    with (tmp_path / "part-0.jsonl").open("a") as file:
+        file.write('{"m": 1}\n{"n": -1}\n')
+    with refuses("part-0.jsonl line 301", "missing-column", remedy="data.bad_rows=drop"):
+        streamed(tmp_path).between(0, 400)
+    stream = streamed(tmp_path, bad_rows="drop")
+    assert sorted(numbers(stream.between(0, 300))) == list(range(300))
+    stream.between(300, 301)
+    progress = stream.progress(301, "train")
+    assert progress == {"train/epoch": 1.0, "data/streamed": 301.0, "data/dropped": 2.0, "data/truncated": 0.0}
+
+
+def test_bad_first_rows_are_refused_before_training(tmp_path: Path) -> None:
+    write_numbers(tmp_path, [range(300), [1]])
+    (tmp_path / "part-2.jsonl").write_text('{"m": 1}\n')
+    with refuses("part-2.jsonl line 1", "missing-column"):
+        streamed(tmp_path)
+
+
+def test_an_epoch_without_items_ends(tmp_path: Path) -> None:
+    write_numbers(tmp_path, [[1] * 256 + [-1] * 10])
+    data = Data.model_validate({"train": str(tmp_path), "streaming": True})
+    loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, lambda items: ())  # type: ignore[arg-type]
+    write_numbers(tmp_path, [[-1] * 10])
+    assert loaded.open_stream is not None
+    with refuses("part-0.jsonl", "no-rows", "10 were dropped"):
+        loaded.open_stream(4, 0, {}).take(0)
+
+
+def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
+    data = Data.model_validate({"train": str(write_numbers(tmp_path, [range(9)])), "streaming": True, "shuffle": False})
+
+    def check(items: Sequence[Example]) -> list[Problem]:
+        return [Problem(str(item.origin), "is 7", code="not-text") for item in items if item.ids[0] == 7]
+
+    loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, check)  # type: ignore[arg-type]
+    assert loaded.open_stream is not None
+    stream = loaded.open_stream(4, 0, {})
+    assert numbers(stream.take(0)) == [0, 1, 2, 3]
+    with refuses("line 8", "not-text"):
+        stream.take(1)
+
+
+# --- real readers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "prompts"])
+def test_streamed_items_equal_those_in_memory(tmp_path: Path, tiny_folder: Path, method: str) -> None:
+    from lockstep.data.dataset import load_rows
+
+    rows = [{"prompt": f"{n}+1?", "chosen": f"#### {n + 1}", "rejected": "no", "answer": str(n + 1)} for n in range(20)]
+    for part in range(2):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[part::2])
+        (tmp_path / f"{part}.jsonl").write_text(lines)
+    kind: type[LoadedRows[Any]] = PromptSet if method == "prompts" else Dataset
+    pairs = partial(RankingRows, read="response", several=False)
+    reader: Any = {"sft": SupervisedRows, "dpo": pairs, "prompts": PromptRows}[method]
+    data = Data.model_validate({"train": str(tmp_path), "streaming": True, "shuffle": False, "cache": "off"})
+    arguments = (kind, reader, data.train, data, load_tokenizer(str(tiny_folder)), 100)
+    memory, stream = load_rows(*arguments), stream_rows(*arguments, lambda items: ())
+    assert stream.open_stream is not None
+    found = stream.open_stream(5, 0, {}).between(0, 20)
+    assert found == list(memory.items)
+    assert (stream.streamed, stream.longest) == (True, 100)
