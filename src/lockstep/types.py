@@ -227,6 +227,8 @@ class Question:
     extra_info: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[dict[str, Any]] = ()
     """The JSON schemas of the tools that a response may call. The chat template renders these schemas."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row, such as `enable_thinking`."""
 
 
 @dataclass(frozen=True)

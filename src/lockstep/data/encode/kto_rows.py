@@ -86,14 +86,14 @@ class LabeledRows(ResponseRows):
         if isinstance(columns, RankingColumns):
             names, responses = pair_of(row, columns, origin)
             divided = self.encode.as_chats(*columns.divided(row, responses, names, origin), self.tally)
-            examples = self.encode(*divided, origin, columns.extra.tools_of(row, origin))
+            examples = self.encode(*divided, origin, columns.extra.inputs(row, origin))
             refuse_equal(examples, names)
             verdicts = [True, False]
         else:
             names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
             prompt, response = _answered(row, columns, origin)
             divided = divide(prompt, [response], names, origin)
-            examples = self.encode(*divided, origin, columns.extra.tools_of(row, origin))
+            examples = self.encode(*divided, origin, columns.extra.inputs(row, origin))
         kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
         self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
         return kept

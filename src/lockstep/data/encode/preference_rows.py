@@ -168,7 +168,7 @@ class RankingRows(ResponseRows):
         margin = _margin(row, columns, origin, used=self.read == "score")
         divided = columns.divided(row, responses, names, origin)
         beginning, answers = self.encode.as_chats(*divided, self.tally)
-        examples = self.encode(beginning, answers, origin, columns.extra.tools_of(row, origin))
+        examples = self.encode(beginning, answers, origin, columns.extra.inputs(row, origin))
         refuse_equal(examples, names)
         fitted = fit_responses(examples, names, self.limit, self.overlong)
         if fitted is None:

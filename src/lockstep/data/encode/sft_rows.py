@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.encode.chat import Tools
+from lockstep.data.encode.builtin_templates import BUILTIN
+from lockstep.data.encode.chat_text import TemplateInputs
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled
 from lockstep.data.encode.dialogue import SpecialText, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, written
@@ -34,6 +36,8 @@ PAIR_COLUMNS = (
     ("problem", "solution"),
 )
 TEXT_COLUMNS = ("text", "content")
+# Keys of the tally: chats, their trained turns, and other turns of the trained roles.
+_CHATS, _TRAINED, _LEFT = "chats", "trained turns", "other turns"
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Encoder:
         self.encoding = Encoding(tokenizer, data)
         self.columns = columns
         self.split_rows = self.special_rows = 0
+        self.tally: Counter[str] = Counter()
         self.special_text = SpecialText(tokenizer)
         if data.system and columns.shape == "text":
             raise Refusal.at(
@@ -124,13 +129,13 @@ class Encoder:
                 code="no-chat-template",
             )
 
-    def __call__(self, row: Row, origin: Origin) -> Example:
-        """Encodes a row as an example. The error for an invalid row names the row."""
+    def __call__(self, row: Row, origin: Origin) -> list[Example]:
+        """Encodes a row as one or more examples (`data.turns`). The error for an invalid row names the row."""
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)
             text = self._text(filled(row, self.columns.text, origin), self.columns.text, origin)
-            example = self.encoding.text(text, origin)
+            examples = [self.encoding.text(text, origin)]
         elif shape == "messages":
             extra, key = self.columns.extra, self.columns.messages
             messages = as_turns(filled(row, key, origin), key, origin)
@@ -141,28 +146,32 @@ class Encoder:
                     "set data.text_key to train on plain text, or write the messages as JSON",
                     code="invalid-chat",
                 )
-            example = self._chat(extra.chat(messages, row, origin), origin, extra.tools_of(row, origin))
+            examples = self._chat(extra.chat(messages, row, origin), origin, extra.inputs(row, origin))
         else:
-            example = self._pair(row, origin)
-        return self.encoding.checked(example)
+            examples = self._pair(row, origin)
+        return [self.encoding.checked(example) for example in examples]
 
-    def _chat(self, messages: Any, origin: Origin, tools: Tools) -> Example:
-        example, split = self.encoding.chat(messages, origin, tools)
+    def _chat(self, messages: Any, origin: Origin, inputs: TemplateInputs) -> list[Example]:
+        encoded = self.encoding.chat(messages, origin, inputs)
         self.special_rows += self.special_text.inside([messages])
-        self.split_rows += split
-        return example
+        self.split_rows += any(one.split for one in encoded)
+        trained = sum(len(one.spans.trained) for one in encoded)
+        possible = sum(message["role"] in self.encoding.train_roles for message in messages)
+        self.tally.update({_CHATS: 1, _TRAINED: trained, _LEFT: max(0, possible - trained)})
+        self.tally.update({version: 1 for one in encoded[:1] if (version := one.spans.version)})
+        return [one.example for one in encoded]
 
-    def _pair(self, row: Row, origin: Origin) -> Example:
+    def _pair(self, row: Row, origin: Origin) -> list[Example]:
         columns, extra = self.columns, self.columns.extra
         question = extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
         response = as_turns(filled(row, columns.response, origin), columns.response, origin)
-        tools = extra.tools_of(row, origin)
-        if isinstance(question, str) and isinstance(response, str) and not tools and not self.encoding.templated:
-            return self.encoding.joined(question, response, origin)
+        inputs = extra.inputs(row, origin)
+        if isinstance(question, str) and isinstance(response, str) and not inputs and not self.encoding.templated:
+            return [self.encoding.joined(question, response, origin)]
         prompt = as_chat(written(question, self.encoding.prompt_format, origin))
         # A response that is itself a list of messages continues the prompt's chat.
         answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-        return self._chat([*prompt, *answer], origin, tools)
+        return self._chat([*prompt, *answer], origin, inputs)
 
     def _text(self, value: Any, key: str, origin: Origin) -> str:
         if not isinstance(value, str):
@@ -181,6 +190,14 @@ class SupervisedRows:
         self.limit, self.overlong = limit, finder.data.overlong
 
     @property
+    def tally(self) -> Counter[str]:
+        return self.encoder.tally
+
+    @tally.setter
+    def tally(self, tally: Counter[str]) -> None:
+        self.encoder.tally = tally
+
+    @property
     def split_rows(self) -> int:
         return self.encoder.split_rows
 
@@ -193,12 +210,30 @@ class SupervisedRows:
         return self.encoder.encoding.unseparated
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
-        full = self.encoder(row, origin)
+        return [self._fitted(full) for full in self.encoder(row, origin)]
+
+    def _fitted(self, full: Example) -> Kept[Example] | None:
         example = fit(full, self.limit, self.overlong)
         if example is None:
-            return [None]
-        return [Kept.of(example, len(example) < len(full), (last_trained(full),))]
+            return None
+        return Kept.of(example, len(example) < len(full), (last_trained(full),))
 
     def found(self) -> str:
         columns = self.encoder.columns
-        return f"{columns}{self.finder.unread(*columns.names)}"
+        return f"{columns}{self.finder.unread(*columns.names)}{self._turns()}"
+
+    def _turns(self) -> str:
+        """Describes which turns are trained, unless each chat has one turn and all of them are trained."""
+        tally, data = self.tally, self.finder.data
+        said = ""
+        if tally[_TRAINED] != tally[_CHATS] or tally[_LEFT]:
+            roles = "" if data.train_roles == ["assistant"] else f" of {', '.join(data.train_roles)}"
+            each = ", one sequence per turn (data.turns=each)" if data.turns == "each" else ""
+            said += f"; {tally[_TRAINED]:,} turns{roles} trained{each}"
+            said += f", {tally[_LEFT]:,} not (weight 0, or data.turns=last)" if tally[_LEFT] else ""
+        for name in BUILTIN:
+            if tally[name]:
+                rewritten = "only this version" if data.turns != "all" else "the tokenizer's template"
+                reason = "keeps the reasoning of a turn" if data.turns != "all" else "changes earlier turns"
+                said += f"; {tally[name]:,} rows in the append-only template {name}, because {rewritten} {reason}"
+        return said
