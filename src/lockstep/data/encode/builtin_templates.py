@@ -91,6 +91,15 @@ def _version_of(template: str, special: tuple[tuple[str, Any], ...]) -> str | No
     return None
 
 
+def version_note(rows: Mapping[str, int], *, turns: str = "all") -> str:
+    """Describes for the data report how many rows each append-only version rendered; `rows` has other keys, too."""
+    why = "the tokenizer's template changes earlier turns"
+    if turns != "all":
+        why = "the tokenizer's template does not render the trained turn as it is generated"
+    named = (f"{rows[name]:,} rows use the append-only template {name}" for name in BUILTIN if rows.get(name))
+    return "".join(f"; {text}, because {why}" for text in named)
+
+
 def same_without_thoughts(one: str, other: str) -> bool:
     """Returns whether two renderings of a chat differ only in `<think>` blocks and white space."""
     return "".join(_BLOCK.sub("", one).split()) == "".join(_BLOCK.sub("", other).split())

@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lockstep.data.encode.builtin_templates import BUILTIN, append_only_version, builtin_text, same_without_thoughts
-from lockstep.data.encode.chat_text import NO_INPUTS, ChatText, TemplateInputs, refused_by_template
+from lockstep.data.encode.chat_text import NO_INPUTS, ChatText, TemplateInputs, refuse_unused, refused_by_template
 from lockstep.data.encode.messages import REASONING, as_written
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
-from lockstep.data.encode.template_refusals import not_after_prompt, refuse_changed_turn, rewritten_later
+from lockstep.data.encode.template_refusals import LATER, not_after_prompt, refuse_changed_turn, rewritten_later
 from lockstep.data.encode.trained_tokens import Spans
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
@@ -49,27 +49,33 @@ def render_chat(
     *,
     roles: Sequence[str] = ASSISTANT,
     append_only: bool = False,
+    remedy: str = LATER,
 ) -> Spans:
     """Renders a chat that passed `check_messages`. Each trained message must appear unchanged in the text.
 
     If the tokenizer's template changes a trained turn, and `append_only` is set, the chat is rendered with the built-in
-    append-only version of the template.
+    append-only version of the template. `remedy` is the advice if a template changes a turn when later ones follow.
     """
+    given = (tokenizer, messages, origin, inputs, roles)
+    version = append_only_version(tokenizer) if append_only else None
+    if version is None:
+        return _rendered(*given, remedy=remedy)
     try:
-        return _rendered(tokenizer, messages, origin, inputs, roles)
+        return _rendered(*given, remedy=None)
     except Refusal as refusal:
-        version = append_only_version(tokenizer) if append_only else None
-        if version is None or refusal.problems[0].code not in _REWRITTEN:
+        if refusal.problems[0].code not in _REWRITTEN:
             raise
-        original = refusal
+    spans = None
     try:
-        spans = _rendered(tokenizer, messages, origin, inputs, roles, version)
+        spans = _rendered(*given, version, remedy)
     except Refusal as refusal:
-        raise (refusal if refusal.problems[0].code in _REWRITTEN else original) from None
-    if BUILTIN[version].rewrites == "thoughts":
-        text = ChatText(tokenizer, messages, origin, inputs).upto(len(messages), open_turn=False)
-        if not same_without_thoughts(text, spans.text):
-            raise original  # the tokenizer's template has a feature that its append-only version lacks
+        if refusal.problems[0].code in _REWRITTEN:
+            raise
+    original = ChatText(tokenizer, messages, origin, inputs).upto(len(messages), open_turn=False)
+    moves = BUILTIN[version].rewrites == "system"
+    if spans is None or not (moves or same_without_thoughts(original, spans.text)):
+        # The tokenizer's template has a feature that its append-only version lacks, so its refusal is reported.
+        return _rendered(*given, remedy=remedy)
     return spans
 
 
@@ -103,7 +109,7 @@ def render_turn(
             raise not_after_prompt(tokenizer, messages, origin, inputs, where=where)
         text = before + turn
     spans = Spans(text, ((len(before), len(text)),), version=version)
-    refuse_changed_turn(tokenizer, messages, index, spans.text, spans.trained[0], origin)
+    refuse_changed_turn(tokenizer, messages, index, (text, len(before), len(text)), origin, inputs)
     refuse_dropped_by_template(spans.text, messages, inputs.tools, origin)
     return spans
 
@@ -136,17 +142,19 @@ def _rendered(
     inputs: TemplateInputs,
     roles: Sequence[str],
     version: str = "",
+    remedy: str | None = LATER,
 ) -> Spans:
-    numbers = trained_messages(messages, roles)
-    if not version and tuple(roles) == ASSISTANT and has_markers(tokenizer):
+    """Renders a chat with the tokenizer's template or its append-only version. Without `remedy`, a refusal of a turn
+    that the template changes gives no advice, because finding advice takes time."""
+    numbers, template = trained_messages(messages, roles), builtin_text(version) if version else None
+    marked = not version and tuple(roles) == ASSISTANT and has_markers(tokenizer)
+    if marked:
         text, spans = _by_markers(tokenizer, messages, origin, inputs)
     else:
-        template = builtin_text(version) if version else None
-        text, spans = _by_prefixes(tokenizer, messages, origin, inputs, numbers, template)
+        text, spans = _by_prefixes(tokenizer, messages, origin, inputs, numbers, template, remedy)
     for number, span in zip(numbers, spans, strict=True):
-        refuse_changed_turn(tokenizer, messages, number, text, span, origin)
+        refuse_changed_turn(tokenizer, messages, number, (text, *span), origin, inputs, template)
     refuse_dropped_by_template(text, messages, inputs.tools, origin)
-    marked = not version and tuple(roles) == ASSISTANT and has_markers(tokenizer)
     return Spans(text, tuple(sorted(spans)), marked, version)
 
 
@@ -227,6 +235,7 @@ def _by_markers(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template()
+    refuse_unused(template, inputs.arguments, origin)
     try:
         texts, spans = render_jinja_template(
             [as_written(tokenizer, messages, template)],
@@ -255,6 +264,7 @@ def _by_prefixes(
     inputs: TemplateInputs,
     numbers: Sequence[int],
     template: str | None,
+    remedy: str | None,
 ) -> Found:
     chat = ChatText(tokenizer, messages, origin, inputs, template)
     text = chat.upto(len(messages), open_turn=False)
@@ -265,10 +275,10 @@ def _by_prefixes(
             continue
         before = chat.upto(i, open_turn=True)
         after = text if i + 1 == len(messages) else chat.upto(i + 1, open_turn=False)
-        if not after.startswith(before):
+        if not (after.startswith(before) and text.startswith(after)):
+            if remedy is None or after.startswith(before):
+                raise rewritten_later(i + 1, origin, remedy or "")
             raise not_after_prompt(tokenizer, messages[: i + 1], origin, inputs, template)
-        if not text.startswith(after):
-            raise rewritten_later(i + 1, origin)
         spans.append((len(before), len(after)))
     return text, spans
 

@@ -176,6 +176,34 @@ def _fast_template(template: str) -> _FastTemplate | None:
         return None  # `apply_chat_template` reports the error
 
 
+_MARK = "Zq0Xk0Zq"
+
+
+def messages_after_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    origin: Origin,
+    inputs: TemplateInputs = NO_INPUTS,
+) -> str:
+    """Renders messages that follow an assistant turn, and the generation prompt. The text begins after the end token of
+    the assistant turn.
+
+    Tokens of this text can be appended to generated tokens, also if the template would change the earlier turns.
+    """
+    turn: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    chat = [*turn, *messages]
+    rest = ChatText(tokenizer, chat, origin, inputs).upto(len(chat), open_turn=True).partition(_MARK)[2]
+    ends = [token for token in tokenizer.all_special_tokens if token and rest.startswith(token)]
+    if not ends:
+        raise Refusal.at(
+            origin,
+            "the chat template does not end an assistant turn with a special token, so no messages can be appended",
+            "append text with generate.encode, or use another template (data.template)",
+            code="no-end-token",
+        )
+    return rest[len(max(ends, key=len)) :]
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],

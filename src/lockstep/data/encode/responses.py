@@ -19,6 +19,11 @@ DIALOGUES = "dialogues"
 """Key under which a row reader's `tally` counts the dialogues that `as_chats` converted to chats."""
 
 
+_SHORTER = (
+    "move all turns of the response but the last into the prompt, or use a template that only appends (data.template)"
+)
+
+
 class ResponseEncoder:
     """Encodes prompts and responses to examples in which only the response is trained."""
 
@@ -28,8 +33,14 @@ class ResponseEncoder:
         self.special_text = SpecialText(encoding.tokenizer)
 
     def __call__(
-        self, prompt: Turns, responses: Sequence[Turns], origin: Origin, inputs: TemplateInputs = NO_INPUTS
+        self,
+        prompt: Turns,
+        responses: Sequence[Turns],
+        origin: Origin,
+        inputs: TemplateInputs = NO_INPUTS,
+        tally: Counter[str] | None = None,
     ) -> list[Example]:
+        """Encodes the responses to a prompt. Counts the append-only templates that are used in `tally`."""
         texts = all(isinstance(turns, str) for turns in (prompt, *responses))
         if texts and not inputs and not self.encoding.templated:
             before = self.encoding.unseparated
@@ -37,7 +48,10 @@ class ResponseEncoder:
             self.unseparated_rows += self.encoding.unseparated > before
         else:
             prompt = written(prompt, self.encoding.prompt_format, origin)
-            examples = self._rendered(prompt, responses, origin, inputs)
+            spans = self._all_spans(prompt, responses, origin, inputs)
+            if tally is not None:
+                tally.update({version for one in spans if (version := one.version)})
+            examples = self._rendered(spans, origin)
             self.special_rows += self.special_text.inside([prompt, *responses])
         return [self.encoding.checked(example) for example in examples]
 
@@ -53,12 +67,14 @@ class ResponseEncoder:
     def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
         return [self.encoding.joined(str(prompt), str(response), origin) for response in responses]
 
-    def _rendered(
+    def _all_spans(
         self, prompt: Turns, responses: Sequence[Turns], origin: Origin, inputs: TemplateInputs
-    ) -> list[Example]:
+    ) -> list[Spans]:
         self.encoding.need_template(origin)
+        return [self._spans(as_chat(prompt), _answer(response), origin, inputs) for response in responses]
+
+    def _rendered(self, rendered: Sequence[Spans], origin: Origin) -> list[Example]:
         tokenizer = self.encoding.tokenizer
-        rendered = [self._spans(as_chat(prompt), _answer(response), origin, inputs) for response in responses]
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
@@ -95,7 +111,9 @@ class ResponseEncoder:
         else:
             # A weight of 0 excludes the prompt's assistant turns from the loss, so only the answer is trained.
             earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
-            spans = render_chat(tokenizer, [*earlier, *answer], origin, inputs, append_only=append_only)
+            spans = render_chat(
+                tokenizer, [*earlier, *answer], origin, inputs, append_only=append_only, remedy=_SHORTER
+            )
         before = spans.text[: spans.trained[0][0]]
         if not spans.version:
             before = render_prompt(tokenizer, prompt, origin, inputs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.encode.builtin_templates import BUILTIN
+from lockstep.data.encode.builtin_templates import version_note
 from lockstep.data.encode.chat_text import TemplateInputs
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled
 from lockstep.data.encode.dialogue import SpecialText, as_turns
@@ -158,7 +158,7 @@ class Encoder:
         trained = sum(len(one.spans.trained) for one in encoded)
         possible = sum(message["role"] in self.encoding.train_roles for message in messages)
         self.tally.update({_CHATS: 1, _TRAINED: trained, _LEFT: max(0, possible - trained)})
-        self.tally.update({version: 1 for one in encoded[:1] if (version := one.spans.version)})
+        self.tally.update({version for one in encoded if (version := one.spans.version)})
         return [one.example for one in encoded]
 
     def _pair(self, row: Row, origin: Origin) -> list[Example]:
@@ -231,9 +231,4 @@ class SupervisedRows:
             each = ", one sequence per turn (data.turns=each)" if data.turns == "each" else ""
             said += f"; {tally[_TRAINED]:,} turns{roles} trained{each}"
             said += f", {tally[_LEFT]:,} not (weight 0, or data.turns=last)" if tally[_LEFT] else ""
-        for name in BUILTIN:
-            if tally[name]:
-                rewritten = "only this version" if data.turns != "all" else "the tokenizer's template"
-                reason = "keeps the reasoning of a turn" if data.turns != "all" else "changes earlier turns"
-                said += f"; {tally[name]:,} rows in the append-only template {name}, because {rewritten} {reason}"
-        return said
+        return said + version_note(tally, turns=data.turns)

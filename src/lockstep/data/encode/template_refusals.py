@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 _KEEPS = "use a template that keeps the reasoning of assistant turns (data.template, a .jinja file)"
 _ALIKE = "use a template that begins the assistant's turn with its generation prompt (data.template)"
+LATER = (
+    "set data.turns=each to train each assistant turn in the context in which it is generated, data.turns=last to "
+    "train only the last turn, or use a template that only appends (data.template)"
+)
 _CLOSE = "</think>"
 
 
-def rewritten_later(number: int, origin: Origin) -> Refusal:
+def rewritten_later(number: int, origin: Origin, remedy: str) -> Refusal:
     return Refusal.at(
         origin,
         f"the chat template renders message {number} differently once later messages follow, "
         "so its trained text cannot be found",
-        "set data.turns=each to train each assistant turn in the context in which it is generated, data.turns=last to "
-        "train only the last turn, or use a template that only appends (data.template)",
+        remedy,
         code="template-unstable",
     )
 
@@ -46,8 +49,8 @@ def not_after_prompt(
         """Returns the text before the turn without and with the generation prompt, and the text with the turn."""
         chat = ChatText(tokenizer, [*messages[:-1], turn], origin, inputs, template)
         count = len(messages) - 1
-        prompts = (chat.upto(count, open_turn=opens) for opens in (False, True))
-        return (*prompts, chat.upto(count + 1, open_turn=False))
+        closed, before = chat.upto(count, open_turn=False), chat.upto(count, open_turn=True)
+        return closed, before, chat.upto(count + 1, open_turn=False)
 
     def works(turn: Message = turn, inputs: TemplateInputs = inputs, template: str | None = template) -> bool:
         _, before, after = rendered(turn, inputs, template)
@@ -58,17 +61,18 @@ def not_after_prompt(
     opening = before[same:]
     thinks = TemplateInputs(inputs.tools, {**inputs.arguments, "enable_thinking": True})
     version = append_only_version(tokenizer) if template is None else None
+    openings = [opening, *([f"{opening}?\n{_CLOSE}\n\n"] if "<think>" in opening else [])]
     why = f"the generation prompt of the chat template ends with {opening!r}, but {where} is rendered without it"
     if same < len(closed):
         why = f"the chat template renders the messages before {where} differently when its text follows"
     if _can_think(tokenizer, template) and works(inputs=thinks):
         why = f"the template argument enable_thinking is not true, but {where} has reasoning"
-        remedy = "set enable_thinking to true for the row, or remove the reasoning"
+        remedy = "set enable_thinking to true (in the row, or data.template_arguments), or remove the reasoning"
     elif version is not None and works(template=builtin_text(version)):
         remedy = f"set data.template={version}, which only appends and keeps the reasoning of assistant turns"
     elif same < len(closed):
         remedy = "use a template that only appends (data.template)"
-    elif opening.strip() not in content and works({**turn, "content": opening + content}):
+    elif opening.strip() not in content and all(works({**turn, "content": text + content}) for text in openings):
         remedy = f"begin the answer with {opening!r}, or use a template with the same text in both (data.template)"
     else:
         remedy = _KEEPS if "<think>" in before[same - len("<think>") :] else _ALIKE
@@ -83,33 +87,48 @@ def refuse_changed_turn(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     index: int,
-    text: str,
-    span: tuple[int, int],
+    spans: tuple[str, int, int],
     origin: Origin,
+    inputs: TemplateInputs,
+    template: str | None = None,
 ) -> None:
-    """Raises a `Refusal` if the trained text of a message lacks its content, its reasoning or a tool call."""
-    turn = messages[index]
+    """Raises a `Refusal` if the trained text of a message lacks its content, its reasoning or a tool call.
+
+    `spans` is the text of the chat, and where the trained text of the message begins and ends.
+    """
+    turn, (text, start, end) = messages[index], spans
     if turn["role"] != "assistant":
         return
     number = sum(message["role"] == "assistant" for message in messages[: index + 1])
     where = f"assistant turn {number} (message {index + 1})"
-    if not contains_turn(text, *span, turn):
-        stripped = _CLOSE in str(turn["content"]) and _CLOSE not in text[slice(*span)]
+    if not contains_turn(text, start, end, turn):
+        stripped = _CLOSE in str(turn["content"]) and _CLOSE not in text[start:end]
         raise Refusal.at(
             origin,
             f"the chat template drops or changes {where}" + (": it strips the reasoning" if stripped else ""),
             _KEEPS if stripped else "use a template that renders assistant content as it is (data.template)",
             code="template-changes-chat",
         )
-    dropped = dropped_by_template(turn, text[slice(*span)])
+    dropped = dropped_by_template(turn, text[start:end])
     if dropped:
-        written = ", write it as <think>...</think> into the content" if dropped in turn else ""
+        written = _with_thought(turn, dropped)
+        chat = ChatText(tokenizer, [*messages[:index], written], origin, inputs, template)
+        shown = chat.upto(index + 1, open_turn=False)
+        helps = dropped in turn and contains_turn(shown, 0, len(shown), written)
         raise Refusal.at(
             origin,
             f"the chat template drops the {dropped} from the trained text of {where}",
-            f"use a template that renders it (data.template){written}, or remove it from the row",
+            "use a template that renders it (data.template)"
+            + (", write it as <think>...</think> into the content" if helps else "")
+            + ", or remove it from the row",
             code="template-changes-chat",
         )
+
+
+def _with_thought(turn: Message, key: str) -> Message:
+    """Returns the turn with its reasoning inside its content."""
+    content = f"<think>\n{turn.get(key)}\n</think>\n\n{turn['content']}"
+    return {**{name: value for name, value in turn.items() if name != key}, "content": content}
 
 
 def contains_turn(text: str, start: int, end: int, turn: Message) -> bool:
