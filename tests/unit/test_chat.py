@@ -120,7 +120,10 @@ def test_a_token_across_the_border_is_split_as_generation_would(tiny_folder):
             "{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
             "renders the messages before message 3 .assistant. differently",
         ),
-        ("{{ raise_exception('system role not supported') }}", "refuses this chat: system role not supported"),
+        (
+            "{{ raise_exception('system role not supported') }}",
+            "refuses this chat at message 2: system role",
+        ),
     ],
 )
 def test_templates_that_lose_the_assistant_are_refused(tokenizer, template, reason):

@@ -12,11 +12,14 @@ from conversations import Conversation, conversations, rendered
 from lockstep.data.encode.builtin_templates import BUILTIN, append_only_version, builtin_text, same_without_thoughts
 from lockstep.data.encode.chat_template import with_template
 from lockstep.data.encode.chat_text import TemplateInputs, messages_after_turn
+from lockstep.data.encode.prompt_rows import prompt_ids
 from lockstep.errors import Refusal
+from lockstep.functions import register_callable
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.recipe_checks import TEMPLATES
-from lockstep.types import Origin
+from lockstep.rollout.rollout_function import Canned, FunctionEngine, Generate, message_encoder
+from lockstep.types import ROLLOUT_FUNCTION, Origin, Prompt, Question, Request, Sampling
 from original_templates import ORIGINALS, QWEN3, SPECIAL
 from refusals import refuses
 
@@ -152,6 +155,44 @@ def test_appended_messages_are_what_the_template_writes(tokenizer: Any, template
                 compared += 1
         assert ids == tokenizer(ours.text.removesuffix("\n"))["input_ids"]
     assert compared > 60
+
+
+@pytest.mark.parametrize("template", [QWEN3, builtin_text("qwen3")], ids=["original", "built-in"])
+def test_a_rollout_of_several_turns_is_the_append_only_chat(tokenizer: Any, template: str) -> None:
+    """The engine's tokens are kept, so every one of them has the log-prob with which it was sampled."""
+    tokenizer.chat_template = template
+    said = "<think>\nr\n</think>\n\nB<|im_end|>"
+    between = [[{"role": "tool", "content": "19"}], [{"role": "user", "content": "more"}]]
+
+    def rollout(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        ids, trained = [], []
+        for messages in [*between, []]:
+            turn = generate([*prompt.ids, *ids])
+            added = generate.encode_messages(messages) if messages else []
+            ids += turn.ids + added
+            trained += [1] * len(turn.ids) + [0] * len(added)
+        return ids, trained
+
+    question = Question("s", [{"role": "user", "content": "a"}], "", ORIGIN)
+    prompt = prompt_ids(tokenizer, question)
+    engine = FunctionEngine(
+        Canned(tokenizer(said)["input_ids"]),
+        register_callable(ROLLOUT_FUNCTION, rollout),
+        lambda text: tokenizer(text)["input_ids"],
+        tokenizer.decode,
+        len(tokenizer),
+        60,
+        tolerant=False,
+        encode_messages=message_encoder(tokenizer),
+    )
+    (made,) = engine.generate([Request(prompt, 0, question=question)], Sampling(500))
+    answer = {"role": "assistant", "content": "<think>r</think>B"}
+    chat = [*question.prompt, answer, *between[0], answer, *between[1], answer]
+    whole = rendered(builtin_text("qwen3"), Conversation(chat), special("qwen3"))
+    assert whole is not None
+    assert tokenizer.decode([*prompt, *made.ids]) == whole.text.removesuffix("\n")
+    assert [*prompt, *made.ids] == tokenizer(whole.text.removesuffix("\n"))["input_ids"]
+    assert made.loss_mask.count(1) == 3 * len(tokenizer(said)["input_ids"])
 
 
 def test_messages_need_an_end_token_before_them(tokenizer: Any) -> None:

@@ -19,7 +19,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin
-from original_templates import CHATML, DEEPSEEK_R1, MISTRAL, QWEN3, QWEN25, QWEN35_NOTHINK
+from original_templates import CHATML, DEEPSEEK_R1, GEMMA, MISTRAL, QWEN3, QWEN25, QWEN35_NOTHINK
 from refusals import refuses
 
 ORIGIN = Origin("rows.jsonl", 7)
@@ -363,3 +363,10 @@ def test_a_named_template_is_used_as_it_is_and_its_version_is_advised(rows: Rows
     row = chat(user("a"), bot("<think>r</think>B"))
     assert "set data.template=deepseek-r1" in refused(rows, DEEPSEEK_R1, row, template="own.jinja")
     assert rows(builtin_text("deepseek-r1"), row, template="deepseek-r1") == rows(DEEPSEEK_R1, row)
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+def test_a_template_that_fails_names_the_message(rows: Rows, marks: str) -> None:
+    row = chat({"role": "system", "content": "S"}, user("a"), bot("B"), user("c"), user("d"), bot("E"))
+    told = refused(rows, GEMMA.replace("bos_token }}", f"bos_token }}}}{marks}"), row)
+    assert "[template-error]: the chat template refuses this chat at message 5: roles must alternate" in told

@@ -245,7 +245,8 @@ def _by_markers(
             **{**tokenizer.special_tokens_map, **inputs.arguments},
         )
     except Exception as error:  # a template is a program, and may fail in any way
-        raise refused_by_template(error, origin) from error
+        number = ChatText(tokenizer, messages, origin, inputs).first_refused()
+        raise refused_by_template(error, origin, number) from error
     turns = [message for message in messages if message["role"] == "assistant"]
     if len(spans[0]) != len(turns):
         raise Refusal.at(

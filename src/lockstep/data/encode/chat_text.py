@@ -17,7 +17,8 @@ from lockstep.types import Message, Origin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Names that a row must not pass to its chat template: lockstep or other columns of the row set them.
+# Names that a row or a request must not pass to a chat template: they are no variables, or other columns or keys set
+# them.
 RESERVED = frozenset(
     {"messages", "conversation", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
@@ -82,17 +83,32 @@ class ChatText:
 
     def _apply_template(self, messages: list[Message], open_turn: bool) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=list(self._inputs.tools) or None,
-                chat_template=self._replaced,
-                tokenize=False,
-                add_generation_prompt=open_turn,
-                **self._inputs.arguments,
-            )
+            return self._call_template(messages, open_turn=open_turn)
         except Exception as error:  # a template is a program, and may fail in any way
-            raise refused_by_template(error, self._origin) from error
+            raise refused_by_template(error, self._origin, self.first_refused()) from error
+
+    def _call_template(self, messages: list[Message], *, open_turn: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=list(self._inputs.tools) or None,
+            chat_template=self._replaced,
+            tokenize=False,
+            add_generation_prompt=open_turn,
+            **self._inputs.arguments,
+        )
         return text
+
+    def first_refused(self) -> int:
+        """Returns the number of the first message with which the template fails, beginning with the first user
+        message."""
+        roles = [str(message["role"]) for message in self._messages]
+        first = roles.index("user") + 1 if "user" in roles else 1
+        for count in range(first, len(roles)):
+            try:
+                self._call_template(self._messages[:count], open_turn=False)
+            except Exception:  # noqa: BLE001 - the caller reports the error
+                return count
+        return len(roles)
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, inputs: TemplateInputs, origin: Origin) -> str:
@@ -103,8 +119,9 @@ def template_of(tokenizer: PreTrainedTokenizerBase, inputs: TemplateInputs, orig
         raise refused_by_template(error, origin) from error
 
 
-def refused_by_template(error: Exception, origin: Origin) -> Refusal:
-    why = f"the chat template refuses this chat: {error}"
+def refused_by_template(error: Exception, origin: Origin, number: int = 0) -> Refusal:
+    """Returns the refusal of a chat for which the template fails. `number` is the message at which it fails."""
+    why = f"the chat template refuses this chat{f' at message {number}' if number else ''}: {error}"
     return Refusal.at(
         origin, why, "fix or remove the row, or use another template (data.template)", code="template-error"
     )

@@ -105,7 +105,8 @@ def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> d
             )
         if value and role != "assistant" and key in ("train", "training"):
             why = f"message {number} ({role}) is marked as trained ({key}), but only assistant turns are trained"
-            raise Refusal.at(origin, why, f"set {key} to false or remove it", code="invalid-turn-weight")
+            remedy = f"set {key} to false or remove it; data.train_roles trains all messages of a role"
+            raise Refusal.at(origin, why, remedy, code="invalid-turn-weight")
     weights = set(map(int, flags.values()))
     if len(weights) > 1:
         raise Refusal.at(
