@@ -103,11 +103,23 @@ def test_each_turn_is_trained_in_the_context_of_its_generation(rows: Rows) -> No
 
 def test_the_last_turn_alone(rows: Rows) -> None:
     assert rows(QWEN3, chat(*TWO, user("bye")), turns="last") == [LAST]
-    assert rows.reader.found() == "messages (messages); 1 turns trained, 1 not (weight 0, or data.turns=last)"
+    assert rows.reader.found() == (
+        "messages (messages); 1 turns trained, 1 not (weight 0, data.turns=last, or a row that is too long)"
+    )
     # A turn of weight 0 is not trained, and is not the last one.
     assert rows(QWEN3, chat(*TWO[:3], TWO[3] | {"weight": 0}), turns="last") == [FIRST]
     with refuses("rows.jsonl row 7", "no-trained-token"):
         rows(QWEN3, chat(user("a"), bot("b", weight=0)), turns="last")
+
+
+def test_turns_of_rows_that_are_too_long_are_not_counted_as_trained(rows: Rows) -> None:
+    long = chat(user("a"), bot("b"), user("c"), bot("d" * 5000))
+    rows(QWEN3, long, chat(*TWO), turns="each", overlong="drop")
+    assert "; 3 turns trained, one sequence per turn (data.turns=each), 1 not" in rows.reader.found()
+    rows(CHATML, long, chat(user("a"), bot("b")), overlong="drop")
+    assert "; 1 turns trained, 2 not" in rows.reader.found()
+    rows(CHATML, chat(user("a"), bot("b"), user("c" * 5000), bot("d")), overlong="truncate_right")
+    assert "; 1 turns trained, 1 not" in rows.reader.found()
 
 
 @pytest.mark.parametrize("turns", ["each", "last"])

@@ -36,8 +36,8 @@ PAIR_COLUMNS = (
     ("problem", "solution"),
 )
 TEXT_COLUMNS = ("text", "content")
-# Keys of the tally: chats, their trained turns, and other turns of the trained roles.
-_CHATS, _TRAINED, _LEFT = "chats", "trained turns", "other turns"
+# Keys of the tally: chats, their messages of the trained roles, and how many of these messages are trained.
+_CHATS, _TURNS, _TRAINED = "chats", "turns", "trained turns"
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,7 @@ class Encoder:
         encoded = self.encoding.chat(messages, origin, inputs)
         self.special_rows += self.special_text.inside([messages])
         self.split_rows += any(one.split for one in encoded)
-        trained = sum(len(one.spans.trained) for one in encoded)
-        possible = sum(message["role"] in self.encoding.train_roles for message in messages)
-        self.tally.update({_CHATS: 1, _TRAINED: trained, _LEFT: max(0, possible - trained)})
+        self.tally.update({_CHATS: 1, _TURNS: sum(turn["role"] in self.encoding.train_roles for turn in messages)})
         self.tally.update({version for one in encoded if (version := one.spans.version)})
         return [one.example for one in encoded]
 
@@ -210,7 +208,11 @@ class SupervisedRows:
         return self.encoder.encoding.unseparated
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
-        return [self._fitted(full) for full in self.encoder(row, origin)]
+        chats = self.tally[_CHATS]
+        kept = [self._fitted(full) for full in self.encoder(row, origin)]
+        if self.tally[_CHATS] > chats:
+            self.tally[_TRAINED] += sum(_trained_turns(one.item) for one in kept if one is not None)
+        return kept
 
     def _fitted(self, full: Example) -> Kept[Example] | None:
         example = fit(full, self.limit, self.overlong)
@@ -225,10 +227,16 @@ class SupervisedRows:
     def _turns(self) -> str:
         """Describes which turns are trained, unless each chat has one turn and all of them are trained."""
         tally, data = self.tally, self.finder.data
-        said = ""
-        if tally[_TRAINED] != tally[_CHATS] or tally[_LEFT]:
+        said, left = "", tally[_TURNS] - tally[_TRAINED]
+        if tally[_TURNS] != tally[_CHATS] or left:
             roles = "" if data.train_roles == ["assistant"] else f" of {', '.join(data.train_roles)}"
             each = ", one sequence per turn (data.turns=each)" if data.turns == "each" else ""
             said += f"; {tally[_TRAINED]:,} turns{roles} trained{each}"
-            said += f", {tally[_LEFT]:,} not (weight 0, or data.turns=last)" if tally[_LEFT] else ""
+            said += f", {left:,} not (weight 0, data.turns=last, or a row that is too long)" if left else ""
         return said + version_note(tally, turns=data.turns)
+
+
+def _trained_turns(example: Example) -> int:
+    """Returns the number of trained messages. Between two of them are tokens of the template, which are not trained."""
+    mask = bytes(example.loss_mask)
+    return mask.count(b"\0\1") + mask.startswith(b"\1")
