@@ -227,6 +227,8 @@ class Question:
     extra_info: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[dict[str, Any]] = ()
     """The JSON schemas of the tools that a response may call. The chat template renders these schemas."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row, such as `enable_thinking`."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The columns of the row, with its prompt as `prompt`, for a reward function with TRL's signature. Empty if no
     reward reads the columns."""

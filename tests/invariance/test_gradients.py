@@ -34,7 +34,7 @@ def encoded(tokenizer) -> list:
     from lockstep.types import Origin
 
     encoder = Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(train=["unused"]))
-    return [encoder(row, Origin("rows", i)) for i, row in enumerate(chat_rows(8))]
+    return [encoder(row, Origin("rows", i))[0] for i, row in enumerate(chat_rows(8))]
 
 
 def plain_transformers(tiny_folder: Path) -> tuple[float, dict]:

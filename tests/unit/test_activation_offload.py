@@ -47,7 +47,7 @@ def batches(folder: Path) -> dict[bool, MicroBatch]:
     encoder = Encoder(
         load_tokenizer(str(folder)), SupervisedColumns("messages", messages="messages"), Data(train=["-"])
     )
-    rows = [encoder(row, Origin("rows", i)) for i, row in enumerate(chat_rows(6))]
+    rows = [encoder(row, Origin("rows", i))[0] for i, row in enumerate(chat_rows(6))]
     return {packed: micro_batch(rows, packed=packed, pad_id=0) for packed in (True, False)}
 
 

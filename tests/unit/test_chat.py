@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.encode.chat import encode_spans, render_chat
+from lockstep.data.encode.chat import render_chat
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import fit, last_trained
 from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns, find_columns
+from lockstep.data.encode.trained_tokens import encode_spans
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
@@ -50,7 +51,17 @@ def trained_text(tokenizer, example) -> list[str]:
 
 def encode(tokenizer, **data):
     settings = {"train": ["x.jsonl"], **data}
-    return Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(**settings))
+    return only(Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(**settings)))
+
+
+def only(encoder: Encoder):
+    """The encoder of rows with one sequence."""
+
+    def encode(row, origin):
+        (example,) = encoder(row, origin)
+        return example
+
+    return encode
 
 
 @pytest.mark.parametrize("template", [None, BARE])
@@ -105,8 +116,14 @@ def test_a_token_across_the_border_is_split_as_generation_would(tiny_folder):
             "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
             "5 of 2 assistant",
         ),
-        ("{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "renders message 3 differently"),
-        ("{{ raise_exception('system role not supported') }}", "refuses this chat: system role not supported"),
+        (
+            "{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "renders the messages before message 3 .assistant. differently",
+        ),
+        (
+            "{{ raise_exception('system role not supported') }}",
+            "refuses this chat at message 2: system role",
+        ),
     ],
 )
 def test_templates_that_lose_the_assistant_are_refused(tokenizer, template, reason):
@@ -157,9 +174,8 @@ def test_broken_chats_are_refused_with_the_row(tokenizer, messages, reason):
 
 
 def pair(tokenizer, **data):
-    return Encoder(
-        tokenizer, SupervisedColumns("prompt_response", prompt="extra.q", response="extra.a"), Data(train=["x"], **data)
-    )
+    columns = SupervisedColumns("prompt_response", prompt="extra.q", response="extra.a")
+    return only(Encoder(tokenizer, columns, Data(train=["x"], **data)))
 
 
 def test_nested_prompt_and_response_in_the_template(tokenizer):
@@ -180,7 +196,7 @@ def test_a_chat_prompt_with_a_text_response(tokenizer):
 
 
 def test_plain_text_trains_every_token_but_the_first(tokenizer):
-    encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
+    encoder = only(Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"])))
     example = encoder({"text": "abc"}, ORIGIN)
     assert list(example.loss_mask) == [1, 1, 1, 1]
     assert example.targets == 3
@@ -194,7 +210,7 @@ def test_two_bos_tokens_are_refused(tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
     )
-    encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
+    encoder = only(Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"])))
     assert encoder({"text": "abc"}, ORIGIN).ids[0] == bos
     with pytest.raises(Refusal, match="starts with two"):
         encoder({"text": "<|im_start|>abc"}, ORIGIN)

@@ -26,7 +26,7 @@ import yaml
 import lockstep
 from lockstep.compat.checkpoints import convert_checkpoint
 from lockstep.compat.pickles import read_pickle
-from lockstep.data.encode.chat import render_prompt
+from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.row_cache import kept
 from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal

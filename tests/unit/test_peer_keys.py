@@ -209,7 +209,7 @@ def test_a_format_around_the_prompt_inside_the_chat(tiny_folder: Path) -> None:
     asked = with_format(Question("s", chat, "2", origin), data)
     assert asked.prompt == [chat[0], {"role": "user", "content": "Q: 1+{}"}]
     encoder = Encoder(tokenizer, SupervisedColumns("prompt_response", prompt="p", response="r"), data)
-    assert tokenizer.decode(list(encoder({"p": "1", "r": "2"}, origin).ids)).startswith(
+    assert tokenizer.decode(list(encoder({"p": "1", "r": "2"}, origin)[0].ids)).startswith(
         "<|im_start|>user\nQ: 1<|im_end|>"
     )
     with refuses("", "unused-key", "data.prompt_format"):

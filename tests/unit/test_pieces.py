@@ -12,9 +12,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.data.encode.chat import ChatText, Spans, _fast_template, _FastTemplate, encode_spans, render_chat
+from lockstep.data.encode.chat import render_chat
 from lockstep.data.encode.chat_template import template_text
+from lockstep.data.encode.chat_text import ChatText, TemplateInputs, _fast_template, _FastTemplate
 from lockstep.data.encode.tokenizer_cache import _CUTS, _PIECES, Pieces, forget_pieces, token_ids
+from lockstep.data.encode.trained_tokens import Spans, encode_spans
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
@@ -218,7 +220,7 @@ def by_calls(tokenizer: Any, spans: Spans) -> tuple[list[int], list[int], bool]:
 
 def outcome(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]]) -> Spans | str:
     try:
-        return render_chat(tokenizer, messages, ORIGIN, tools)
+        return render_chat(tokenizer, messages, ORIGIN, TemplateInputs(tools))
     except Refusal as refusal:
         return str(refusal)
 
@@ -233,7 +235,7 @@ def check_chats(core: Tokenizer, seed: int, count: int, monkeypatch: pytest.Monk
         for messages, tools in chats(seed + number, count):
             found = outcome(tokenizer, messages, tools)
             with monkeypatch.context() as patched:
-                patched.setattr("lockstep.data.encode.chat._fast_template_of", lambda tokenizer: None)
+                patched.setattr("lockstep.data.encode.chat_text._fast_template_of", lambda *given: None)
                 assert outcome(tokenizer, copy.deepcopy(messages), tools) == found
             if isinstance(found, str):
                 met["refused"] += 1
@@ -339,12 +341,12 @@ def test_the_call_renders_where_the_fast_template_is_not_the_same(
 
     chat: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     own = Own(tokenizer_object=backend(None), chat_template=BARE)
-    assert ChatText(own, chat, [], ORIGIN).upto(1, open_turn=True) == "own"
+    assert ChatText(own, chat, ORIGIN).upto(1, open_turn=True) == "own"
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend(None), chat_template=BARE)
     short = _FastTemplate(_fast_template(BARE)._compiled)  # type: ignore[union-attr]
     monkeypatch.setattr(_FastTemplate, "__call__", lambda *given: "other")
-    monkeypatch.setattr("lockstep.data.encode.chat._fast_template", lambda template: short)
+    monkeypatch.setattr("lockstep.data.encode.chat_text._fast_template", lambda template: short)
     for _ in range(2):
-        text = ChatText(tokenizer, chat, [], ORIGIN).upto(1, open_turn=True)
+        text = ChatText(tokenizer, chat, ORIGIN).upto(1, open_turn=True)
         assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert not short.correct

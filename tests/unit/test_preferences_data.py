@@ -161,7 +161,7 @@ def test_a_template_may_shorten_earlier_answers(tokenizer, load):
     assert texts(tokenizer, better)[1] == "2<|im_end|>"
     assert "assistant\n...<|im_end|>" in texts(tokenizer, better)[0]
     tokenizer.chat_template = SHORTENING.replace("and not loop.last", "")
-    with pytest.raises(Refusal, match="does not render the response unchanged"):
+    with pytest.raises(Refusal, match=r"drops or changes assistant turn 2 \(message 4\)"):
         load(tokenizer, {"prompt": before, "chosen": "2", "rejected": "3"})
 
 
@@ -170,7 +170,7 @@ def test_a_prompt_that_the_whole_text_does_not_begin_with_is_refused(tokenizer, 
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>ASSISTANT\n{% endif %}"
     )
-    with refuses("line 1", "template-changes-chat"):
+    with refuses("line 1", "template-unstable", "ASSISTANT", "the response"):
         load(tokenizer, PAIR)
 
 

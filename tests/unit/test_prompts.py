@@ -11,8 +11,9 @@ import pytest
 
 from conftest import write_jsonl
 from lockstep.data.dataset import Loader
-from lockstep.data.encode.chat import encode_spans, render_chat
+from lockstep.data.encode.chat import render_chat
 from lockstep.data.encode.prompt_rows import PromptCounts, PromptSet, fit_prompt, load_prompts, prompt_ids
+from lockstep.data.encode.trained_tokens import encode_spans
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source

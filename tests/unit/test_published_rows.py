@@ -522,9 +522,12 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from lockstep.data.encode.chat import encode_spans, render_chat
-    from lockstep.data.encode.chat_template import TOKENS, end_of_turn, with_template
+    from lockstep.data.encode.builtin_templates import BUILTIN
+    from lockstep.data.encode.chat import render_chat
+    from lockstep.data.encode.chat_template import end_of_turn, with_template
+    from lockstep.data.encode.chat_text import TemplateInputs
     from lockstep.data.encode.messages import as_messages
+    from lockstep.data.encode.trained_tokens import encode_spans
     from lockstep.model.tiny import byte_vocabulary
     from lockstep.recipe.keys_data import Data
     from lockstep.types import Origin
@@ -532,12 +535,12 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     core = Tokenizer(models.BPE(byte_vocabulary(), []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<|begin_of_text|>", extra_special_tokens=list(TOKENS["llama3"])
+        tokenizer_object=core, bos_token="<|begin_of_text|>", extra_special_tokens=list(BUILTIN["llama3"].tokens)
     )
     data, origin = Data(train="x", template="llama3"), Origin("x", 0)
     with_template(tokenizer, data)
     chat = as_messages([*TOOL_CHAT, {"role": "tool", "content": "19"}, bot("19 degrees")], origin)
-    spans = render_chat(tokenizer, chat, origin, [{"type": "function", "function": WEATHER}])
+    spans = render_chat(tokenizer, chat, origin, TemplateInputs([{"type": "function", "function": WEATHER}]))
     assert [spans.text[start:end] for start, end in spans.trained] == [
         '{"name": "get_weather", "parameters": {"city": "Rome"}}<|eot_id|>',
         "19 degrees<|eot_id|>",

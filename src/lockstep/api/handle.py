@@ -32,8 +32,9 @@ from lockstep.api.losses import (
     checked,
     chosen_loss,
 )
-from lockstep.data.encode.chat import check_messages, render_prompt
+from lockstep.data.encode.chat import check_messages
 from lockstep.data.encode.chat_template import end_of_turn, is_named, template_text
+from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.encode.encoding import Encoding, as_chat
 from lockstep.data.encode.responses import ResponseEncoder
 from lockstep.data.updates import Update, arrange, row_size

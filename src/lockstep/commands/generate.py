@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from lockstep.commands.without_recipe import as_options, refuse_judge
-from lockstep.data.encode.chat import render_prompt
+from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.device.select import select
 from lockstep.errors import Refusal

@@ -151,14 +151,14 @@ def _changed(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, An
 
 def _settings_to_try(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
     """Yields additional recipe keys, in the order in which they are tried."""
-    from lockstep.data.encode.chat_template import TOKENS
+    from lockstep.data.encode.builtin_templates import BUILTIN
     from lockstep.model.load import load_tokenizer
 
     drop = {"data.overlong": ("drop", "some rows are longer than a micro-batch or the model's context.")}
     yield {}
     yield drop
     if recipe.data.template == "auto" and not load_tokenizer(recipe.model.path).chat_template:
-        for name in TOKENS:
+        for name in BUILTIN:
             template = {
                 "data.template": (
                     name,

@@ -256,15 +256,15 @@ def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
 
 
 def _question_fields(question: Question) -> list[Any]:
-    tools = list(question.tools)
-    return [question.data_source, question.prompt, question.ground_truth, question.extra_info, tools, question.columns]
+    inputs = [list(question.tools), dict(question.template_arguments), question.columns]
+    return [question.data_source, question.prompt, question.ground_truth, question.extra_info, *inputs]
 
 
 def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
     begin, end = arrays["question_starts"][index : index + 2]
-    source, prompt, truth, extra, tools, columns = json.loads(arrays["questions"][begin:end].tobytes())
+    source, prompt, truth, extra, tools, *inputs = json.loads(arrays["questions"][begin:end].tobytes())
     (example,) = examples
-    return Prompt(Question(source, prompt, truth, example.origin, extra, tools or (), columns), list(example.ids))
+    return Prompt(Question(source, prompt, truth, example.origin, extra, tools or (), *inputs), list(example.ids))
 
 
 def _prompt_sequence(item: Prompt) -> Sequence[Example]:

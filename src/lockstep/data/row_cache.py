@@ -236,9 +236,9 @@ def _listed(value: Any) -> list[Any]:
 
 @cache
 def code_digest() -> str:
-    """Returns a hash of all code that affects encoding."""
-    digest = hashlib.sha256()
-    for path in [*sorted((PACKAGE_FOLDER / "data").rglob("*.py")), PACKAGE_FOLDER / "types.py"]:
+    """Returns a hash of all code and built-in templates that affect encoding."""
+    digest, data = hashlib.sha256(), PACKAGE_FOLDER / "data"
+    for path in [*sorted(data.rglob("*.py")), *sorted(data.rglob("*.jinja")), PACKAGE_FOLDER / "types.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ from lockstep.model.trials import (
 )
 from lockstep.preflight.prepared import Context, PreparedOnline
 from lockstep.reward.scorer import Scorer
-from lockstep.rollout.rollout_function import try_function
+from lockstep.rollout.rollout_function import message_encoder, try_function
 from lockstep.run.console import Console
 from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime
@@ -105,6 +105,7 @@ def try_rollout(context: Context) -> str:
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         context.config.get_text_config().vocab_size,
         rollout.function_timeout,
+        message_encoder(tokenizer),
     )
 
 

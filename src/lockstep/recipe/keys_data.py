@@ -93,9 +93,9 @@ class Data(Section):
     )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",
-        description="Form of the training rows. `messages`: each row is a chat, and every assistant turn is trained. "
-        "`prompt_response`: only the response is trained. `text`: every token is trained. `auto`: the shape is "
-        "detected from the columns and reported.",
+        description="Form of the training rows. `messages`: each row is a chat, and its assistant turns are trained "
+        "(`turns`). `prompt_response`: the response is trained, and earlier answers if the prompt is a chat. "
+        "`text`: every token is trained. `auto`: the shape is detected from the columns and reported.",
     )
     sample_by: Literal["line", "paragraph", "document"] = Field(
         "line",
@@ -155,16 +155,33 @@ class Data(Section):
     )
     template: str = Field(
         "auto",
-        description="Chat template. `auto` uses the tokenizer's chat template if it has one. `none` concatenates "
-        "prompt and response. `chatml`, `llama3`, `qwen` (ChatML with tools) or the path of a `.jinja` file replaces "
-        "the tokenizer's template, also in the exported model.",
+        description="Chat template. `auto` uses the tokenizer's chat template if it has one; for training rows whose "
+        "earlier turns it would change, its built-in append-only version. `none` concatenates prompt and response. "
+        "A built-in name (`chatml`, `qwen`, `qwen2.5`, `qwen3`, `qwen3-thinking`, `qwen3.5`, `qwen3.5-nothink`, "
+        "`qwen3.6`, `llama3`, `llama3.1`, `deepseek-r1`, `gemma`, `mistral`, `mistral-nemo`) or the path of a "
+        "`.jinja` file replaces the tokenizer's template, also in the exported model.",
         effect=Effect("blocks", "prompts are formatted differently"),
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
         description="Arguments that are passed to the chat template for every prompt of the run, such as "
-        "`enable_thinking: false`.",
+        "`enable_thinking: false`. The columns `enable_thinking` and `chat_template_kwargs` of a row take precedence.",
         effect=Effect("blocks", "prompts are formatted differently"),
+    )
+    turns: Literal["all", "last", "each"] = Field(
+        "all",
+        description="Which assistant turns of a chat are trained. `all`: every turn, in one sequence. `last`: the last "
+        "turn. `each`: every turn, each in a sequence of its own that ends with this turn. `last` and `each` render a "
+        "turn's context with the tokenizer's template exactly as for generation, also if the template changes earlier "
+        "turns.",
+        effect=Effect("blocks", "other turns are trained, or in another context"),
+    )
+    train_roles: list[Literal["system", "developer", "user", "assistant", "tool"]] = Field(
+        ["assistant"],
+        min_length=1,
+        description="Roles whose messages are trained (`turns: all`). Of a message that is no assistant turn, the "
+        "content is trained, with the special token that follows it.",
+        effect=Effect("blocks", "messages of other roles are trained"),
     )
     prompt_format: str | None = Field(
         None,

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.recipe.renamed_keys import stored_recipe
 
 # For each kind of training rows, the keys of `data` that contain column names.
-SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
+SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key", "turns", "train_roles")
 PAIR_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
 JUDGED_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key")
 STEP_COLUMNS = ("messages_key", "prompt_key", "text_key", "steps_key", "label_key")

@@ -64,7 +64,7 @@ OFFLINE_ROWS = {
         ),
         "name the columns as in verl's RL schema",
     ),
-    "require_end": "remove it",
+    **dict.fromkeys(("require_end", "turns", "train_roles"), "remove it"),
     "long_text": "remove it: data.overlong handles long prompts",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
@@ -201,7 +201,12 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-TEMPLATES = ("auto", "none", "chatml", "llama3", "qwen")
+# fmt: off
+TEMPLATES = (
+    "auto", "none", "chatml", "qwen", "llama3", "qwen2.5", "qwen3", "qwen3-thinking", "qwen3.5", "qwen3.5-nothink",
+    "qwen3.6", "llama3.1", "deepseek-r1", "gemma", "mistral", "mistral-nemo",
+)
+# fmt: on
 
 
 def _prompt_format_problems(data: Data) -> Iterator[Problem]:
@@ -221,6 +226,8 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
                 "use letters, digits and _",
                 code="invalid-name",
             )
+    if data.turns != "all" and data.train_roles != ["assistant"]:
+        yield conflict("data.train_roles", f"data.turns={data.turns} trains assistant turns only", "set data.turns=all")
     if data.template == "none" and data.template_arguments:
         yield needs("data.template_arguments", "no chat template is used", "set data.template=auto")
     if data.prompt_format is not None and data.prompt_format.count("{}") != 1:

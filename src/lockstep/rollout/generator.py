@@ -23,7 +23,7 @@ from lockstep.recipe.schema import Model
 from lockstep.rollout.collect import AskedAhead, Collected, ExpectedLengths, Judge, collect, everyone
 from lockstep.rollout.engine import Engine, OtherProgram, RunPlace, end_ids, engine_of
 from lockstep.rollout.engine_check import check_engine
-from lockstep.rollout.rollout_function import FunctionEngine
+from lockstep.rollout.rollout_function import FunctionEngine, message_encoder
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
@@ -69,7 +69,13 @@ class Generator:
 
         vocabulary = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
         return FunctionEngine(
-            self.engine, settings.function, encode, self.decode, vocabulary, settings.function_timeout
+            self.engine,
+            settings.function,
+            encode,
+            self.decode,
+            vocabulary,
+            settings.function_timeout,
+            encode_messages=message_encoder(self.tokenizer),
         )
 
     @classmethod

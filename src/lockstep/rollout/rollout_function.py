@@ -17,14 +17,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.data.encode.chat_text import TemplateInputs, messages_after_turn
+from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import UserFunction, load_user_function
 from lockstep.rollout.engine import Engine, SharedWeights
-from lockstep.types import FAILED, ROLLOUT_FUNCTION, Completion, Origin, Prompt, Request, Sampling
+from lockstep.types import FAILED, ROLLOUT_FUNCTION, Completion, Message, Origin, Prompt, Question, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY = ROLLOUT_FUNCTION
 CALL = ("prompt", "generate")
@@ -34,6 +39,9 @@ RETURN = (
 )
 # Maximum number of concurrent calls of the rollout function.
 SIDE_BY_SIDE = 256
+EncodeMessages = Callable[[Question, Sequence[Message]], list[int]]
+"""Returns the token ids of messages that follow an assistant turn in the chat of a question, with the generation
+prompt."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,37 @@ class _Done:
     error: BaseException | None = None
 
 
+def no_messages(question: Question, messages: Sequence[Message]) -> list[int]:
+    raise ValueError("generate.encode_messages needs a chat template")
+
+
+def message_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeMessages:
+    """Returns the function behind `generate.encode_messages` for a tokenizer with a chat template."""
+
+    def encode(question: Question, messages: Sequence[Message]) -> list[int]:
+        inputs = TemplateInputs(question.tools, question.template_arguments)
+        return token_ids(tokenizer, messages_after_turn(tokenizer, messages, question.origin, inputs))
+
+    return encode if tokenizer.chat_template else no_messages
+
+
 class Generate:
     """The `generate` argument of a rollout function, with `encode` and `decode` of the tokenizer."""
 
-    def __init__(self, response: _Response, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]):
-        self._response = response
+    def __init__(
+        self,
+        response: _Response,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        encode_messages: EncodeMessages,
+    ):
+        self._response, self._encode_messages = response, encode_messages
         self.encode, self.decode = encode, decode
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the tokens to append after a turn of the policy: the messages, such as the result of a tool, and the
+        generation prompt. The turn must end with its end token."""
+        return self._encode_messages(self._response.prompt.question, messages)
 
     def __call__(self, ids: Sequence[int], *, max_tokens: int | None = None) -> Written:
         """Continues `ids`, which start with the prompt, by at most `max_tokens` tokens and within the length limit."""
@@ -149,8 +182,9 @@ class FunctionEngine:
         seconds: float,
         *,
         tolerant: bool = True,
+        encode_messages: EncodeMessages = no_messages,
     ):
-        self.tolerant = tolerant
+        self.tolerant, self._encode_messages = tolerant, encode_messages
         self.inner, self.vocabulary, self.instead, self.seconds = inner, vocabulary, inner.instead, seconds
         self.function = load_user_function(function_path, KEY, CALL)
         self._encode, self._decode = encode, decode
@@ -223,7 +257,7 @@ class FunctionEngine:
         )
 
     def _start(self, response: _Response) -> _Response:
-        generate = Generate(response, self._encode, self._decode)
+        generate = Generate(response, self._encode, self._decode, self._encode_messages)
         threading.Thread(target=response.run, args=(self.function, generate), daemon=True).start()
         return response
 
@@ -385,9 +419,19 @@ def try_function(
     decode: Callable[[list[int]], str],
     vocabulary: int,
     seconds: float,
+    encode_messages: EncodeMessages = no_messages,
 ) -> str:
     """Calls the function once with a stub policy that always returns `turn`; returns a summary line."""
-    engine = FunctionEngine(Canned(turn), function_path, encode, decode, vocabulary, seconds, tolerant=False)
+    engine = FunctionEngine(
+        Canned(turn),
+        function_path,
+        encode,
+        decode,
+        vocabulary,
+        seconds,
+        tolerant=False,
+        encode_messages=encode_messages,
+    )
     (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
     seen = len(made.ids) - sum(made.loss_mask)
     counts = f"{sum(made.loss_mask)} tokens of the policy and {seen} of the environment"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from lockstep.data.encode.chat_text import RESERVED, uses
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.errors import Refusal, first_line
 from lockstep.serve.engine_worker import GenerationRequest
@@ -31,13 +31,6 @@ CHARACTERS_PER_TOKEN = 16
 # The default of `max_tokens` in OpenAI's completions API.
 DEFAULT_COMPLETION_TOKENS = 16
 _NO_TOOLS = "the answer is plain text; tool calls are not parsed"
-# Arguments of `apply_chat_template` that `chat_template_kwargs` must not contain: they are no template variables, or
-# other keys of the request set them.
-_RESERVED_TEMPLATE_ARGUMENTS = {
-    *("messages", "conversation", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"),
-    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-}
 _NO_PENALTY = "is not supported; use repetition_penalty"
 _ORIGIN = Origin("messages", 0)
 
@@ -288,9 +281,7 @@ def _part(part: Any, where: str) -> str:
 def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: ServedModel) -> list[int]:
     tokenizer = served.tokenizer
     for name in arguments:
-        if name in _RESERVED_TEMPLATE_ARGUMENTS or not re.search(
-            rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)
-        ):
+        if name in RESERVED or not uses(str(tokenizer.chat_template), name):
             raise bad_value(f"chat_template_kwargs.{name}", "is no argument of the model's chat template")
     if not tokenizer.chat_template:
         raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")

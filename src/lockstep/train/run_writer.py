@@ -183,6 +183,7 @@ class Run:
         rows = [
             ("model", f"{self.recipe.model.path} ({trained} trained, {self.recipe.model.dtype})"),
             *[("data", note) for note in self.prepared.train.notes],
+            *([] if self.recipe.data.template == "auto" else [("template", self.recipe.data.template)]),
             ("tokens", self.prepared.train.sentence),
             *self.prepared.batches.lines(),
             ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.openrlhf.openrlhf_inference import BatchOrder
 from lockstep.compat.openrlhf.openrlhf_rules import sources
-from lockstep.data.encode.chat import render_prompt
+from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.prepare.generated import write_rows
 from lockstep.data.prepare.sampled import TEMPLATE
 from lockstep.data.sources.read import read_rows

@@ -11,7 +11,6 @@ from lockstep.compat.verl.verl_rules import run_name
 
 _FILES = re.compile(r"\.(jsonl?|parquet|csv)$")
 _OVERLONG = "lockstep truncates the end of longer answers; OpenRLHF drops rows if the prompt alone fills max_len"
-_LAST_TURN = "lockstep trains every assistant turn; OpenRLHF without --multiturn trains only the last turn"
 _WARMUP = "lockstep starts the warmup at lr / warmup steps; OpenRLHF starts at 0"
 
 
@@ -144,7 +143,9 @@ def _texts(done: Conversion) -> None:
         done.write("data.shape", "prompt_response", "output_key")
         _prompt_and_response(done)
     elif done["apply_chat_template"]:
-        done.write("data.shape", "messages", "input_key", note="" if done["multiturn"] else _LAST_TURN)
+        done.write("data.shape", "messages", "input_key")
+        if not done["multiturn"]:
+            done.write("data.turns", "last")
         done.write_text("data.messages_key", "input_key")
     else:
         done.require("output_key", "set the answer's column: --output_key output", "is not set: no answer to train on")

@@ -1,145 +1,35 @@
-"""Renders chats with the chat template, finds the trained text of the assistant, and tokenises the result."""
+"""Renders chats with the chat template, and finds the text of the trained messages in the result.
+
+By default the assistant turns are trained. The template's generation markers (`{% generation %}`) delimit the trained
+text. Without markers, the trained text of a turn is what the template adds after the generation prompt.
+"""
 
 from __future__ import annotations
 
-import itertools
+import json
 import re
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from jinja2 import TemplateError
-
-from lockstep.data.encode.dialogue import common_length
-from lockstep.data.encode.messages import as_written
-from lockstep.data.encode.template_checks import dropped_by_template, refuse_dropped_by_template
-from lockstep.data.encode.tokenizer_cache import as_array, token_facts, token_ids, token_ids_and_offsets, token_runs
+from lockstep.data.encode.builtin_templates import BUILTIN, append_only_version, builtin_text, same_without_thoughts
+from lockstep.data.encode.chat_text import NO_INPUTS, ChatText, TemplateInputs, refuse_unused, refused_by_template
+from lockstep.data.encode.messages import REASONING, as_written
+from lockstep.data.encode.template_checks import refuse_dropped_by_template
+from lockstep.data.encode.template_refusals import LATER, not_after_prompt, refuse_changed_turn, rewritten_later
+from lockstep.data.encode.trained_tokens import Spans
 from lockstep.errors import Refusal
-from lockstep.types import Example, Message, Origin
+from lockstep.types import Message, Origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class ChatText:
-    """One chat, rendered by the tokenizer's template up to any of its messages.
-
-    A chat is rendered once per turn, and `apply_chat_template` is slow, because it copies every message and rebuilds
-    the template context in each call. Messages that have only role and content are therefore rendered directly by the
-    compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: list[Message],
-        tools: Sequence[dict[str, Any]],
-        origin: Origin,
-    ):
-        self._tokenizer, self._tools, self._origin = tokenizer, tools, origin
-        self._messages = as_written(tokenizer, messages)
-        self._fast = _fast_template_of(tokenizer) if not tools and all(map(_is_plain, messages)) else None
-        self._special = tokenizer.special_tokens_map if self._fast is not None else {}
-
-    def upto(self, count: int, *, open_turn: bool) -> str:
-        """Renders the first `count` messages. With `open_turn` the text ends with the generation prompt."""
-        messages, fast = self._messages[:count], self._fast
-        if fast is None or not messages:
-            return self._apply_template(messages, open_turn)
-        text = fast(messages, self._special, open_turn)
-        if text is not None and open_turn in fast.checked:
-            return text
-        expected = self._apply_template(messages, open_turn)
-        fast.checked.add(open_turn)
-        if text != expected:
-            self._fast, fast.correct = None, False
-        return expected
-
-    def _apply_template(self, messages: list[Message], open_turn: bool) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=list(self._tools) or None, tokenize=False, add_generation_prompt=open_turn
-            )
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise refused_by_template(error, self._origin) from error
-        return text
-
-
-def refused_by_template(error: Exception, origin: Origin) -> Refusal:
-    why = f"the chat template refuses this chat: {error}"
-    return Refusal.at(
-        origin, why, "fix or remove the row, or use another template (data.template)", code="template-error"
-    )
-
-
-def _is_plain(message: Message) -> bool:
-    return len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
-
-
-class _FastTemplate:
-    """A compiled chat template that renders without `apply_chat_template`."""
-
-    def __init__(self, compiled: Any):
-        self._compiled = compiled
-        self._globals = {**compiled.globals, "tools": None, "documents": None}
-        self.correct = True
-        """Becomes False when an output differs from that of `apply_chat_template`."""
-        self.checked: set[bool] = set()
-        """Values of `open_turn` for which the output was compared with `apply_chat_template`."""
-
-    def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
-        """Renders the chat; returns None if the template fails."""
-        variables = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
-        compiled = self._compiled
-        context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
-        try:
-            return "".join(compiled.root_render_func(context))
-        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports why
-            return None
-
-
-def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
-    """Returns the compiled template, or None if the tokenizer overrides `apply_chat_template`."""
-    from transformers import PreTrainedTokenizerBase
-
-    kind, base = type(tokenizer), PreTrainedTokenizerBase
-    if kind.apply_chat_template is not base.apply_chat_template or kind.get_chat_template is not base.get_chat_template:
-        return None
-    fast = _fast_template(tokenizer.get_chat_template())
-    return fast if fast is not None and fast.correct else None
-
-
-@lru_cache(maxsize=16)
-def _fast_template(template: str) -> _FastTemplate | None:
-    try:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-    except ImportError:
-        return None  # the function is private to transformers and may be missing
-    try:
-        return _FastTemplate(_compile_jinja_template(template))
-    except TemplateError:
-        return None  # `apply_chat_template` reports the error
-
-
-# Only assistant turns are trained. The template's generation markers (`{% generation %}`) delimit the trained text.
-# Without markers, the trained text is what the template adds after the generation prompt.
-
-Tools = Sequence[dict[str, Any]]
-"""Tools of a chat, as JSON schemas."""
-
+ASSISTANT = ("assistant",)
 MAY_BE_EMPTY = ("system", "developer", "tool")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class Spans:
-    """A rendered text and the character ranges of its trained parts, in order."""
-
-    text: str
-    trained: tuple[tuple[int, int], ...]
+# Codes of refusals that the append-only version of a template may avoid.
+_REWRITTEN = ("template-unstable", "template-changes-chat")
 
 
 def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -152,29 +42,131 @@ def _marked(template: str) -> bool:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    origin: Origin,
+    inputs: TemplateInputs = NO_INPUTS,
+    *,
+    roles: Sequence[str] = ASSISTANT,
+    append_only: bool = False,
+    remedy: str = LATER,
 ) -> Spans:
-    """Renders a chat that passed `check_messages`. Each trained assistant turn must appear unchanged in the text."""
-    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
-    turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
-    for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
-        if not contains_turn(spans.text, start, end, turn):
-            raise Refusal.at(
-                origin,
-                f"the chat template drops or changes assistant turn {number}",
-                "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
-                code="template-changes-chat",
-            )
-        dropped = dropped_by_template(turn, spans.text[start:end])
-        if dropped:
-            raise Refusal.at(
-                origin,
-                f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
-                "use a template that renders this part (data.template), write the part into the content, or remove it",
-                code="template-changes-chat",
-            )
-    refuse_dropped_by_template(spans.text, messages, tools, origin)
+    """Renders a chat that passed `check_messages`. Each trained message must appear unchanged in the text.
+
+    If the tokenizer's template changes a trained turn, and `append_only` is set, the chat is rendered with the built-in
+    append-only version of the template. `remedy` is the advice if a template changes a turn when later ones follow.
+    """
+    given = (tokenizer, messages, origin, inputs, roles)
+    version = append_only_version(tokenizer) if append_only else None
+    if version is None:
+        return _rendered(*given, remedy=remedy)
+    try:
+        return _rendered(*given, remedy=None)
+    except Refusal as refusal:
+        if refusal.problems[0].code not in _REWRITTEN:
+            raise
+    spans = None
+    try:
+        spans = _rendered(*given, version, remedy)
+    except Refusal as refusal:
+        if refusal.problems[0].code in _REWRITTEN:
+            raise
+    original = ChatText(tokenizer, messages, origin, inputs).upto(len(messages), open_turn=False)
+    moves = BUILTIN[version].rewrites == "system"
+    if spans is None or not (moves or same_without_thoughts(original, spans.text)):
+        # The tokenizer's template has a feature that its append-only version lacks, so its refusal is reported.
+        return _rendered(*given, remedy=remedy)
     return spans
+
+
+def render_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    index: int,
+    origin: Origin,
+    inputs: TemplateInputs = NO_INPUTS,
+    *,
+    append_only: bool = False,
+    where: str = "",
+) -> Spans:
+    """Renders a chat up to the assistant turn `index` and trains only this turn, in the context of its generation.
+
+    The tokenizer's template renders the context. If it does not render the turn as the model generates it (for example,
+    without its reasoning), and `append_only` is set, the append-only version of the template renders the turn.
+    """
+    messages = [
+        {**turn, "weight": 0} if turn["role"] == "assistant" and number < index else turn
+        for number, turn in enumerate(messages[: index + 1])
+    ]
+    if has_markers(tokenizer):
+        return _rendered(tokenizer, messages, origin, inputs, ASSISTANT)
+    chat = ChatText(tokenizer, messages, origin, inputs)
+    before, text, version = chat.upto(index, open_turn=True), chat.upto(index + 1, open_turn=False), ""
+    if not text.startswith(before):
+        version = (append_only_version(tokenizer) if append_only else None) or ""
+        turn = _turn_of_version(tokenizer, messages, origin, inputs, version, chat) if version else None
+        if turn is None:
+            raise not_after_prompt(tokenizer, messages, origin, inputs, where=where)
+        text = before + turn
+    spans = Spans(text, ((len(before), len(text)),), version=version)
+    refuse_changed_turn(tokenizer, messages, index, (text, len(before), len(text)), origin, inputs)
+    refuse_dropped_by_template(spans.text, messages, inputs.tools, origin)
+    return spans
+
+
+def _turn_of_version(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    origin: Origin,
+    inputs: TemplateInputs,
+    version: str,
+    original: ChatText,
+) -> str | None:
+    """Returns the text of the last turn in the append-only version; None if it does not fit the original's prompt."""
+    chat, count = ChatText(tokenizer, messages, origin, inputs, builtin_text(version)), len(messages)
+    before, after = chat.upto(count - 1, open_turn=True), chat.upto(count, open_turn=False)
+    prompts = [_generation_prompt(one, count - 1) for one in (original, chat)]
+    fits = prompts[0] is not None and prompts[0] == prompts[1] and after.startswith(before)
+    return after[len(before) :] if fits else None
+
+
+def _generation_prompt(chat: ChatText, count: int) -> str | None:
+    closed, opened = chat.upto(count, open_turn=False), chat.upto(count, open_turn=True)
+    return opened[len(closed) :] if opened.startswith(closed) else None
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    origin: Origin,
+    inputs: TemplateInputs,
+    roles: Sequence[str],
+    version: str = "",
+    remedy: str | None = LATER,
+) -> Spans:
+    """Renders a chat with the tokenizer's template or its append-only version. Without `remedy`, a refusal of a turn
+    that the template changes gives no advice, because finding advice takes time."""
+    numbers, template = trained_messages(messages, roles), builtin_text(version) if version else None
+    marked = not version and tuple(roles) == ASSISTANT and has_markers(tokenizer)
+    if marked:
+        text, spans = _by_markers(tokenizer, messages, origin, inputs)
+    else:
+        text, spans = _by_prefixes(tokenizer, messages, origin, inputs, numbers, template, remedy)
+    for number, span in zip(numbers, spans, strict=True):
+        refuse_changed_turn(tokenizer, messages, number, (text, *span), origin, inputs, template)
+    refuse_dropped_by_template(text, messages, inputs.tools, origin)
+    return Spans(text, tuple(sorted(spans)), marked, version)
+
+
+def trained_messages(messages: Sequence[Message], roles: Sequence[str] = ASSISTANT) -> list[int]:
+    """Returns the indices of the messages that are trained: of the given roles, with text, without a weight of 0."""
+    return [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] in roles
+        and is_trained(message)
+        and (message["role"] == "assistant" or str(message["content"]).strip())
+    ]
 
 
 def check_messages(messages: list[Message], origin: Origin) -> None:
@@ -199,6 +191,7 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
         )
     for number, message in enumerate(messages, 1):
         refuse_no_content(message, number, origin)
+        _refuse_two_thoughts(message, number, origin)
 
 
 def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
@@ -213,39 +206,48 @@ def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
         )
 
 
-def contains_turn(text: str, start: int, end: int, turn: Message) -> bool:
-    """Returns whether the trained text, from `start` to `end`, contains the turn.
-
-    The turn may begin before `start`, if the generation prompt already contains the first characters of the answer (for
-    example `<think>`).
-    """
-    content = str(turn["content"]).strip()
-    return not content or text.find(content, max(0, start + 1 - len(content)), end) >= 0
+def _refuse_two_thoughts(message: Message, number: int, origin: Origin) -> None:
+    if len(message) == 2:
+        return
+    keys = [key for key in REASONING if isinstance(message.get(key), str) and message[key].strip()]
+    keys += ["content (<think>)"] if keys and "</think>" in str(message["content"]) else []
+    if len(keys) > 1:
+        raise Refusal.at(
+            origin,
+            f"message {number} ({message['role']}) has its reasoning twice: in {' and in '.join(keys)}",
+            "keep one of them",
+            code="invalid-chat",
+        )
 
 
 def is_trained(turn: Message) -> bool:
-    """Returns whether an assistant turn is trained. A turn with weight 0 is not trained."""
+    """Returns whether a message is trained. A message with weight 0 is not trained."""
     return bool(turn.get("weight", 1))
 
 
-def _assistants(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if message["role"] == "assistant"]
+Found = tuple[str, list[tuple[int, int]]]
+"""The text of a chat, and the character range of each trained message."""
 
 
-def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
+def _by_markers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, inputs: TemplateInputs
+) -> Found:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    template = tokenizer.get_chat_template()
+    refuse_unused(template, inputs.arguments, origin)
     try:
         texts, spans = render_jinja_template(
-            [as_written(tokenizer, messages)],
-            tools=list(tools) or None,
-            chat_template=tokenizer.get_chat_template(),
+            [as_written(tokenizer, messages, template)],
+            tools=list(inputs.tools) or None,
+            chat_template=template,
             return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
+            **{**tokenizer.special_tokens_map, **inputs.arguments},
         )
     except Exception as error:  # a template is a program, and may fail in any way
-        raise refused_by_template(error, origin) from error
-    turns = _assistants(messages)
+        number = ChatText(tokenizer, messages, origin, inputs).first_refused()
+        raise refused_by_template(error, origin, number) from error
+    turns = [message for message in messages if message["role"] == "assistant"]
     if len(spans[0]) != len(turns):
         raise Refusal.at(
             origin,
@@ -253,130 +255,61 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
             "fix the template: put generation markers ({% generation %}) around each assistant turn",
             code="template-changes-chat",
         )
-    trained = ((first, last) for (first, last), turn in zip(spans[0], turns, strict=True) if is_trained(turn))
-    return Spans(texts[0], tuple(trained))
+    return texts[0], [span for span, turn in zip(spans[0], turns, strict=True) if is_trained(turn)]
 
 
-def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
-    chat = ChatText(tokenizer, messages, tools, origin)
-    text = chat.upto(len(messages), open_turn=False)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or not is_trained(message):
-            continue
-        before = chat.upto(i, open_turn=True)
-        after = text if i + 1 == len(messages) else chat.upto(i + 1, open_turn=False)
-        if not after.startswith(before):
-            refuse_another_opening(before, after, message, f"message {i + 1}", origin)
-        if not (text.startswith(after) and after.startswith(before)):
-            raise Refusal.at(
-                origin,
-                f"the chat template renders message {i + 1} differently once later messages follow, "
-                "so its trained text cannot be found",
-                "add generation markers to the template, or train only the last assistant turn: give the other turns "
-                "a weight of 0",
-                code="template-unstable",
-            )
-        spans.append((len(before), len(after)))
-    return Spans(text, tuple(spans))
-
-
-def refuse_another_opening(before: str, after: str, turn: Message, where: str, origin: Origin) -> None:
-    """Raises a `Refusal` for a turn that does not begin with the end of the generation prompt `before`."""
-    same = common_length([before, after])
-    if after[same:].lstrip().startswith(str(turn["content"]).strip() or "\0"):
-        opening = before[same:]
-        raise Refusal.at(
-            origin,
-            f"the generation prompt of the chat template ends with {opening!r}, but {where} is rendered without it",
-            f"begin the answer with {opening!r}, or use a template with the same text in both (data.template)",
-            code="template-unstable",
-        )
-
-
-def render_prompt(
+def _by_prefixes(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     origin: Origin,
-    tools: Tools = (),
-    *,
-    open_turn: bool = True,
-) -> str:
-    """Renders the chat as text. With `open_turn` the text ends with the generation prompt."""
-    return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
+    inputs: TemplateInputs,
+    numbers: Sequence[int],
+    template: str | None,
+    remedy: str | None,
+) -> Found:
+    chat = ChatText(tokenizer, messages, origin, inputs, template)
+    text = chat.upto(len(messages), open_turn=False)
+    spans = []
+    for i in numbers:
+        if messages[i]["role"] != "assistant":
+            spans.append(_content_span(tokenizer, messages, i, text, origin, inputs, template))
+            continue
+        before = chat.upto(i, open_turn=True)
+        after = text if i + 1 == len(messages) else chat.upto(i + 1, open_turn=False)
+        if not (after.startswith(before) and text.startswith(after)):
+            if remedy is None or after.startswith(before):
+                raise rewritten_later(i + 1, origin, remedy or "")
+            raise not_after_prompt(tokenizer, messages[: i + 1], origin, inputs, template)
+        spans.append((len(before), len(after)))
+    return text, spans
 
 
-def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
-    """Tokenises the text of `spans`; also returns whether the text was split at the borders of trained ranges.
+def _content_span(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    index: int,
+    text: str,
+    origin: Origin,
+    inputs: TemplateInputs,
+    template: str | None,
+) -> tuple[int, int]:
+    """Returns where the content of a message that is no assistant turn stands in the text, with the special token after
+    it.
 
-    A prompt must have the same tokens in training as in generation. If a token of the full text crosses the start or
-    end of a trained range, the text is therefore split at these positions, and the parts are tokenised separately.
+    The message is replaced by a mark, because its words may also occur in other messages or in the template.
     """
-    counted = _between_borders(tokenizer, spans)
-    if counted is None:
-        ids, trained, split = _by_offsets(tokenizer, spans)
-    else:
-        (ids, trained), split = counted, False
-    if not has_markers(tokenizer):
-        _untrain_after_end(tokenizer, ids, trained)
-    return Example(ids, bytes(trained), origin), split
-
-
-def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Returns the tokens and a trained flag per token, or None if tokens cannot be counted per trained range."""
-    text, borders = spans.text, [border for span in spans.trained for border in span]
-    # Some tokenizers report no offset for a token of spaces, or add its range to the following token.
-    if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
-        return None
-    runs = token_runs(tokenizer, text, borders)
-    if runs is None:
-        return None
-    ids = as_array(runs)
-    flags = (bytes([number % 2]) * (len(run) // ids.itemsize) for number, run in enumerate(runs))
-    return ids, bytearray(b"".join(flags))
-
-
-def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
-    """Returns the tokens, a trained flag per token (from token offsets), and whether the text was split."""
-    ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
-    trained, split = _inside(offsets, spans.trained)
-    if split:
-        ids, trained = [], bytearray()
-        borders = [0, *[border for span in spans.trained for border in span], len(spans.text)]
-        for number, (start, end) in enumerate(itertools.pairwise(borders)):
-            piece = token_ids(tokenizer, spans.text[start:end])
-            ids += piece
-            trained += bytes([number % 2]) * len(piece)
-    return array("q", ids), trained, split
-
-
-def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """Returns 1 for each token inside a trained range (else 0), and whether a token crosses the border of a range."""
-    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
-    starts, ends = flat[0::2], flat[1::2]
-    inside, across = np.zeros(len(starts), dtype=bool), False
-    for first, last in spans:
-        within = (starts >= first) & (ends <= last)
-        across = across or bool(((starts < last) & (ends > first) & ~within).any())
-        inside |= within
-    return bytearray(inside.astype(np.uint8).tobytes()), across
-
-
-def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
-    """Masks white space after the end token: templates add a line break there, but generation stops before it.
-
-    White space after a special token inside an assistant turn is not masked, so it is part of the loss.
-    """
-    facts = token_facts(tokenizer)
-    for ended in facts.where_special(ids):
-        if trained[ended]:
-            after = ended + 1
-            while after < len(ids) and trained[after] and facts.blank(tokenizer, ids[after]):
-                after += 1
-            if after == len(ids) or not trained[after]:
-                trained[ended + 1 : after] = bytes(after - ended - 1)
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Returns the special tokens, such as end-of-turn and end-of-text."""
-    return token_facts(tokenizer).special
+    mark = next(mark for n in range(len(text) + 1) if (mark := f"Zq{n}Xk{n}Zq") not in text)
+    marked = [*messages[:index], {**messages[index], "content": mark}, *messages[index + 1 :]]
+    shown = ChatText(tokenizer, marked, origin, inputs, template).upto(len(messages), open_turn=False)
+    head, _, tail = shown.partition(mark)
+    start, end, content = len(head), len(text) - len(tail), str(messages[index]["content"]).strip()
+    spellings = (content, json.dumps(content, ensure_ascii=False)[1:-1])
+    if not (text.startswith(head) and text.endswith(tail) and mark in shown and text[start:end].strip() in spellings):
+        raise Refusal.at(
+            origin,
+            f"the chat template changes message {index + 1} ({messages[index]['role']}), so it cannot be trained",
+            "remove its role from data.train_roles, or give the message a weight of 0",
+            code="template-changes-chat",
+        )
+    special = (token for token in tokenizer.all_special_tokens if token and text.startswith(token, end))
+    return start, end + len(max(special, key=len, default=""))

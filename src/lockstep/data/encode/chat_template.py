@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.data.encode.chat import encode_spans, render_chat, render_prompt, special_ids
+from lockstep.data.encode.builtin_templates import BUILTIN, builtin_text
+from lockstep.data.encode.chat import render_chat
+from lockstep.data.encode.chat_text import RESERVED, render_prompt, uses
 from lockstep.data.encode.dialogue import common_length
 from lockstep.data.encode.encoding import last_trained
+from lockstep.data.encode.trained_tokens import encode_spans, special_ids
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.keys_data import Data
 from lockstep.types import Message, Origin
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
 
 
 KEY = "data.template"
-# Special tokens of the built-in templates; the last token of each ends a turn.
-TOKENS = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "qwen": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-}
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
@@ -46,8 +42,8 @@ def is_named(data: Data) -> bool:
 
 def template_text(name: str) -> str:
     """Returns a built-in template, or the content of a template file."""
-    if name in TOKENS:
-        return (resources.files("lockstep") / "data" / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    if name in BUILTIN:
+        return builtin_text(name)
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -100,12 +96,14 @@ def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Messag
 
 
 def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuses a template whose turn markers are not single special tokens: generation would not stop at them."""
-    special = special_ids(tokenizer)
+    """Refuses a template whose turn markers are not single tokens, or whose end of a turn is no special token:
+    generation would not stop at it."""
+    special, tokens = special_ids(tokenizer), BUILTIN[name].tokens if name in BUILTIN else ()
     missing = [
         token
-        for token in TOKENS.get(name, ())
-        if len(ids := tokenizer(token, add_special_tokens=False)["input_ids"]) != 1 or ids[0] not in special
+        for token in tokens
+        if len(ids := tokenizer(token, add_special_tokens=False)["input_ids"]) != 1
+        or (ids[0] not in special and token == tokens[-1])
     ]
     if missing:
         raise Refusal.at(
@@ -143,10 +141,14 @@ def with_arguments(
                 code="unused-key",
             )
             for name in arguments
-            if not re.search(rf"\b{re.escape(name)}\b", template)
+            if name in RESERVED or not uses(template, name)
         ]
     )
-    opening = "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in arguments.items())
+    # A value of the row, which is passed when the template is rendered, takes precedence.
+    opening = "".join(
+        f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif -%}}"
+        for name, value in arguments.items()
+    )
     tokenizer.chat_template = opening + template
     return tokenizer
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from lockstep.data.encode.chat_text import RESERVED, TemplateInputs
 from lockstep.data.encode.dialogue import Turns, as_turns
-from lockstep.data.encode.messages import as_tools, refuse_not_text
+from lockstep.data.encode.messages import as_object, as_tools, refuse_not_text
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Message, Origin, Row
@@ -18,17 +19,21 @@ INPUTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt")
 HISTORIES = ("history",)
 TOOLS = ("tools", "functions")
+THINKING = ("enable_thinking",)
+ARGUMENTS = ("chat_template_kwargs",)
 
 
 @dataclass(frozen=True)
 class ExtraColumns:
-    """Columns that extend the prompt: input, system message, earlier turns, tools. An empty name means that the rows
-    have no such column."""
+    """Columns that extend the prompt: input, system message, earlier turns, tools, arguments of the chat template. An
+    empty name means that the rows have no such column."""
 
     input: str = ""
     system: str = ""
     history: str = ""
     tools: str = ""
+    thinking: str = ""
+    arguments: str = ""
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
@@ -46,6 +51,8 @@ class ExtraColumns:
             system=first(SYSTEMS),
             history=first(HISTORIES) if prompt == "instruction" else "",
             tools=first(TOOLS),
+            thinking=first(THINKING),
+            arguments=first(ARGUMENTS),
         )
 
     def prompt(self, value: Any, name: str, row: Row, origin: Origin) -> Turns:
@@ -87,12 +94,38 @@ class ExtraColumns:
         others = turns[1:] if turns and turns[0]["role"] == "system" else turns
         return [{"role": "system", "content": system}, *others]
 
-    def tools_of(self, row: Row, origin: Origin) -> list[dict[str, Any]]:
-        return as_tools(row.get(self.tools), self.tools, origin) if self.tools else []
+    def inputs(self, row: Row, origin: Origin) -> TemplateInputs:
+        """Returns the tools of the row and its arguments of the chat template."""
+        tools = as_tools(row.get(self.tools), self.tools, origin) if self.tools else []
+        return TemplateInputs(tools, self._arguments(row, origin))
+
+    def _arguments(self, row: Row, origin: Origin) -> dict[str, Any]:
+        given = as_object(row.get(self.arguments), self.arguments, origin) if self.arguments else {}
+        for name in given:
+            if name in RESERVED or not name.isidentifier():
+                raise Refusal.at(
+                    origin,
+                    f"{self.arguments} has {name!r}, which is not an argument of a chat template",
+                    "remove it" if name != "tools" else "put the tools of the row into a column tools",
+                    code="invalid-name",
+                )
+        thinks = row.get(self.thinking) if self.thinking else None
+        if thinks is None:
+            return given
+        if not isinstance(thinks, bool) or given.get("enable_thinking", thinks) is not thinks:
+            raise Refusal.at(
+                origin,
+                f"{self.thinking} is {thinks!r}"
+                + (f", but {self.arguments} has another value" if isinstance(thinks, bool) else ""),
+                "set it to true or false" if not isinstance(thinks, bool) else "keep one of them",
+                code="invalid-value",
+            )
+        return {**given, "enable_thinking": thinks}
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.input, self.system, self.history, self.tools) if name)
+        names = (self.input, self.system, self.history, self.tools, self.thinking, self.arguments)
+        return tuple(name for name in names if name)
 
     def description(self) -> str:
         """Describes the extra columns for the data report; empty without extra columns."""
@@ -101,6 +134,8 @@ class ExtraColumns:
             "system message from {}": self.system,
             "earlier turns from {}": self.history,
             "tools from {}": self.tools,
+            "enable_thinking from {}": self.thinking,
+            "template arguments from {}": self.arguments,
         }
         return "".join(f", {what.format(column)}" for what, column in parts.items() if column)
 

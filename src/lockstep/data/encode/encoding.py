@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.data.encode.chat import Tools, check_messages, encode_spans, render_chat, special_ids
+from lockstep.data.encode.chat import check_messages, render_chat, render_turn, trained_messages
+from lockstep.data.encode.chat_text import NO_INPUTS, TemplateInputs
 from lockstep.data.encode.tokenizer_cache import token_ids
+from lockstep.data.encode.trained_tokens import Spans, encode_spans, special_ids
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_data import Data
 from lockstep.types import Example, Message, Origin
@@ -142,6 +144,24 @@ def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str =
             )
 
 
+def no_trained_token(origin: Origin) -> Refusal:
+    return Refusal.at(
+        origin,
+        "no token of the row is trained",
+        "remove the row, or give a turn a weight of 1",
+        code="no-trained-token",
+    )
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A chat as tokens. `split` says whether the text was tokenised in pieces at a turn border."""
+
+    example: Example
+    split: bool
+    spans: Spans
+
+
 class Encoding:
     """A tokenizer with the recipe's `data` settings. If `learned` is False, rows need no trained end token."""
 
@@ -150,6 +170,9 @@ class Encoding:
         self.system, self.template = data.system, data.template
         self.templated = data.template != "none" and bool(tokenizer.chat_template)
         self.prompt_format = data.prompt_format
+        self.turns, self.train_roles = data.turns, tuple(data.train_roles)
+        self.append_only = data.template == "auto"
+        """Whether chats that the tokenizer's template rewrites are rendered with its append-only version."""
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
         self.unseparated = 0
@@ -168,12 +191,27 @@ class Encoding:
         """Returns the tokens of the text; no special tokens are added."""
         return token_ids(self.tokenizer, text)
 
-    def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
-        """Encodes a chat; its assistant turns are trained. Also returns whether the text was split at a turn border."""
+    def chat(self, messages: list[Message], origin: Origin, inputs: TemplateInputs = NO_INPUTS) -> list[EncodedChat]:
+        """Encodes a chat; the turns that `data.turns` and `data.train_roles` select are trained. With `data.turns:
+        each` there is one sequence per turn."""
         check_messages(messages, origin)
         self.need_template(origin)
-        spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
-        return encode_spans(self.tokenizer, spans, origin)
+        messages = self.with_system(messages)
+        if self.turns == "all":
+            rendered = [
+                render_chat(
+                    self.tokenizer, messages, origin, inputs, roles=self.train_roles, append_only=self.append_only
+                )
+            ]
+        else:
+            turns = trained_messages(messages)[0 if self.turns == "each" else -1 :]
+            if not turns:
+                raise no_trained_token(origin)
+            rendered = [
+                render_turn(self.tokenizer, messages, turn, origin, inputs, append_only=self.append_only)
+                for turn in turns
+            ]
+        return [EncodedChat(*encode_spans(self.tokenizer, spans, origin), spans) for spans in rendered]
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
         """Encodes prompt and response separately. Only the response and the end token are trained."""
@@ -196,7 +234,7 @@ class Encoding:
         if self.template == "none":
             raise Refusal.at(
                 origin,
-                "the row is a chat (messages, a system message or tools), and data.template is none",
+                "the row is a chat (messages, system message, tools or template arguments), and data.template is none",
                 "set data.template to auto, or give rows of plain text",
                 code="no-chat-template",
             )
@@ -224,7 +262,7 @@ class Encoding:
         """Returns the example. Refuses a row with two BOS tokens, without trained tokens, or without an end token."""
         self.refuse_two_openings(example)
         if not example.targets:
-            raise Refusal.at(example.origin, "no token of the row is trained", code="no-trained-token")
+            raise no_trained_token(example.origin)
         last = last_trained(example)
         if self.require_end and last not in self.special:
             token = self.tokenizer.decode([last])

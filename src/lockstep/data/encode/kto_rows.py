@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data.encode.builtin_templates import version_note
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
@@ -86,14 +87,14 @@ class LabeledRows(ResponseRows):
         if isinstance(columns, RankingColumns):
             names, responses = pair_of(row, columns, origin)
             divided = self.encode.as_chats(*columns.divided(row, responses, names, origin), self.tally)
-            examples = self.encode(*divided, origin, columns.extra.tools_of(row, origin))
+            examples = self.encode(*divided, origin, columns.extra.inputs(row, origin), self.tally)
             refuse_equal(examples, names)
             verdicts = [True, False]
         else:
             names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
             prompt, response = _answered(row, columns, origin)
             divided = divide(prompt, [response], names, origin)
-            examples = self.encode(*divided, origin, columns.extra.tools_of(row, origin))
+            examples = self.encode(*divided, origin, columns.extra.inputs(row, origin), self.tally)
         kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
         self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
         return kept
@@ -105,7 +106,7 @@ class LabeledRows(ResponseRows):
         return Kept.of(LabeledResponse(fitted[0], desirable), len(fitted[0]) < len(example), (last_trained(example),))
 
     def found(self) -> str:
-        return self._found() + self.finder.unread(*self.columns.names)
+        return self._found() + self.finder.unread(*self.columns.names) + version_note(self.tally)
 
     def _found(self) -> str:
         columns = self.columns

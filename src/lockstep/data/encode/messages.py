@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ _DETAILS = ("train_detail", "training_detail")
 # Keys of images, video and audio. Rows with such inputs are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
+# Keys of a chat message that hold its reasoning, separately from its content.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def is_message(turn: Any) -> bool:
@@ -102,7 +105,8 @@ def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> d
             )
         if value and role != "assistant" and key in ("train", "training"):
             why = f"message {number} ({role}) is marked as trained ({key}), but only assistant turns are trained"
-            raise Refusal.at(origin, why, f"set {key} to false or remove it", code="invalid-turn-weight")
+            remedy = f"set {key} to false or remove it; data.train_roles trains all messages of a role"
+            raise Refusal.at(origin, why, remedy, code="invalid-turn-weight")
     weights = set(map(int, flags.values()))
     if len(weights) > 1:
         raise Refusal.at(
@@ -189,6 +193,19 @@ def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
     return {"type": "function", **outer, "function": {"name": inner["name"], "arguments": _of_row(arguments, origin)}}
 
 
+def as_object(value: Any, key: str, origin: Origin) -> dict[str, Any]:
+    """Returns the object in a column, without its nulls. `value` is an object, or its JSON."""
+    if isinstance(value, str):
+        value = _parsed(value, key, origin) if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Refusal.at(
+            origin, f"{key} is {type(value).__name__}, not an object", "fix or remove the row", code="invalid-value"
+        )
+    return {name: inner for name, inner in value.items() if inner is not None}
+
+
 def as_tools(value: Any, key: str, origin: Origin) -> list[dict[str, Any]]:
     """Returns the tools of a row in the standard form. `value` is a list of tools, or its JSON."""
     if isinstance(value, str):
@@ -247,11 +264,30 @@ _TRIED = {"city": "Rome"}
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
-def as_written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """Returns the chat with tool call arguments in the type that the tokenizer's template expects."""
-    if not any(message.get("tool_calls") for message in messages) or not _takes_text(tokenizer):
+def as_written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str) -> list[Message]:
+    """Returns the chat with tool call arguments and reasoning in the form that the chat template expects."""
+    messages = [_with_reasoning(message, template) for message in messages]
+    if not any(message.get("tool_calls") for message in messages) or not _takes_text(tokenizer, template):
         return list(messages)
     return [_with_text(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _with_reasoning(message: Message, template: str) -> Message:
+    """Renames the key of the reasoning, if the template reads another one of `REASONING` and not the key of the
+    message."""
+    if len(message) == 2:
+        return message
+    for key in REASONING:
+        if isinstance(message.get(key), str) and key not in _reasoning_keys(template):
+            known = next((name for name in _reasoning_keys(template) if name not in message), None)
+            if known is not None:
+                return {**{name: value for name, value in message.items() if name != key}, known: message[key]}
+    return message
+
+
+@lru_cache(maxsize=16)
+def _reasoning_keys(template: str) -> tuple[str, ...]:
+    return tuple(key for key in REASONING if re.search(rf"(\.|\[['\"]){key}\b", template))
 
 
 def _with_text(message: Message) -> Message:
@@ -266,8 +302,7 @@ def _text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _takes_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    template = tokenizer.get_chat_template()
+def _takes_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return _tried(template, tuple(sorted(tokenizer.special_tokens_map.items(), key=str)))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.data.encode.builtin_templates import version_note
 from lockstep.data.encode.columns import NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import Turns, as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
@@ -168,7 +169,7 @@ class RankingRows(ResponseRows):
         margin = _margin(row, columns, origin, used=self.read == "score")
         divided = columns.divided(row, responses, names, origin)
         beginning, answers = self.encode.as_chats(*divided, self.tally)
-        examples = self.encode(beginning, answers, origin, columns.extra.tools_of(row, origin))
+        examples = self.encode(beginning, answers, origin, columns.extra.inputs(row, origin), self.tally)
         refuse_equal(examples, names)
         fitted = fit_responses(examples, names, self.limit, self.overlong)
         if fitted is None:
@@ -213,7 +214,7 @@ class RankingRows(ResponseRows):
         return "".join(f"; {text.format(self.tally[key])}" for key, text in texts.items() if self.tally[key])
 
     def found(self) -> str:
-        return self._found() + self.finder.unread(*self.columns.names)
+        return self._found() + self.finder.unread(*self.columns.names) + version_note(self.tally)
 
     def _found(self) -> str:
         columns = self.columns

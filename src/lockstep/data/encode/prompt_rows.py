@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.data.dataset import LoadedRows, load_rows
-from lockstep.data.encode.chat import refuse_no_content, render_prompt
+from lockstep.data.encode.chat import refuse_no_content
+from lockstep.data.encode.chat_text import TemplateInputs, render_prompt
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import SpecialText
 from lockstep.data.encode.encoding import OverLimit, after_system, as_chat, formatted, kept_span, written
@@ -183,10 +184,11 @@ def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Quest
     extra = row.get("extra_info")
     if not isinstance(extra, dict):
         extra = {"answer": str(row[columns.truth])} if truth.source else {}
-    tools = columns.extra.tools_of(row, origin) or ()
+    inputs = columns.extra.inputs(row, origin)
     named = str(source or truth.source or columns.source)
     kept = {**row, "prompt": asked} if columns.keep else {}
-    return Question(named, as_chat(turns), truth.value, origin, extra, tools, kept), truth
+    tools, arguments = inputs.tools or (), inputs.arguments
+    return Question(named, as_chat(turns), truth.value, origin, extra, tools, arguments, kept), truth
 
 
 def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
@@ -308,8 +310,8 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
                 "remove it",
                 code="no-chat-template",
             )
-        if len(question.prompt) != 1 or question.tools:
-            what = "has tools" if question.tools else "is a chat of several turns"
+        if len(question.prompt) != 1 or question.tools or question.template_arguments:
+            what = "is a chat of several turns" if len(question.prompt) != 1 else "has tools or template arguments"
             raise Refusal.at(
                 question.origin,
                 f"the prompt {what}, but data.template is none",
@@ -338,7 +340,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
     """Returns the token ids of the prompt, ending with the generation prompt."""
     if data is not None and data.template == "none":
         return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
-    text = render_prompt(tokenizer, question.prompt, question.origin, question.tools)
+    inputs = TemplateInputs(question.tools, question.template_arguments)
+    text = render_prompt(tokenizer, question.prompt, question.origin, inputs)
     refuse_dropped_by_template(text, question.prompt, question.tools, question.origin)
     return token_ids(tokenizer, text)
 

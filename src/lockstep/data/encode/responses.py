@@ -6,26 +6,22 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-from lockstep.data.encode.chat import (
-    Spans,
-    Tools,
-    check_messages,
-    contains_turn,
-    encode_spans,
-    has_markers,
-    is_trained,
-    refuse_another_opening,
-    render_chat,
-    render_prompt,
-)
+from lockstep.data.encode.chat import check_messages, is_trained, render_chat, render_turn
+from lockstep.data.encode.chat_text import NO_INPUTS, TemplateInputs, render_prompt
 from lockstep.data.encode.dialogue import SpecialText, Turns, spoken
 from lockstep.data.encode.encoding import Encoding, as_chat, prompt_length, written
-from lockstep.data.encode.template_checks import dropped_by_template, refuse_dropped_by_template
+from lockstep.data.encode.template_refusals import contains_turn
+from lockstep.data.encode.trained_tokens import Spans, encode_spans
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 DIALOGUES = "dialogues"
 """Key under which a row reader's `tally` counts the dialogues that `as_chats` converted to chats."""
+
+
+_SHORTER = (
+    "move all turns of the response but the last into the prompt, or use a template that only appends (data.template)"
+)
 
 
 class ResponseEncoder:
@@ -36,15 +32,26 @@ class ResponseEncoder:
         self.split_rows = self.special_rows = self.unseparated_rows = 0
         self.special_text = SpecialText(encoding.tokenizer)
 
-    def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools = ()) -> list[Example]:
+    def __call__(
+        self,
+        prompt: Turns,
+        responses: Sequence[Turns],
+        origin: Origin,
+        inputs: TemplateInputs = NO_INPUTS,
+        tally: Counter[str] | None = None,
+    ) -> list[Example]:
+        """Encodes the responses to a prompt. Counts the append-only templates that are used in `tally`."""
         texts = all(isinstance(turns, str) for turns in (prompt, *responses))
-        if texts and not tools and not self.encoding.templated:
+        if texts and not inputs and not self.encoding.templated:
             before = self.encoding.unseparated
             examples = self._joined(prompt, responses, origin)
             self.unseparated_rows += self.encoding.unseparated > before
         else:
             prompt = written(prompt, self.encoding.prompt_format, origin)
-            examples = self._rendered(prompt, responses, origin, tools)
+            spans = self._all_spans(prompt, responses, origin, inputs)
+            if tally is not None:
+                tally.update({version for one in spans if (version := one.version)})
+            examples = self._rendered(spans, origin)
             self.special_rows += self.special_text.inside([prompt, *responses])
         return [self.encoding.checked(example) for example in examples]
 
@@ -60,10 +67,14 @@ class ResponseEncoder:
     def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
         return [self.encoding.joined(str(prompt), str(response), origin) for response in responses]
 
-    def _rendered(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools) -> list[Example]:
+    def _all_spans(
+        self, prompt: Turns, responses: Sequence[Turns], origin: Origin, inputs: TemplateInputs
+    ) -> list[Spans]:
         self.encoding.need_template(origin)
+        return [self._spans(as_chat(prompt), _answer(response), origin, inputs) for response in responses]
+
+    def _rendered(self, rendered: Sequence[Spans], origin: Origin) -> list[Example]:
         tokenizer = self.encoding.tokenizer
-        rendered = [self._spans(as_chat(prompt), _answer(response), origin, tools) for response in responses]
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
@@ -79,9 +90,9 @@ class ResponseEncoder:
         self.split_rows += split
         return examples
 
-    def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
+    def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, inputs: TemplateInputs) -> Spans:
         """Renders the full chat as text, and marks the assistant turns of the answer as trained."""
-        tokenizer = self.encoding.tokenizer
+        tokenizer, append_only = self.encoding.tokenizer, self.encoding.append_only
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):
             raise Refusal.at(
@@ -91,22 +102,22 @@ class ResponseEncoder:
                 code="invalid-turn-weight",
             )
         prompt = self.encoding.with_system(prompt)
-        before = render_prompt(tokenizer, prompt, origin, tools)
-        if len(answer) == 1 and not has_markers(tokenizer):
-            # `render_chat` is not used, because it would also check the prompt's assistant turns, which some templates
-            # shorten.
-            text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
-            spans = Spans(text, ((len(before), len(text)),))
-            refuse_dropped_by_template(text, [*prompt, *answer], tools, origin)
-            if not text.startswith(before):
-                refuse_another_opening(before, text, answer[0], "the response", origin)
+        if len(answer) == 1:
+            # Earlier assistant turns, which are in the prompt, may be shortened by the template.
+            chat = [*prompt, *answer]
+            spans = render_turn(
+                tokenizer, chat, len(prompt), origin, inputs, append_only=append_only, where="the response"
+            )
         else:
             # A weight of 0 excludes the prompt's assistant turns from the loss, so only the answer is trained.
             earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
-            spans = render_chat(tokenizer, [*earlier, *answer], origin, tools)
-        unchanged = contains_turn(spans.text, len(before), len(spans.text), answer[0]) and not dropped_by_template(
-            answer[0], spans.text[len(before) :]
-        )
+            spans = render_chat(
+                tokenizer, [*earlier, *answer], origin, inputs, append_only=append_only, remedy=_SHORTER
+            )
+        before = spans.text[: spans.trained[0][0]]
+        if not spans.version:
+            before = render_prompt(tokenizer, prompt, origin, inputs)
+        unchanged = contains_turn(spans.text, len(before), len(spans.text), answer[0])
         if not spans.text.startswith(before) or not unchanged:
             raise Refusal.at(
                 origin,

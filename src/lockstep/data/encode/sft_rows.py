@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.encode.chat import Tools
+from lockstep.data.encode.builtin_templates import version_note
+from lockstep.data.encode.chat_text import TemplateInputs
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled
 from lockstep.data.encode.dialogue import SpecialText, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, split_text, written
@@ -35,6 +36,8 @@ PAIR_COLUMNS = (
     ("problem", "solution"),
 )
 TEXT_COLUMNS = ("text", "content")
+# Keys of the tally: chats, their messages of the trained roles, and how many of these messages are trained.
+_CHATS, _TURNS, _TRAINED = "chats", "turns", "trained turns"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Encoder:
         self.encoding = Encoding(tokenizer, data)
         self.columns = columns
         self.split_rows = self.special_rows = 0
+        self.tally: Counter[str] = Counter()
         self.special_text = SpecialText(tokenizer)
         if data.system and columns.shape == "text":
             raise Refusal.at(
@@ -125,13 +129,13 @@ class Encoder:
                 code="no-chat-template",
             )
 
-    def __call__(self, row: Row, origin: Origin) -> Example:
-        """Encodes a row as an example. The error for an invalid row names the row."""
+    def __call__(self, row: Row, origin: Origin) -> list[Example]:
+        """Encodes a row as one or more examples (`data.turns`). The error for an invalid row names the row."""
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)
             text = self._text(filled(row, self.columns.text, origin), self.columns.text, origin)
-            example = self.encoding.text(text, origin)
+            examples = [self.encoding.text(text, origin)]
         elif shape == "messages":
             extra, key = self.columns.extra, self.columns.messages
             messages = as_turns(filled(row, key, origin), key, origin)
@@ -142,28 +146,30 @@ class Encoder:
                     "set data.text_key to train on plain text, or write the messages as JSON",
                     code="invalid-chat",
                 )
-            example = self._chat(extra.chat(messages, row, origin), origin, extra.tools_of(row, origin))
+            examples = self._chat(extra.chat(messages, row, origin), origin, extra.inputs(row, origin))
         else:
-            example = self._pair(row, origin)
-        return self.encoding.checked(example)
+            examples = self._pair(row, origin)
+        return [self.encoding.checked(example) for example in examples]
 
-    def _chat(self, messages: Any, origin: Origin, tools: Tools) -> Example:
-        example, split = self.encoding.chat(messages, origin, tools)
+    def _chat(self, messages: Any, origin: Origin, inputs: TemplateInputs) -> list[Example]:
+        encoded = self.encoding.chat(messages, origin, inputs)
         self.special_rows += self.special_text.inside([messages])
-        self.split_rows += split
-        return example
+        self.split_rows += any(one.split for one in encoded)
+        self.tally.update({_CHATS: 1, _TURNS: sum(turn["role"] in self.encoding.train_roles for turn in messages)})
+        self.tally.update({version for one in encoded if (version := one.spans.version)})
+        return [one.example for one in encoded]
 
-    def _pair(self, row: Row, origin: Origin) -> Example:
+    def _pair(self, row: Row, origin: Origin) -> list[Example]:
         columns, extra = self.columns, self.columns.extra
         question = extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
         response = as_turns(filled(row, columns.response, origin), columns.response, origin)
-        tools = extra.tools_of(row, origin)
-        if isinstance(question, str) and isinstance(response, str) and not tools and not self.encoding.templated:
-            return self.encoding.joined(question, response, origin)
+        inputs = extra.inputs(row, origin)
+        if isinstance(question, str) and isinstance(response, str) and not inputs and not self.encoding.templated:
+            return [self.encoding.joined(question, response, origin)]
         prompt = as_chat(written(question, self.encoding.prompt_format, origin))
         # A response that is itself a list of messages continues the prompt's chat.
         answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-        return self._chat([*prompt, *answer], origin, tools)
+        return self._chat([*prompt, *answer], origin, inputs)
 
     def _text(self, value: Any, key: str, origin: Origin) -> str:
         if not isinstance(value, str):
@@ -181,8 +187,15 @@ class SupervisedRows:
         self.finder = finder
         self.limit, self.overlong = limit, finder.data.overlong
         self.splits = finder.data.long_text == "split" and self.encoder.columns.shape == "text"
-        self.tally: Counter[str] = Counter()
-        """Number of long texts that were split, and the number of their pieces."""
+
+    @property
+    def tally(self) -> Counter[str]:
+        """Counts of chats and turns, and of long texts that were split and their pieces."""
+        return self.encoder.tally
+
+    @tally.setter
+    def tally(self, tally: Counter[str]) -> None:
+        self.encoder.tally = tally
 
     @property
     def split_rows(self) -> int:
@@ -197,7 +210,13 @@ class SupervisedRows:
         return self.encoder.encoding.unseparated
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
-        full = self.encoder(row, origin)
+        chats = self.tally[_CHATS]
+        kept = [one for full in self.encoder(row, origin) for one in self._fitted(full)]
+        if self.tally[_CHATS] > chats:
+            self.tally[_TRAINED] += sum(_trained_turns(one.item) for one in kept if one is not None)
+        return kept
+
+    def _fitted(self, full: Example) -> list[Kept[Example] | None]:
         if self.splits and len(full) > self.limit:
             pieces = split_text(full, self.limit)
             self.tally.update(texts=1, pieces=len(pieces))
@@ -212,4 +231,21 @@ class SupervisedRows:
         columns = self.encoder.columns
         texts, pieces = self.tally["texts"], self.tally["pieces"]
         split = f"; {texts:,} long texts split into {pieces:,} pieces of up to {self.limit:,} tokens" if texts else ""
-        return f"{columns}{split}{self.finder.unread(*columns.names)}"
+        return f"{columns}{split}{self.finder.unread(*columns.names)}{self._turns()}"
+
+    def _turns(self) -> str:
+        """Describes which turns are trained, unless each chat has one turn and all of them are trained."""
+        tally, data = self.tally, self.finder.data
+        said, left = "", tally[_TURNS] - tally[_TRAINED]
+        if tally[_TURNS] != tally[_CHATS] or left:
+            roles = "" if data.train_roles == ["assistant"] else f" of {', '.join(data.train_roles)}"
+            each = ", one sequence per turn (data.turns=each)" if data.turns == "each" else ""
+            said += f"; {tally[_TRAINED]:,} turns{roles} trained{each}"
+            said += f", {left:,} not (weight 0, data.turns=last, or a row that is too long)" if left else ""
+        return said + version_note(tally, turns=data.turns)
+
+
+def _trained_turns(example: Example) -> int:
+    """Returns the number of trained messages. Between two of them are tokens of the template, which are not trained."""
+    mask = bytes(example.loss_mask)
+    return mask.count(b"\0\1") + mask.startswith(b"\1")

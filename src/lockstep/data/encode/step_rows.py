@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.encode.chat import check_messages, render_prompt
+from lockstep.data.encode.chat import check_messages
+from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.encode.columns import ColumnFinder, filled
 from lockstep.data.encode.dialogue import Turns, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lockstep.data.encode.messages import REASONING
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
-# Keys of a chat message that hold its reasoning, separately from its content.
-REASONING = ("reasoning_content", "reasoning", "thinking")
 _REMEDY = "use a template that renders the missing part (data.template), or remove this part from the row"
 
 

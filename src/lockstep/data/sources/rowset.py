@@ -29,7 +29,12 @@ ColumnKinds = Mapping[str, str]
 NULL = "null"
 MIXED = "mixed"
 # Columns that a row may lack. A missing column is treated as null. For example, not every chat has tools.
-OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
+# fmt: off
+OPTIONAL = frozenset({
+    "tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history", "enable_thinking",
+    "chat_template_kwargs",
+})
+# fmt: on
 # Columns that determine the format of a row.
 # fmt: off
 FORMAT_COLUMNS = frozenset({
