@@ -25,6 +25,7 @@ from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.miniature import POSITION_COUNTS, miniature_config
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import checked_recipe, resolved
@@ -69,7 +70,7 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
 def small_config(config: Any) -> Any:
     """Returns a miniature configuration with the same vocabulary and number of positions."""
     small = miniature_config(config)
-    for target, source in ((small, config), (small.get_text_config(), config.get_text_config())):
+    for target, source in ((small, config), (text_config(small), text_config(config))):
         for name in KEPT:
             if hasattr(source, name) and hasattr(target, name):
                 setattr(target, name, getattr(source, name))

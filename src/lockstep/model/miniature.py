@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.model.text_model import text_config
+
 VOCABULARY = 96
 HEADS, HEAD_SIZE = 4, 16
 LAYERS = 2
@@ -82,15 +84,23 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 BY_FREQUENCY = ("short_factor", "long_factor")
 
 
-def miniature_config(config: Any, divisor: int = 1) -> Any:
+def miniature_config(config: Any, divisor: int = 1, *, towers: bool = True) -> Any:
     """Returns the config of a small model with the architecture of `config`. The attention limits of the small model
-    are at most `LIMIT`. The numbers of heads and experts and the MLP width are divisible by `divisor`."""
+    are at most `LIMIT`. The numbers of heads and experts and the MLP width are divisible by `divisor`. Without
+    `towers`, nested configs other than the text config keep their sizes."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
+    kept = {} if towers else {name: data.pop(name) for name in _towers(config) if name in data}
     _shrink(data)
     _widen(data, divisor)
-    return type(config).from_dict(data)
+    return type(config).from_dict({**data, **kept})
+
+
+def _towers(config: Any) -> list[str]:
+    """Returns the names of the nested configs that are not the text config."""
+    text = text_config(config)
+    return [name for name in config.sub_configs if getattr(config, name, None) is not text]
 
 
 def _shrink(data: dict[str, Any]) -> None:
@@ -101,6 +111,8 @@ def _shrink(data: dict[str, Any]) -> None:
     # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
     for name, value in list(data.items()):
+        if not isinstance(name, str):
+            continue  # a table of numbers, not a config
         if isinstance(value, dict) and name == "per_layer_config":
             data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
         elif isinstance(value, dict):

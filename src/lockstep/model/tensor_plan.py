@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.errors import Problem, Refusal
 from lockstep.model.decoder import decoder_layers, inner_decoder
+from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
 
 if TYPE_CHECKING:
@@ -45,12 +46,10 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
     """Raises `Refusal` if tensor parallelism cannot split the model. Reads only the config, no weights."""
     if size == 1:
         return
-    from transformers import AutoModelForCausalLM
-
     try:
         refuse_heads(config, size)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = LanguageModel.from_config(config, trust_remote_code=False)
         styles_of(model, size)
     except Indivisible as found:
         raise Refusal(
@@ -147,7 +146,7 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
 
 def refuse_heads(config: Any, size: int) -> None:
     """Raises `Indivisible` if the number of attention heads is not divisible by the group size."""
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     query = getattr(text, "num_attention_heads", None)
     heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}
     for kind, count in heads.items():
