@@ -160,6 +160,14 @@ def without_towers(kind: Any) -> Any:
                 *(_pattern(name, self.base_model_prefix) for name in dropped),
             }
 
+        def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
+            """Sets the attention of the language model. The configs of the towers keep theirs."""
+            text = text_config(self.config)
+            names = [name for name in self.config.sub_configs if getattr(self.config, name, None) is text]
+            if not isinstance(attn_implementation, dict):
+                attn_implementation = dict.fromkeys(["", *names], attn_implementation)
+            super().set_attn_implementation(attn_implementation, **how)
+
     # transformers writes the class name to `architectures` and looks up the names of stored tensors by it.
     TextOnly.__name__, TextOnly.__qualname__, TextOnly.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return TextOnly
