@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.model.text_model import text_config
+from lockstep.model.text_model import is_nested, text_config
 
 VOCABULARY = 96
 HEADS, HEAD_SIZE = 4, 16
@@ -98,8 +98,11 @@ def miniature_config(config: Any, divisor: int = 1, *, towers: bool = True) -> A
 
 
 def _towers(config: Any) -> list[str]:
-    """Returns the names of the nested configs that are not the text config."""
+    """Returns the names of the nested configs that are not the text config. Without a text config, all nested configs
+    belong to the language model."""
     text = text_config(config)
+    if not is_nested(config):
+        return []
     return [name for name in config.sub_configs if getattr(config, name, None) is not text]
 
 
