@@ -22,7 +22,7 @@ from lockstep.model.check import RUN_ERRORS, packed_row, plain_logprobs, referen
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
-from lockstep.model.text_model import multimodal_class, text_config, writable_text_config
+from lockstep.model.text_model import FullModel, text_config, writable_text_config
 
 # Lengths of the test rows in tokens, within the context length of any model.
 LENGTHS = (5, 9, 13)
@@ -145,13 +145,10 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str | None) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
+    auto = FullModel if kind == "policy" else AutoModelForSequenceClassification
     what = "the export" if base is None else "the adapter's base"
-    auto: Any = AutoModelForSequenceClassification
-    if kind == "policy":
-        # A nested model is loaded with its towers, as its users load it.
-        auto = multimodal_class(pretrained(AutoConfig, base or str(folder), where, what)) or AutoModelForCausalLM
     model, info = pretrained(auto, base or str(folder), where, what, dtype=dtype, output_loading_info=True)
     if base is None:
         refuse_partial(info, where)

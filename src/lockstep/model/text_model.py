@@ -116,17 +116,17 @@ def no_language_model(config: Any) -> str:
 class LanguageModel:
     """Takes the place of `AutoModelForCausalLM`. For a nested config, builds the full class without its towers."""
 
-    @staticmethod
-    def from_config(config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
+    @classmethod
+    def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
         kind = multimodal_class(config)
         if kind is None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **how)
-        return without_towers(kind)._from_config(config, **how)
+        return cls._built(kind)._from_config(config, **how)
 
-    @staticmethod
-    def from_pretrained(path: str, *, config: Any = None, trust_remote_code: bool = False, **how: Any) -> Any:
+    @classmethod
+    def from_pretrained(cls, path: str, *, config: Any = None, trust_remote_code: bool = False, **how: Any) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if config is None:
@@ -135,7 +135,19 @@ class LanguageModel:
         if kind is None:
             how["trust_remote_code"] = trust_remote_code
             return AutoModelForCausalLM.from_pretrained(path, config=config, **how)
-        return without_towers(kind).from_pretrained(path, config=config, **how)
+        return cls._built(kind).from_pretrained(path, config=config, **how)
+
+    @staticmethod
+    def _built(kind: Any) -> Any:
+        return without_towers(kind)
+
+
+class FullModel(LanguageModel):
+    """The same with the towers: the model as its users load it."""
+
+    @staticmethod
+    def _built(kind: Any) -> Any:
+        return kind
 
 
 @cache
