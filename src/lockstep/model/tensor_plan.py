@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
 from lockstep.model.decoder import decoder_layers, inner_decoder
-from lockstep.model.text_model import LanguageModel, text_config
+from lockstep.model.text_model import layer_sizes, model_on_meta, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
         return
     try:
         refuse_heads(config, size)
-        with torch.device("meta"):
-            model = LanguageModel.from_config(config, trust_remote_code=False)
-        styles_of(model, size)
+        styles_of(model_on_meta(config), size)
     except Indivisible as found:
         raise Refusal(
             [Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy, code="indivisible")]
@@ -147,13 +144,14 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
 def refuse_heads(config: Any, size: int) -> None:
     """Raises `Indivisible` if the number of attention heads is not divisible by the group size."""
     text = text_config(config)
-    query = getattr(text, "num_attention_heads", None)
-    heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}
-    for kind, count in heads.items():
-        if count is None:
-            raise Indivisible("its configuration does not say how many attention heads it has")
-        if count % size:
-            fitting = ", ".join(str(number) for number in _divisors(*(n for n in heads.values() if n)))
+    query = layer_sizes(text, "num_attention_heads")
+    heads = {"query": query, "key/value": layer_sizes(text, "num_key_value_heads") or query}
+    if not query:
+        raise Indivisible("its configuration does not say how many attention heads it has")
+    for kind, counts in heads.items():
+        count = next((count for count in counts if count % size), None)
+        if count is not None:
+            fitting = ", ".join(str(number) for number in _divisors(*(n for counts in heads.values() for n in counts)))
             why = f"its {count} {kind} heads cannot be divided over {size} processes"
             raise Indivisible(why, f"set parallel.tensor_parallel to one of {fitting}")
 

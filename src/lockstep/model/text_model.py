@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.errors import Problem, first_line, refuse_all
+from lockstep.errors import Problem, Refusal, first_line, refuse_all
 
 
 def text_config(config: Any) -> Any:
@@ -35,12 +35,11 @@ def writable_text_config(config: Any) -> Any:
 
 
 class TextSizes(NamedTuple):
-    """The sizes of a language model, read from its config."""
+    """The sizes of a language model, read from its config. If layers differ, the largest size."""
 
     hidden: int
     inner: int
-    """The width of the feed-forward: the largest one if layers differ, and four times `hidden` if the config has
-    none."""
+    """The width of the feed-forward: four times `hidden` if the config has none."""
     heads: int
     key_heads: int
     head_size: int
@@ -52,7 +51,7 @@ def text_sizes(config: Any) -> TextSizes:
     """Returns the sizes of the language model of a config, nested or not. Raises `Refusal` if the config lacks one."""
     text = text_config(config)
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    found = {name: getattr(text, name, None) for name in names}
+    found = {name: max(layer_sizes(text, name), default=0) for name in names}
     problems = [
         Problem(
             "model.path",
@@ -61,20 +60,25 @@ def text_sizes(config: Any) -> TextSizes:
             code="unsupported-model",
         )
         for name, value in found.items()
-        if not _largest(value)
+        if not value
     ]
     refuse_all(problems)
-    hidden, heads, layers, vocabulary = (_largest(found[name]) for name in names)
-    inner = _largest(getattr(text, "intermediate_size", None)) or 4 * hidden
-    key_heads = _largest(getattr(text, "num_key_value_heads", None)) or heads
-    head_size = _largest(getattr(text, "head_dim", None)) or hidden // heads
+    hidden, heads, layers, vocabulary = found.values()
+    inner = max(layer_sizes(text, "intermediate_size"), default=4 * hidden)
+    key_heads = max(layer_sizes(text, "num_key_value_heads"), default=heads)
+    head_size = max(layer_sizes(text, "head_dim"), default=hidden // heads)
     return TextSizes(hidden, inner, heads, key_heads, head_size, layers, vocabulary)
 
 
-def _largest(value: Any) -> int:
-    """Returns a size, or the largest one of a list with one size per layer. Returns 0 if there is none."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    return max((number for number in numbers if isinstance(number, int)), default=0)
+def layer_sizes(text: Any, name: str) -> list[int]:
+    """Returns the values of one key of a text config that are positive integers: one, or one for each layer if layers
+    differ. The list is empty if the config has no such number."""
+    try:
+        value = getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to read a value that differs between layers
+        value = [getattr(layer, name, None) for layer in text.per_layer_config]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [number for number in values if isinstance(number, int) and number > 0]
 
 
 def is_nested(config: Any) -> bool:
@@ -148,6 +152,20 @@ class FullModel(LanguageModel):
     @staticmethod
     def _built(kind: Any) -> Any:
         return kind
+
+
+def model_on_meta(config: Any, kind: Any = LanguageModel) -> Any:
+    """Builds a model without weights on the meta device. Raises `Refusal` if its class does not accept the config."""
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config, trust_remote_code=False)
+    except Exception as error:  # classes raise various errors for a config that they do not support
+        raise Refusal.at(
+            "model.path",
+            f"transformers cannot build {config.model_type} from its config.json: {first_line(error)}",
+            "compare config.json with that of the published model, or use a model of docs/models.md",
+            code="unsupported-model",
+        ) from error
 
 
 @cache

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from lockstep.data.batching import shared_beginnings
 from lockstep.data.updates import row_size
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_chip
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Refusal
 from lockstep.model.router import experts_of_token
-from lockstep.model.text_model import LanguageModel, text_config, text_sizes
+from lockstep.model.text_model import model_on_meta, text_config, text_sizes
 from lockstep.preflight.batch_plan import sequences_per_update
 from lockstep.preflight.prepared import Prepared
 from lockstep.preflight.row_checks import longest_row
@@ -157,8 +155,7 @@ class ModelCost:
 
 def model_cost(config: Any) -> ModelCost:
     """Computes the sizes of a model that is built on the meta device."""
-    with torch.device("meta"):
-        model = LanguageModel.from_config(config, trust_remote_code=False)
+    model = model_on_meta(config)
     sizes = text_sizes(config)
     head = sizes.vocabulary * sizes.hidden
     experts, chosen = _experts(text_config(config))

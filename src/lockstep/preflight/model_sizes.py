@@ -15,7 +15,7 @@ from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
-from lockstep.model.text_model import LanguageModel, text_sizes
+from lockstep.model.text_model import LanguageModel, model_on_meta, text_sizes
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
@@ -44,8 +44,7 @@ def reward_bytes(recipe: Recipe) -> int:
 
 
 def _weights(kind: Any, config: Any) -> int:
-    with torch.device("meta"):
-        model = kind.from_config(config, trust_remote_code=False)
+    model = model_on_meta(config, kind)
     # If the configuration has no dtype, transformers takes the dtype of the weight files. The upper bound fp32 is
     # assumed here.
     size = (getattr(config, "dtype", None) or torch.float32).itemsize
@@ -81,8 +80,8 @@ class Counted:
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
     """Counts the parameters of the run's models, which are built on the meta device without weights."""
+    base = model_on_meta(config)
     with torch.device("meta"):
-        base = LanguageModel.from_config(config, trust_remote_code=False)
         # Norms, biases and adapters are too small to count separately for tensor parallelism.
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
@@ -123,8 +122,7 @@ def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
 
 
 def _parameters_of(folder: str) -> int:
-    with torch.device("meta"):
-        model = LanguageModel.from_config(load_config(folder), trust_remote_code=False)
+    model = model_on_meta(load_config(folder))
     return sum(p.numel() for p in model.parameters())
 
 
