@@ -35,8 +35,10 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("decoder_ffn_dim", "moe_shared_expert_intermediate_size"), INNER),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), LAYERS),
+    "layers": LAYERS,
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
+    "attention_heads": HEADS,
     **dict.fromkeys(
         ("head_dim", "swa_head_dim", "global_head_dim", "v_head_dim", "kv_channels", "dim_head"), HEAD_SIZE
     ),
@@ -67,7 +69,7 @@ SIZES: dict[str, int] = {
 # POSITION_COUNTS and WIDTHS are set exactly, even if the original value is smaller: test sequences must fit, and the
 # head size follows from the width.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
-WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim", "embed_dim")
 # Attention limits of the small model, reduced so that the test sequences are longer.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
@@ -78,8 +80,8 @@ LIMITS: dict[str, int] = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
-ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads")
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers")
 # Config keys that are lists with one entry for each rotary frequency.
 BY_FREQUENCY = ("short_factor", "long_factor")
 
