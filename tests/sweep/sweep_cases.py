@@ -1,4 +1,4 @@
-"""Every causal language model class of the installed transformers, small, with its windows and scalings switched on."""
+"""Every class of the installed transformers that generates text, small, with its windows and scalings switched on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -43,6 +47,13 @@ MORE = {
 }
 
 
+# Sections of rotary frequencies for time, height and width. Published folders have them, the default configs do not.
+SECTIONS = {
+    **{key: [16, 24, 24] for key in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
+    **{key: [8, 12, 12] for key in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr")},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model type, and what is switched on besides its defaults."""
@@ -57,6 +68,9 @@ class Case:
         """The full-sized configuration; raises what transformers raises where it has none."""
         with _quiet():
             config = AutoConfig.for_model(self.model_type, **self._switches())
+            if self.model_type in SECTIONS:
+                text = config.get_text_config(decoder=True)
+                text.rope_parameters = {**text.rope_parameters, "mrope_section": SECTIONS[self.model_type]}
             if self.variant in ROPES:
                 _scale(config.get_text_config(decoder=True), self.variant)
             return config
@@ -71,7 +85,9 @@ class Case:
 
 def all_cases() -> list[Case]:
     types = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    cases = [Case(name) for name in types]
+    # Models with towers: images, video or audio beside text.
+    towers = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    cases = [Case(name) for name in {*types, *towers}]
     cases += [Case(name, "window") for name in types if _window_is_off(name)]
     cases += [Case(name, kind) for name in SCALED for kind in ROPES if (name, kind) not in UNKNOWN]
     cases += [Case(name, "layers") for name in LAYERS if name in types]

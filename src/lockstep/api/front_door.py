@@ -20,6 +20,7 @@ from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.text_model import text_config
 from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.world import World
 from lockstep.parity.compare.compare_runs import compare as compare_logs
@@ -81,7 +82,7 @@ def load(
     )
     data = checked(Data, train=["-"], template=str(template))
     tokenizer, config = with_template(load_tokenizer(folder), data), load_config(folder)
-    refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
+    refuse_foreign_tokenizer(tokenizer, text_config(config).vocab_size, folder)
     refuse_router_loss(config, folder)
     refuse_router_noise(config, folder)
     chosen.use(0)
@@ -91,7 +92,7 @@ def load(
     frozen = None
     if reference is not False and not (reference is True and adapter is not None):
         path = folder if reference is True else str(reference)
-        frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
+        frozen = _frozen(settings, path, chosen, torch_device, text_config(config).vocab_size)
     optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
     optimizer = Optimizer(
         policy.trainable(),
@@ -132,7 +133,7 @@ def _refuse_dtype(dtype: str, device: Device) -> None:
 
 
 def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
-    other = load_config(path).vocab_size
+    other = text_config(load_config(path)).vocab_size
     if other != vocabulary:
         raise Refusal.at(
             f"reference {path}",

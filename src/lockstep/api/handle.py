@@ -46,6 +46,7 @@ from lockstep.model.export_check import probe_of
 from lockstep.model.export_folder import export_model
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.resolve import folders_of
+from lockstep.model.text_model import text_config
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -384,7 +385,7 @@ class Handle:
         return Datum(tuple(self._encode(turns, responses, origin)), columns)
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
-        moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
+        moving = fixed_length(text_config(self._policy.causal_lm.config)) is not None
         # In a packed batch, the two sequences of a pair share their prompt. Sharing gives wrong results for models
         # whose position embeddings depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
@@ -434,7 +435,7 @@ class Handle:
 
     @property
     def _context(self) -> int | None:
-        return getattr(self._policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
+        return getattr(text_config(self._policy.causal_lm.config), "max_position_embeddings", None)
 
     def _refuse_unknown_tokens(self, ids: Sequence[int], where: str) -> None:
         vocabulary = self._policy.causal_lm.get_input_embeddings().weight.shape[0]

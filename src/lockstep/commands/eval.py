@@ -33,6 +33,7 @@ from lockstep.methods import METHODS
 from lockstep.model.load import load_config, load_policy, load_tokenizer, load_value_model
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config
 from lockstep.parallel.world import World, joined
 from lockstep.preflight.row_checks import shared_and_moving
 from lockstep.recipe import Recipe
@@ -93,7 +94,7 @@ def score_rows(
     """Returns the validation metrics of the recipe's method, without the loss; writes per-row values to `out`."""
     method, folder = METHODS[recipe.method], recipe.model.path
     tokenizer, config = load_tokenizer(folder), load_config(folder)
-    limit = getattr(config, "max_position_embeddings", None) or 2**31
+    limit = getattr(text_config(config), "max_position_embeddings", None) or 2**31
     with console.task("Encoding rows", len(rowset)) as task:
         reader, data = method.reader(recipe), recipe.data
         try:

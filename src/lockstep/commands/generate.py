@@ -16,6 +16,7 @@ from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer, with_lora
 from lockstep.model.pretrained import whole_model
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.engine import end_ids
 from lockstep.rollout.hf import HfEngine
@@ -49,14 +50,12 @@ class Conversation:
         repetition_penalty: float = 1.0,
         adapter: str | None = None,
     ):
-        from transformers import AutoModelForCausalLM
-
         chosen = select(device)
         folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
         refuse_judge(folder, model)
-        refuse_foreign_tokenizer(self.tokenizer, load_config(folder).get_text_config().vocab_size, folder)
-        loaded = whole_model(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        refuse_foreign_tokenizer(self.tokenizer, text_config(load_config(folder)).vocab_size, folder)
+        loaded = whole_model(LanguageModel, folder, f"model.path {folder}", "its weights", dtype="auto")
         prepare_products(loaded.dtype)
         if adapter is not None:
             # Use the base model with the LoRA layers inserted, without PEFT's wrapper.
@@ -65,7 +64,7 @@ class Conversation:
             except Refusal as refusal:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
-        self.context: int | None = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = getattr(text_config(loaded.config), "max_position_embeddings", None)
         """The maximum number of tokens of conversation plus answer; None if the model's config has no limit."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(

@@ -25,6 +25,7 @@ from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.miniature import POSITION_COUNTS, miniature_config
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import FullModel, text_config
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import checked_recipe, resolved
@@ -47,13 +48,11 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
     if source is None:
         write_tiny(folder, seed=seed, **TINY)
         return f"the tiny model, because the folder {path} does not exist"
-    from transformers import AutoModelForCausalLM
-
     config = load_config(source)
     try:
         small = small_config(config)
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
+        model = FullModel.from_config(small, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  # the architecture may not support smaller sizes
         write_tiny(folder, seed=seed, **TINY)
         return f"the tiny model, because {config.model_type} cannot be reduced ({type(error).__name__})"
@@ -69,7 +68,7 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
 def small_config(config: Any) -> Any:
     """Returns a miniature configuration with the same vocabulary and number of positions."""
     small = miniature_config(config)
-    for target, source in ((small, config), (small.get_text_config(), config.get_text_config())):
+    for target, source in ((small, config), (text_config(small), text_config(config))):
         for name in KEPT:
             if hasattr(source, name) and hasattr(target, name):
                 setattr(target, name, getattr(source, name))
@@ -81,7 +80,7 @@ def small_reward_model(model: Path, folder: Path) -> None:
     """Writes a reward model with the architecture and tokenizer of `model` and random weights."""
     from transformers import AutoModelForSequenceClassification
 
-    config = load_config(str(model))
+    config = text_config(load_config(str(model)))
     config.num_labels = 1
     tokenizer = load_tokenizer(str(model))
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

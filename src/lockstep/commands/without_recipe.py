@@ -20,6 +20,7 @@ from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config
 from lockstep.model.trials import REWARDS, run_trial
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_data import Data, Source
@@ -69,7 +70,7 @@ def refuse_judge(folder: str, model: str) -> None:
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
     """Returns one problem per prompt that leaves too little room for an answer in the model's context."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(text_config(config), "max_position_embeddings", None)
     problems: list[Problem] = []
     for prompt in prompts:
         length = len(prompt.ids)
@@ -86,7 +87,7 @@ def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: 
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
-    refuse_moving_positions(config.get_text_config(), longest, config.model_type, "--max-new-tokens")
+    refuse_moving_positions(text_config(config), longest, config.model_type, "--max-new-tokens")
 
 
 def load_generator(

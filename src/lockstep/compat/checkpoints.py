@@ -15,6 +15,7 @@ import torch
 
 from lockstep.compat.pickles import read_pickle, read_sharded
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
+from lockstep.model.text_model import FullModel
 
 _SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 _ZERO3 = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -248,7 +249,7 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
     """Raises a `Refusal` that lists all weights whose names or shapes differ from those of the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if any("lora_" in name for name in weights):
         raise Refusal.at(
@@ -256,7 +257,7 @@ def check_weights(weights: Weights, model: Path, where: Path) -> None:
         )
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
+        expected = FullModel.from_config(config).state_dict()
     problems = [
         Problem(str(where), f"lacks {name}", code="missing-weight")
         for name in expected

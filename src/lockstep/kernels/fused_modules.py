@@ -213,12 +213,18 @@ def scales_of(module: nn.Module) -> list[float]:
 
 
 def heads_of(model: nn.Module) -> Heads | None:
-    config = getattr(model, "config", None)
-    queries = getattr(config, "num_attention_heads", None)
-    if queries is None:
+    """Returns the heads of a language model, or None if its config does not say how many, or if its layers differ."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    try:
+        # The config of a model with towers is nested; that of its decoder has the heads.
+        config = next((config for config in configs if getattr(config, "num_attention_heads", None)), None)
+        if config is None:
+            return None
+        queries = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or queries
+        size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // queries
+    except RuntimeError:  # transformers refuses to read a value that differs between layers
         return None
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // queries
     return Heads(next(model.parameters()).dtype, queries, keys, size)
 
 

@@ -24,6 +24,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.decoder import OUTSIDE
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
+from lockstep.model.text_model import LanguageModel, no_language_model, text_config
 from lockstep.model.trials import ARCHITECTURE, LOADED_MODEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import unit_gathered
 from lockstep.run.console import Console
@@ -86,10 +87,9 @@ def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int
 
 
 def _refuse_other_kinds(config: Any) -> None:
-    try:
-        text = config.get_text_config(decoder=True)
-    except ValueError as error:
-        raise Unfit(f"it is not one language model: {first_line(error)}") from error
+    if reason := no_language_model(config):
+        raise Unfit(reason)
+    text = text_config(config)
     kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     if others:
@@ -97,13 +97,11 @@ def _refuse_other_kinds(config: Any) -> None:
 
 
 def _build(config: Any, divisor: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
     try:
-        small = miniature_config(config, divisor)
+        small = miniature_config(config, divisor, towers=False)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # device generators are not forked and must not be seeded
-            return AutoModelForCausalLM.from_config(
+            return LanguageModel.from_config(
                 small, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
             )
     except RUN_ERRORS as error:

@@ -15,6 +15,7 @@ from lockstep.kernels.attention.interface import DividedLayout
 from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.attention.masks import SHAPE, BeyondCausal, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
+from lockstep.model.text_model import text_config
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
 
@@ -129,7 +130,7 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
 def own_attention(model: PreTrainedModel) -> str:
     """Returns which attention implementation of transformers is correct for the model. sdpa ignores soft caps and
     sinks."""
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 

@@ -22,6 +22,7 @@ from lockstep.model.check import RUN_ERRORS, packed_row, plain_logprobs, referen
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
+from lockstep.model.text_model import FullModel, text_config, writable_text_config
 
 # Lengths of the test rows in tokens, within the context length of any model.
 LENGTHS = (5, 9, 13)
@@ -51,7 +52,7 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
     """Returns a few test rows and the outputs of the model: log-probs of a policy, or one score per row of a reward
     model. All ranks of a sharded model must call this function."""
     model = module.causal_lm if isinstance(module, Policy) else module.decoder
-    rows, training = _rows(model.config.get_text_config()), module.training
+    rows, training = _rows(text_config(model.config)), module.training
     module.eval()
     try:
         # Each row gets one more token for a value model. The model returns values at positions that predict a token, so
@@ -145,9 +146,9 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str | None) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    auto = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
+    auto = FullModel if kind == "policy" else AutoModelForSequenceClassification
     what = "the export" if base is None else "the adapter's base"
     model, info = pretrained(auto, base or str(folder), where, what, dtype=dtype, output_loading_info=True)
     if base is None:
@@ -168,7 +169,7 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str |
 @torch.no_grad()
 def probe_of_transformers(model: Any) -> dict[str, Any]:
     """Returns test rows and log-probs like `probe_of`, for a model of transformers or PEFT."""
-    rows = _rows(model.config.get_text_config())
+    rows = _rows(text_config(model.config))
     return {"rows": rows, "values": _outputs(model, rows, "policy").tolist()}
 
 
@@ -178,5 +179,5 @@ def _outputs(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
     if kind == "policy":
         return torch.cat([reference_logprobs(model, ids) for ids in inputs])
     # If `pad_token_id` is None, the classifier scores the last token of a row, even if it is a padding token.
-    model.config.get_text_config().pad_token_id = None
+    writable_text_config(model.config).pad_token_id = None
     return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in inputs])

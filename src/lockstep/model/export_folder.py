@@ -30,6 +30,8 @@ from lockstep.model.pretrained import (
     whole_model,
 )
 from lockstep.model.streamed import META, stored_buffers
+from lockstep.model.text_model import LanguageModel, text_config
+from lockstep.model.tower import add_towers
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
 from lockstep.recipe.schema import Model
@@ -139,6 +141,8 @@ def export_model(
     with _written(settings, folders, out) as aside:
         if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
+        if not adapter:
+            add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
         _write_texts(aside, files)
         base = folders.model if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
@@ -154,9 +158,7 @@ def _write_streamed(
 ) -> bool:
     """Writes the model tensor by tensor, to save memory. Returns False if this model cannot be written tensor by
     tensor."""
-    from transformers import AutoModelForCausalLM
-
-    source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
+    source = stream_transformers(LanguageModel, folders.model, settings.dtype, settings.path)
     if source is None:
         return False
     refuse_other_weights(source.model, weights, where)
@@ -178,11 +180,9 @@ def _write_in_memory(
     adapter: bool,
 ) -> None:
     """Loads the whole model into memory and writes it. The memory is freed before the folder is verified."""
-    from transformers import AutoModelForCausalLM
-
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = whole_model(AutoModelForCausalLM, folders.model, where_from, "its weights", dtype=dtype)
+    base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
     model = with_adapter(base, settings.lora, 0, folders.adapter)
     restore_weights(model, weights, where)
     if adapter:
@@ -265,7 +265,8 @@ def _write_classifier(
     )
     restore_weights(trained, weights, where)
     merge_adapters(trained.decoder)
-    config = config_of(folders.model, settings.path)
+    # The reward model of a nested config is that of its text config: the towers cannot score text.
+    config = text_config(config_of(folders.model, settings.path))
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=DTYPES[working.dtype], trust_remote_code=False
@@ -348,10 +349,11 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
         )
     if not (adapter / WEIGHTS).is_file():
         raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True", code="missing-file")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
-    model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
+    config = pretrained(AutoConfig, base, where, "the config of its base")
+    stored: Any = config.dtype or text_config(config).dtype or torch.float32
+    model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # PEFT warns about tied weights, but the outputs are compared below
@@ -371,6 +373,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
         save_model(rounded(merged, stored), out)
+        add_towers(config, base, out, where)
         tokenizer.save_pretrained(out)
     except (OSError, SafetensorError) as error:
         raise unwritten(out, error) from error
@@ -396,7 +399,7 @@ def _untie(adapted: Any) -> None:
     plain = [layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers]
     if plain[0].weight is plain[1].weight:
         plain[1].weight = torch.nn.Parameter(plain[0].weight.detach().clone())
-        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        text_config(model.config).tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:

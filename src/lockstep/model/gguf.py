@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import Refusal, first_line, missing_extra, unwritten
+from lockstep.model.text_model import text_config
 from lockstep.run.files import written_aside
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     user."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
-    if model.config.tie_word_embeddings:
+    if text_config(model.config).tie_word_embeddings:
         return ["the model's output head is tied to its embedding, as in the file"]
     off = float((head - embedding).norm() / embedding.norm()) if head.shape == embedding.shape else 1.0
     if off >= SAME_MATRIX:

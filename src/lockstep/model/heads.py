@@ -27,6 +27,7 @@ from lockstep.model.load_folder import (
 from lockstep.model.lora import put_adapter
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
+from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.weights import NONE, digits_of
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Model
@@ -89,7 +90,7 @@ def build_value_model(
     config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
@@ -103,9 +104,9 @@ def build_value_model(
             )
         decoder, head = model.base_model, model.score
     else:
-        source, model, info = _loaded(AutoModelForCausalLM, folders.model, settings.dtype, name, sharding)
+        source, model, info = _loaded(LanguageModel, folders.model, settings.dtype, name, sharding)
         decoder = model.get_decoder()
-        head = nn.Linear(config.hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
+        head = nn.Linear(text_config(config).hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
@@ -154,10 +155,10 @@ def refuse_no_classifier(config: Any, path: str) -> None:
     exported as sequence classification models."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if type(text_config(config)) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise Refusal.at(
             f"model.path {path}",
-            f"transformers has no sequence classification model for {config.model_type}",
+            f"transformers has no sequence classification model for {text_config(config).model_type}",
             "start from another architecture",
             code="unsupported-model",
         )

@@ -26,6 +26,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
 from lockstep.model.tensor_trial import check_division
+from lockstep.model.text_model import LanguageModel
 from lockstep.model.weights import digits_of
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Lora, Model
@@ -59,9 +60,7 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
-    from transformers import AutoModelForCausalLM
-
-    what = AutoModelForCausalLM, folders.model, settings.dtype, settings.path
+    what = LanguageModel, folders.model, settings.dtype, settings.path
     source = stream_transformers(*what) if sharding is not None else None
     if source is None:
         model, info = load_transformers(*what)

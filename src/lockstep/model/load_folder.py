@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
@@ -17,6 +18,7 @@ from lockstep.model.decoder import inner_decoder
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
 from lockstep.model.streamed import Streamed, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
+from lockstep.model.text_model import no_language_model
 from lockstep.parallel.sharding import Sharding, shard, unit_gathered
 from lockstep.parallel.tensor import Style, divide
 from lockstep.parallel.world import refused_together
@@ -36,10 +38,15 @@ class ModelFolders(NamedTuple):
 
 
 def config_of(folder: str, name: str | None = None) -> Any:
-    """Returns the transformers config. `name` is the model name or path in the recipe, for error messages."""
+    """Returns the transformers config of a language model. `name` is the model name or path in the recipe, for error
+    messages."""
     from transformers import AutoConfig
 
-    return pretrained(AutoConfig, folder, f"model.path {name or folder}", "its config.json")
+    where = f"model.path {name or folder}"
+    config = pretrained(AutoConfig, folder, where, "its config.json")
+    if reason := no_language_model(config):
+        raise Refusal.at(where, reason, "use a model that docs/models.md lists as supported", code="unsupported-model")
+    return config
 
 
 def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> tuple[Any, dict[str, Any]]:

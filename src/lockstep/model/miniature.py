@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.model.text_model import is_nested, text_config
+
 VOCABULARY = 96
 HEADS, HEAD_SIZE = 4, 16
 LAYERS = 2
@@ -33,8 +35,10 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("decoder_ffn_dim", "moe_shared_expert_intermediate_size"), INNER),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), LAYERS),
+    "layers": LAYERS,
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
+    "attention_heads": HEADS,
     **dict.fromkeys(
         ("head_dim", "swa_head_dim", "global_head_dim", "v_head_dim", "kv_channels", "dim_head"), HEAD_SIZE
     ),
@@ -66,7 +70,7 @@ SIZES: dict[str, int] = {
 # POSITION_COUNTS and WIDTHS are set exactly, even if the original value is smaller: test sequences must fit, and the
 # head size follows from the width.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
-WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim", "embed_dim")
 # Attention limits of the small model, reduced so that the test sequences are longer.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
@@ -77,21 +81,32 @@ LIMITS: dict[str, int] = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
-ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads")
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers")
 # Config keys that are lists with one entry for each rotary frequency.
 BY_FREQUENCY = ("short_factor", "long_factor")
 
 
-def miniature_config(config: Any, divisor: int = 1) -> Any:
+def miniature_config(config: Any, divisor: int = 1, *, towers: bool = True) -> Any:
     """Returns the config of a small model with the architecture of `config`. The attention limits of the small model
-    are at most `LIMIT`. The numbers of heads and experts and the MLP width are divisible by `divisor`."""
+    are at most `LIMIT`. The numbers of heads and experts and the MLP width are divisible by `divisor`. Without
+    `towers`, nested configs other than the text config keep their sizes."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
+    kept = {} if towers else {name: data.pop(name) for name in _towers(config) if name in data}
     _shrink(data)
     _widen(data, divisor)
-    return type(config).from_dict(data)
+    return type(config).from_dict({**data, **kept})
+
+
+def _towers(config: Any) -> list[str]:
+    """Returns the names of the nested configs that are not the text config. Without a text config, all nested configs
+    belong to the language model."""
+    text = text_config(config)
+    if not is_nested(config):
+        return []
+    return [name for name in config.sub_configs if getattr(config, name, None) is not text]
 
 
 def _shrink(data: dict[str, Any]) -> None:
@@ -102,6 +117,8 @@ def _shrink(data: dict[str, Any]) -> None:
     # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
     for name, value in list(data.items()):
+        if not isinstance(name, str):
+            continue  # a table of numbers, not a config
         if isinstance(value, dict) and name == "per_layer_config":
             data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
         elif isinstance(value, dict):

@@ -16,6 +16,7 @@ from lockstep.kernels.logit_divergence import TeacherDivergence, Whole, compared
 from lockstep.kernels.logprob import Head, Scores, TokenGrads, token_scores, uniform_token_grads
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
+from lockstep.model.text_model import text_config
 from lockstep.model.weights import NONE
 from lockstep.parallel.offload import resident
 from lockstep.types import MicroBatch
@@ -46,7 +47,7 @@ def output_head(model: PreTrainedModel) -> Head:
 
     If a model computes logits in another way, `check_policy` refuses it.
     """
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     projection: Any = model.get_output_embeddings()
     caps = [cap for cap in (getattr(config, name, None) for name in CAPS) if cap is not None]
     return Head(projection.weight, projection.bias, _scale(config), float(caps[0]) if caps else None)
@@ -154,7 +155,7 @@ class Policy(nn.Module):
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
     def _squares(self, hidden_KH: torch.Tensor, head: Head, targets_K: torch.Tensor) -> torch.Tensor:
-        if head.weight_VH.shape[0] < self.causal_lm.config.get_text_config().vocab_size:
+        if head.weight_VH.shape[0] < text_config(self.causal_lm.config).vocab_size:
             raise Refusal.at(
                 "algorithm.advantage",
                 "sums the squared probabilities of all tokens, but this device has only a part of the vocabulary",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
+from lockstep.model.text_model import text_config
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,7 @@ def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -
     unused = tuple(sorted(info.unexpected_keys))
     blocks = {_block(name) for name in model.state_dict()}
     # Some models have layers for multi-token prediction after the other layers. transformers does not use them.
-    ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    ahead = getattr(text_config(model.config), "num_nextn_predict_layers", None) or 0
     beyond = [name for name in unused if _block(name) in blocks]
     if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
         why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that are not in its config.json"

@@ -10,7 +10,9 @@ import torch
 from lockstep.algorithms.token_losses import count_routed, load_balance
 from lockstep.errors import Problem, Refusal, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_row, tokens
+from lockstep.model.decoder import inner_decoder
 from lockstep.model.miniature import VOCABULARY
+from lockstep.model.text_model import text_config
 from lockstep.model.trials import LOAD_BALANCE, ROUTER_NOISE, Unfit, run_trial
 
 # Allowed difference between the load-balancing losses of lockstep and transformers, in fp32.
@@ -22,7 +24,7 @@ DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop", "drop_rate")
 
 def experts_of_token(config: Any) -> int | None:
     """Returns the number of experts that the router selects per token, or None for a model without experts."""
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     return next((int(getattr(text, name)) for name in CHOSEN if getattr(text, name, None)), None)
 
 
@@ -31,7 +33,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
     `model.aux_loss_coef`. Also raises `Refusal` if lockstep cannot reproduce the load-balancing loss. `where` names the
     recipe key and the folder."""
     if coefficient is None:
-        text = config.get_text_config(decoder=True)
+        text = text_config(config)
         default = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)
         if getattr(text, "output_router_logits", False) and default:
             raise Refusal.at(
@@ -108,7 +110,7 @@ def _is_noisy(config: Any) -> bool:
         for seed in (1, 2):
             torch.default_generator.manual_seed(seed)  # device generators are not forked and must not be seeded
             try:
-                passes.append(model(input_ids=ids, use_cache=False).logits)
+                passes.append(inner_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state)
             except RUN_ERRORS as error:
                 raise Unfit(str(error)) from error
     return not torch.equal(*passes)

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
 from lockstep.model.decoder import decoder_layers, inner_decoder
+from lockstep.model.text_model import layer_sizes, model_on_meta, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
 
 if TYPE_CHECKING:
@@ -45,13 +45,9 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
     """Raises `Refusal` if tensor parallelism cannot split the model. Reads only the config, no weights."""
     if size == 1:
         return
-    from transformers import AutoModelForCausalLM
-
     try:
         refuse_heads(config, size)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        styles_of(model, size)
+        styles_of(model_on_meta(config), size)
     except Indivisible as found:
         raise Refusal(
             [Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy, code="indivisible")]
@@ -147,14 +143,15 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
 
 def refuse_heads(config: Any, size: int) -> None:
     """Raises `Indivisible` if the number of attention heads is not divisible by the group size."""
-    text = config.get_text_config(decoder=True)
-    query = getattr(text, "num_attention_heads", None)
-    heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}
-    for kind, count in heads.items():
-        if count is None:
-            raise Indivisible("its configuration does not say how many attention heads it has")
-        if count % size:
-            fitting = ", ".join(str(number) for number in _divisors(*(n for n in heads.values() if n)))
+    text = text_config(config)
+    query = layer_sizes(text, "num_attention_heads")
+    heads = {"query": query, "key/value": layer_sizes(text, "num_key_value_heads") or query}
+    if not query:
+        raise Indivisible("its configuration does not say how many attention heads it has")
+    for kind, counts in heads.items():
+        count = next((count for count in counts if count % size), None)
+        if count is not None:
+            fitting = ", ".join(str(number) for number in _divisors(*(n for counts in heads.values() for n in counts)))
             why = f"its {count} {kind} heads cannot be divided over {size} processes"
             raise Indivisible(why, f"set parallel.tensor_parallel to one of {fitting}")
 

@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.text_model import text_config
 from lockstep.preflight.memory_plan import MemoryPlan, Phase
 from lockstep.preflight.model_sizes import kv_bytes
 from lockstep.recipe import Recipe
@@ -115,7 +116,7 @@ def with_worker(
         cached, int(rollout.cache_gb * 1e9) if rollout.cache_gb else max(room, longest * kv_bytes(config, size))
     )
     prompts = asked * max(0, longest - rollout.max_tokens)
-    passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
+    passes = prefill_bytes(text_config(config), min(prefill_tokens, prompts), size)
     worker = Phase(WORKER, plan.parameters * size, activations=cache + passes)
     through_memory = rollout.weight_sync == "memory" or (rollout.weight_sync == "auto" and not rollout.worker_device)
     plan = replace(plan, handed_bytes=plan.trained * size if through_memory else 0)

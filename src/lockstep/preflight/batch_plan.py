@@ -11,6 +11,7 @@ from lockstep.data.dataset import BatchSource, Dataset, Loader, steps_and_rows
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.data.updates import row_size
 from lockstep.errors import Refusal
+from lockstep.model.text_model import text_config
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 
@@ -218,7 +219,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
     """Returns the maximum length of a prompt in tokens. This is `data.max_prompt_tokens`, or the number of tokens that
     the longest response leaves of the model's context and of a micro-batch."""
     longest = recipe.rollout.max_tokens
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(text_config(config), "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}
     rooms = {name: bound - longest for name, bound in bounds.items() if bound}
     wanted = recipe.data.max_prompt_tokens
@@ -237,7 +238,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 def row_limit(recipe: Recipe, config: Any) -> int:
     """Returns the maximum length of a row in tokens: the smallest of `data.max_tokens`, the model's context and the
     token budget of a micro-batch."""
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(text_config(config), "max_position_embeddings", None)
     wanted = recipe.data.max_tokens
     if wanted and context and wanted > context:
         raise Refusal.at(

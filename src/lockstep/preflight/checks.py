@@ -16,6 +16,7 @@ from lockstep.doctor.package_checks import unfit_packages
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path
 from lockstep.launch.launcher import ranks_here
+from lockstep.model.text_model import text_config
 from lockstep.parallel.sharding import grid_of, refuse_offload
 from lockstep.parallel.world import refuse_ranks
 from lockstep.preflight import model_checks as model
@@ -112,12 +113,12 @@ def engine_device(context: Context) -> None:
 
 
 def stop_ids(context: Context) -> None:
-    refuse_unknown_ids(context.recipe.rollout.stop_ids, context.config.get_text_config().vocab_size)
+    refuse_unknown_ids(context.recipe.rollout.stop_ids, text_config(context.config).vocab_size)
 
 
 def cached_positions(context: Context) -> None:
     longest = context.prompts.longest + context.recipe.rollout.max_tokens
-    refuse_moving_positions(context.config.get_text_config(), longest, context.config.model_type)
+    refuse_moving_positions(text_config(context.config), longest, context.config.model_type)
 
 
 def packages(context: Context) -> list[Problem]:

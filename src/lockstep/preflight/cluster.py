@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from lockstep.data.batching import shared_beginnings
 from lockstep.data.updates import row_size
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_chip
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Refusal
+from lockstep.model.router import experts_of_token
+from lockstep.model.text_model import model_on_meta, text_config, text_sizes
 from lockstep.preflight.batch_plan import sequences_per_update
 from lockstep.preflight.prepared import Prepared
 from lockstep.preflight.row_checks import longest_row
@@ -155,16 +155,10 @@ class ModelCost:
 
 def model_cost(config: Any) -> ModelCost:
     """Computes the sizes of a model that is built on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    head = text.vocab_size * text.hidden_size
-    experts, chosen = _experts(text)
+    model = model_on_meta(config)
+    sizes = text_sizes(config)
+    head = sizes.vocabulary * sizes.hidden
+    experts, chosen = _experts(text_config(config))
     # The output head is counted once, whether it is tied to the input embedding or not.
     apart = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     multiplied = read = head
@@ -174,17 +168,15 @@ def model_cost(config: Any) -> ModelCost:
         count = parameter.numel()
         read += count
         multiplied += count * chosen // experts if re.search(r"\bexperts\b", name) else count
-    layers = text.num_hidden_layers
-    return ModelCost(
-        multiplied, head, read, layers * heads * size, 2 * layers * key_heads * size, layers, text.vocab_size
-    )
+    attended, cached = (count * sizes.layers * sizes.head_size for count in (sizes.heads, 2 * sizes.key_heads))
+    return ModelCost(multiplied, head, read, attended, cached, sizes.layers, sizes.vocabulary)
 
 
 def _experts(config: Any) -> tuple[int, int]:
     """Returns the number of experts per layer and the number of experts per token."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
-            return getattr(config, name), config.num_experts_per_tok
+            return getattr(config, name), experts_of_token(config) or 1
     return 1, 1
 
 

@@ -12,6 +12,7 @@ from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.tensor_plan import Indivisible, refuse_heads
+from lockstep.model.text_model import text_config
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.async_worker import WORKER, refuse_beside, with_worker
 from lockstep.preflight.cluster import StepSource, TargetCluster, model_cost
@@ -64,7 +65,7 @@ class Outlook:
 
     def memory(self, cluster: TargetCluster) -> MemoryPlan:
         device, recipe, config = DEVICES[cluster.chip.kind], self.recipe, self.models.config
-        size, text = DTYPES[recipe.model.dtype].itemsize, config.get_text_config()
+        size, text = DTYPES[recipe.model.dtype].itemsize, text_config(config)
         prefill = recipe.rollout.prefill_tokens or fitting_prefill(device.prefill_tokens, cluster.memory, text, size)
         longest, memory = self.steps.longest(recipe), cluster.memory
 

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (
@@ -235,7 +236,7 @@ def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, g
         # The weights are sharded over the ranks.
         weights=counted.parameters * size // shards,
         gradients=trained * gradient_size // shards,
-        layer=counted.parameters * size // max(1, config.num_hidden_layers),
+        layer=counted.parameters * size // text_sizes(config).layers,
         largest=counted.largest // shards,
     )
 
@@ -258,8 +259,8 @@ class _Activations:
         last = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
         each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
         head = head_bytes(config, tokens, recipe.model.lora is None)
-        on_host = waiting_activations(config.num_hidden_layers, each)
-        return cls(layers, last, head, on_host, layers // max(1, config.num_hidden_layers) + head)
+        on_host = waiting_activations(text_sizes(config).layers, each)
+        return cls(layers, last, head, on_host, layers // text_sizes(config).layers + head)
 
 
 def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:
@@ -354,7 +355,7 @@ def _with_online_parts(
     lora = recipe.model.lora
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # If the model has a LoRA adapter, the critic trains an adapter and its value head.
-    trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
+    trained = (plan.trained + text_sizes(config).hidden * int(lora is not None)) * int(has_critic)
     weights = plan.parameters * int(has_critic) * size // shards
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
     asked = engine.prompts(recipe)
@@ -375,7 +376,7 @@ def _with_online_parts(
     # Generation gathers the policy's weights; all other weights stay sharded.
     beside = standing.weights - plan.parameters * size // shards
     prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
-    passes = prefill_bytes(config.get_text_config(), min(engine.prefill_tokens, prompts), size)
+    passes = prefill_bytes(text_config(config), min(engine.prefill_tokens, prompts), size)
     generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     stored = plan.checkpoint_bytes + own

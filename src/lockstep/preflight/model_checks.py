@@ -18,6 +18,8 @@ from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
+from lockstep.model.text_model import text_config
+from lockstep.model.tower import tower_tensors
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
@@ -113,7 +115,7 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
 
 def tokenizer_of_model(context: Context) -> None:
     """Refuses a tokenizer that has token ids outside the model's embedding."""
-    refuse_foreign_tokenizer(context.tokenizer, context.config.vocab_size, context.recipe.model.path)
+    refuse_foreign_tokenizer(context.tokenizer, text_config(context.config).vocab_size, context.recipe.model.path)
 
 
 def routers(context: Context) -> Iterator[Problem]:
@@ -151,9 +153,12 @@ def architectures(context: Context) -> Iterator[Problem]:
 
 
 def missing_weights(context: Context) -> Iterator[Problem]:
-    """Reports models whose folders lack weight files."""
+    """Reports models whose folders lack weight files, or tensors that the export needs."""
     for key, path in model_folders(context.recipe).items():
-        yield from problems_of(refuse_no_weights, model_folder(path), f"{key} {path}")
+        problems = problems_of(refuse_no_weights, model_folder(path), f"{key} {path}")
+        if key == "model.path" and not problems:
+            problems = problems_of(tower_tensors, load_config(path), model_folder(path), f"{key} {path}")
+        yield from problems
 
 
 def tensor_division(context: Context) -> Iterator[Problem]:
@@ -164,8 +169,8 @@ def tensor_division(context: Context) -> Iterator[Problem]:
 
 def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
     """Refuses a model whose vocabulary size differs from the policy's."""
-    expected = load_config(recipe.model.path).vocab_size
-    actual = load_config(path).vocab_size
+    expected = text_config(load_config(recipe.model.path)).vocab_size
+    actual = text_config(load_config(path)).vocab_size
     if expected != actual:
         raise Refusal.at(
             f"{key} {path}",

@@ -15,6 +15,7 @@ from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
+from lockstep.model.text_model import LanguageModel, model_on_meta, text_sizes
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
@@ -30,7 +31,7 @@ def reward_bytes(recipe: Recipe) -> int:
     sharded: every device has a full copy."""
     if recipe.method not in ONLINE:
         return 0
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     named = recipe.reward.model or []
     found = [
@@ -38,13 +39,12 @@ def reward_bytes(recipe: Recipe) -> int:
         for path in ([named] if isinstance(named, str) else named)
     ]
     if recipe.reward.process is not None:
-        found.append((AutoModelForCausalLM, process_config(recipe.reward.process)))
+        found.append((LanguageModel, process_config(recipe.reward.process)))
     return sum(_weights(kind, config) for kind, config in found)
 
 
 def _weights(kind: Any, config: Any) -> int:
-    with torch.device("meta"):
-        model = kind.from_config(config, trust_remote_code=False)
+    model = model_on_meta(config, kind)
     # If the configuration has no dtype, transformers takes the dtype of the weight files. The upper bound fp32 is
     # assumed here.
     size = (getattr(config, "dtype", None) or torch.float32).itemsize
@@ -80,15 +80,13 @@ class Counted:
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
     """Counts the parameters of the run's models, which are built on the meta device without weights."""
-    from transformers import AutoModelForCausalLM
-
+    base = model_on_meta(config)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # Norms, biases and adapters are too small to count separately for tensor parallelism.
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
-        fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
+        fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         model = with_lora(base, recipe.model.lora, seed=0)
         with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
@@ -105,7 +103,7 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
     parameters are those outside the layers and one gathered layer with its buffer, while the previous layer is still
     allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
-    layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
+    layer = counted.layer - (counted.divided - kept) // text_sizes(config).layers
     entered = counted.outside + 2 * layer + max(counted.outside, layer)
     # If the full model is in host memory, it is divided over the tensor-parallel ranks before it is sharded.
     split = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
@@ -124,10 +122,7 @@ def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
 
 
 def _parameters_of(folder: str) -> int:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(folder), trust_remote_code=False)
+    model = model_on_meta(load_config(folder))
     return sum(p.numel() for p in model.parameters())
 
 
@@ -162,18 +157,15 @@ def activation_bytes(
     norms, rotary and attention (`lean`) keep no fp32 copies, and keep queries, keys and values once. A fused
     feed-forward keeps two tensors of its width instead of four.
     """
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", heads) or heads
-    head_size = getattr(config, "head_dim", None) or hidden // heads
+    hidden, inner, heads, key_heads, head_size, layers, _ = text_sizes(config)
     lean, fused = kernels or LayerKernels()
     attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
     copies = 0 if lean else 2 * 2 * 4 * hidden
     # Tensor parallelism divides attention heads and feed-forward, but not the residual stream.
     layer = tokens * (size * (4 * hidden + (attention + (2 if fused else 4) * inner) // tensor) + copies)
     if checkpointing:
-        return config.num_hidden_layers * tokens * hidden * size + layer
-    return config.num_hidden_layers * layer
+        return layers * tokens * hidden * size + layer
+    return layers * layer
 
 
 def kept_by_layer(
@@ -182,19 +174,19 @@ def kept_by_layer(
     """Returns the bytes that one layer keeps until its backward pass. With checkpointing, the layer keeps only its
     input."""
     if checkpointing:
-        return tokens * int(config.hidden_size) * size
-    return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
+        return tokens * text_sizes(config).hidden * size
+    return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // text_sizes(config).layers
 
 
 def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
     """Returns the bytes of one chunk of logits with its working copies, plus those of the output head's fp32
     gradient."""
-    chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * config.vocab_size * tokens)
-    return chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
+    sizes = text_sizes(config)
+    chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * sizes.vocabulary * tokens)
+    return chunk + (4 * sizes.vocabulary * sizes.hidden if head_trained else 0)
 
 
 def kv_bytes(config: Any, size: int) -> int:
     """Returns the KV cache bytes of one token in all layers."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_size * size
+    sizes = text_sizes(config)
+    return 2 * sizes.layers * sizes.key_heads * sizes.head_size * size

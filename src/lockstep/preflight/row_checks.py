@@ -20,6 +20,7 @@ from lockstep.errors import Problem, Refusal, refuse_all, shortened
 from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.load import load_config
+from lockstep.model.text_model import text_config
 from lockstep.preflight.batch_plan import UNLIMITED, memory_loader, prompt_limit, row_limit
 from lockstep.preflight.model_checks import refuse_placeholders
 from lockstep.preflight.prepared import Context, problems_of
@@ -135,7 +136,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
 
 def long_questions(context: Context) -> list[Problem]:
     """Reports questions whose answers could exceed the model's context or the engine's cache."""
-    recipe, text = context.recipe, context.config.get_text_config()
+    recipe, text = context.recipe, text_config(context.config)
     max_positions = getattr(text, "max_position_embeddings", None)
     if not context.questions or max_positions is None:
         return []
@@ -240,7 +241,7 @@ def _row_configs(context: Context) -> list[Any]:
 def shared_and_moving(items: Sequence[Any], *configs: Any) -> list[Problem]:
     """Reports long rows whose packed sequences share a prefix, if the rotary positions of a model depend on the
     sequence length."""
-    lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
+    lengths = [(fixed_length(text_config(config)), config) for config in configs]
     moving = [(fixed, config) for fixed, config in lengths if fixed is not None]
     if not moving:
         return []

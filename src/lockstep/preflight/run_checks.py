@@ -9,6 +9,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Problem
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.text_model import text_config
 from lockstep.preflight.async_worker import with_worker
 from lockstep.preflight.batch_plan import OnlinePlan, plan_batches, plan_online, sequences_per_update
 from lockstep.preflight.checks import CheckStage, run_checks
@@ -96,7 +97,7 @@ def _opened(context: Context, stages: list[CheckStage]) -> list[Problem]:
 def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
     recipe, config, device, devices = context.recipe, context.config, context.device, context.devices
     size = DTYPES[recipe.model.dtype].itemsize
-    prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
+    prefill_tokens = prefill_budget(recipe.rollout, device, text_config(config), size)
     total, counted = device.memory().total, count_parameters(recipe, config)
 
     def plan_of(cache_room: int | None) -> MemoryPlan:
@@ -122,7 +123,7 @@ def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
 
 def _warn_slow(context: Context) -> None:
     """Warns if matrix products with the model's shapes and dtype are slow on the device."""
-    text, dtype = context.config.get_text_config(), DTYPES[context.recipe.model.dtype]
+    text, dtype = text_config(context.config), DTYPES[context.recipe.model.dtype]
     hidden, intermediate = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
     if not isinstance(hidden, int):
         return

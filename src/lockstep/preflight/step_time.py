@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.text_model import text_sizes
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.batch_plan import logprob_limit, old_needed
 from lockstep.preflight.cluster import (
@@ -273,7 +274,7 @@ class StepTimes:
         excluded."""
         if self.grid.tensor == 1:
             return PhaseTime("")
-        hidden = self.models.config.get_text_config().hidden_size
+        hidden = text_sizes(self.models.config).hidden
         whole = 2 * times * self.models.cost.layers * tokens * hidden * self.size
         seconds = self.cluster.sum_seconds(whole, self.tensor)
         return PhaseTime("", waiting=seconds, traffic=Traffic(summed=2 * _others(whole, self.tensor)))
@@ -319,7 +320,7 @@ class StepTimes:
         if not model.activation_offload:
             return 0.0
         how = (self.size, model.gradient_checkpointing, self.kernels)
-        return 2 * (config.num_hidden_layers - 1) * kept_by_layer(config, int(tokens), *how, tensor=self.grid.tensor)
+        return 2 * (text_sizes(config).layers - 1) * kept_by_layer(config, int(tokens), *how, tensor=self.grid.tensor)
 
 
 def _others(whole: float, group: Members) -> float:

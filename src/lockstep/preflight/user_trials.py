@@ -13,6 +13,7 @@ from lockstep.algorithms.policy_loss import PolicyTokens
 from lockstep.algorithms.user_functions import ADVANTAGE, LOSS, user_estimator, user_policy_loss
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
+from lockstep.model.text_model import text_config
 from lockstep.model.trials import (
     ADVANTAGE_FUNCTION,
     LOSS_FUNCTION,
@@ -103,7 +104,7 @@ def try_rollout(context: Context) -> str:
         _stub_turn(tokenizer),
         lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        context.config.get_text_config().vocab_size,
+        text_config(context.config).vocab_size,
         rollout.function_timeout,
         message_encoder(tokenizer),
     )

@@ -19,6 +19,7 @@ from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.pretrained import pretrained, refuse_not_finite, tokenizer_of
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config, writable_text_config
 from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
@@ -148,19 +149,19 @@ class RewardModel:
             return [(score - self.mean) / self.std for score in in_batches(rows, self._forward)]
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        text_config = self.model.config.get_text_config()
-        padding = text_config.pad_token_id
+        config = writable_text_config(self.model.config)
+        padding = config.pad_token_id
         if padding is None:
             # The model finds the end of a row by the padding token, so no row may end with the padding token.
             ends = {row[-1] for row in rows}
             padding = next(token for token in range(len(ends) + 1) if token not in ends)
-        stored = text_config.pad_token_id
-        text_config.pad_token_id = padding
+        stored = config.pad_token_id
+        config.pad_token_id = padding
         try:
             with padded(self.model, rows, padding, self.device) as inputs:
                 logits = self.model(**inputs).logits
         finally:
-            text_config.pad_token_id = stored
+            config.pad_token_id = stored
         return [float(score) for score in logits[:, 0].float().tolist()]
 
 
@@ -191,7 +192,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
             where, why, "use the tokenizer that the reward model was trained with", code="other-vocabulary"
         )
     model.to(device).eval().requires_grad_(False)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(text_config(config), "max_position_embeddings", None)
     return RewardModel(model, tokenizer, device, context, mean, std)
 
 

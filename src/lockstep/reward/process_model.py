@@ -23,6 +23,7 @@ from lockstep.errors import Refusal, first_line
 from lockstep.model.policy import output_head
 from lockstep.model.pretrained import pretrained, tokenizer_of, whole_model
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.reward.model import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, StepOutcome, settled
@@ -71,12 +72,10 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             'train one with method prm, or write this file: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
             code="wrong-model-kind",
         )
-    from transformers import AutoModelForCausalLM
-
     trained_with = read_judging(folder)
     tokenizer = tokenizer_of(str(folder), where)
     marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
-    model = whole_model(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
+    model = whole_model(LanguageModel, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
         raise Refusal.at(
             where,
@@ -85,7 +84,7 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             code="no-chat-template",
         )
     model.to(device).eval().requires_grad_(False)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(text_config(model.config), "max_position_embeddings", None)
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
 
 

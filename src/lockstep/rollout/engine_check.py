@@ -22,6 +22,7 @@ from lockstep.model.check import (
 )
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
 from lockstep.model.policy import Policy, Scoring
+from lockstep.model.text_model import text_config
 from lockstep.model.trials import ENGINE, LOADED_ENGINE, Unfit, hardware, run_trial
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Engine
@@ -48,7 +49,7 @@ def try_engine(miniature: Miniature, device: Device) -> None:
     """Compares the greedy tokens and log-probs of the engine with those of transformers, with and without chunked
     prefill."""
     policy = miniature.policy
-    max_length = fixed_length(policy.causal_lm.config.get_text_config())
+    max_length = fixed_length(text_config(policy.causal_lm.config))
     longest = min(LONGEST, max_length or LONGEST)
     prompts = [tokens(length, VOCABULARY) for length in PROMPTS]
     expected = [_greedy(policy.causal_lm, ids, longest - max(PROMPTS)) for ids in prompts]
@@ -132,7 +133,7 @@ def _engine_problem(
 def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-probs of a few sampled tokens, computed by the engine and by the policy."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
-    max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LONGEST_TRIED
+    max_length = fixed_length(text_config(policy.causal_lm.config)) or LONGEST_TRIED
     lengths = (1, min(LONGEST_TRIED, max_length) - NEW_TOKENS_TRIED)
     prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in lengths]
     requests = [Request(ids, key) for key, ids in enumerate(prompts)]

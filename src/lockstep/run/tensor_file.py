@@ -1,4 +1,4 @@
-"""Writes safetensors files one tensor at a time, so that only one tensor is in memory."""
+"""Writes and copies tensors of safetensors files one at a time, so that only one tensor is in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import torch
 
@@ -67,3 +68,71 @@ def _write(
             assert tensor.shape == shapes[name], name
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor
+
+
+# Copies of stored tensors, byte by byte.
+
+# Number of bytes that are copied at once.
+PIECE = 2**24
+
+
+def stored_names(path: Path) -> list[str]:
+    """Returns the names of the tensors in a safetensors file."""
+    with path.open("rb") as file:
+        return list(_header(file)[0])
+
+
+def add_tensors(folder: Path, sources: Sequence[Path], names: Sequence[str]) -> None:
+    """Copies the tensors `names` of the source files to a new file of a Hugging Face folder that already has weights,
+    and writes the index. The copies have the dtype and the bytes of the source."""
+    files = sorted({*folder.glob("model*.safetensors")})
+    renamed = {file: f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number, file in enumerate(files, 1)}
+    places, total = {}, 0
+    for file, name in renamed.items():
+        with file.open("rb") as opened:
+            entries, _ = _header(opened)
+        places.update(dict.fromkeys(entries, name))
+        total += sum(_size(entry) for entry in entries.values())
+        file.rename(folder / name)
+    last = f"model-{len(files) + 1:05d}-of-{len(files) + 1:05d}.safetensors"
+    total += _copy(sources, set(names), folder / last)
+    places.update(dict.fromkeys(names, last))
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy(sources: Sequence[Path], names: set[str], out: Path) -> int:
+    """Writes the named tensors of the source files to `out`. Returns their size in bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    parts: list[tuple[Path, int, int]] = []
+    end = 0
+    for source in sources:
+        with source.open("rb") as file:
+            entries, data = _header(file)
+        for name in (name for name in entries if name in names):
+            begin, end = end, end + _size(entries[name])
+            header[name] = {**entries[name], "data_offsets": [begin, end]}
+            parts.append((source, data + entries[name]["data_offsets"][0], end - begin))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with out.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for source, begin, size in parts:
+            with source.open("rb") as opened:
+                opened.seek(begin)
+                for offset in range(0, size, PIECE):
+                    file.write(opened.read(min(PIECE, size - offset)))
+    return end
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Returns the entry of each tensor in a safetensors file, and the offset of the data."""
+    length = int.from_bytes(file.read(8), "little")
+    entries: dict[str, Any] = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
+
+
+def _size(entry: Mapping[str, Any]) -> int:
+    begin, end = entry["data_offsets"]
+    return int(end - begin)

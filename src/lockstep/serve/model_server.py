@@ -14,6 +14,7 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.model import load_reward_model, normalized_by_config
@@ -152,7 +153,7 @@ def stored_dtype(config: Any) -> str:
 
 
 def _max_model_len(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
-    text = config.get_text_config()
+    text = text_config(config)
     lengths = [length for length in (getattr(text, "max_position_embeddings", None), fixed_length(text)) if length]
     context = min(lengths, default=None)
     if serving.max_length is not None:

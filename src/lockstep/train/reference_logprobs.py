@@ -13,6 +13,7 @@ from lockstep.data.batching import of_all, own_part, to_device
 from lockstep.device.base import Device
 from lockstep.kernels.logit_divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
+from lockstep.model.text_model import text_config
 from lockstep.preflight.prepared import Prepared
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
@@ -53,7 +54,7 @@ def _of_reference(models: Models, recipe: Recipe, prepared: Prepared, device: De
 def _of_teacher(
     models: Models, recipe: Recipe, prepared: Prepared, device: Device, console: Console, k: int
 ) -> LogprobCache:
-    k = min(k, prepared.config.vocab_size)
+    k = min(k, text_config(prepared.config).vocab_size)
     temperature, world = recipe.distill.temperature, models.world
     loaded: list[Teacher] = []
 

@@ -20,6 +20,7 @@ from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config
 from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.world import World
 from lockstep.preflight.prepared import Prepared, PreparedOnline
@@ -336,7 +337,7 @@ def _manifest(run: Run, models: Models) -> dict[str, object]:
         "model": run.fingerprint,
         "engine": run.engine,
         "data": run.prepared.fingerprints,
-        "vocabulary": run.prepared.config.vocab_size,
+        "vocabulary": text_config(run.prepared.config).vocab_size,
         "parameters": {
             learner.name: {name: list(p.shape) for name, p in learner.optimizer.parameters.items()}
             for learner in models.learners

@@ -25,6 +25,7 @@ from lockstep.device.select import explain
 from lockstep.errors import Refusal
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
+from lockstep.model.text_model import text_config
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.model import load_reward_model, normalized_by_config
@@ -158,7 +159,7 @@ def _opens(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, text: str) -> 
 
 
 def _refuse_context(config: Any, longest: int, answer: int) -> None:
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(text_config(config), "max_position_embeddings", None)
     if context is not None and longest + answer > context:
         raise Refusal.at(
             "--max_new_tokens",

@@ -18,6 +18,7 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
+from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.tensor import group_of
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Further, SharedWeights, why_ended
@@ -75,11 +76,9 @@ def prefill_bytes(config: Any, tokens: int, size: int) -> int:
     of the hidden width are the layer input, the residual sum after attention, its normalised value and fp32 copies of
     that value. `size` is the number of bytes per element.
     """
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    experts = (getattr(config, "num_experts_per_tok", None) or 0) * (
-        getattr(config, "moe_intermediate_size", None) or 0
-    )
+    sizes, text = text_sizes(config), text_config(config)
+    hidden, inner = sizes.hidden, sizes.inner
+    experts = (getattr(text, "num_experts_per_tok", None) or 0) * (getattr(text, "moe_intermediate_size", None) or 0)
     return tokens * (size * (3 * max(inner, experts) + 4 * hidden) + 2 * 4 * hidden)
 
 
@@ -124,10 +123,10 @@ class NativeEngine(SharedWeights):
         if self.further is not None:
             longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
-        refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
+        refuse_moving_positions(text_config(model.config), longest, type(model).__name__)
         runner = self._runner(sequences, longest, sampling)
         cache, settings = runner.cache, self.settings
-        config, size = model.config.get_text_config(), cache.slots.element_size()
+        config, size = text_config(model.config), cache.slots.element_size()
         scheduler = Scheduler(
             prefixes,
             sequences,

@@ -14,6 +14,7 @@ import torch
 from lockstep.errors import Refusal
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import output_head
+from lockstep.model.text_model import text_config
 from lockstep.rollout.native.decode_batch import DecodeState
 from lockstep.rollout.native.native_engine import NativeEngine, prefill_budget
 from lockstep.rollout.native.runner import Runner
@@ -52,7 +53,7 @@ class LiveEngine:
         settings, device, policy = engine.settings, engine.device, engine.policy
         self.blocks = blocks_for(engine, longest)
         self.cache = engine.cache_of(self.blocks)
-        config = policy.causal_lm.config.get_text_config()
+        config = text_config(policy.causal_lm.config)
         budget = prefill_budget(settings, device, config, self.cache.slots.element_size())
         block = settings.block_tokens
         self.scheduler = Scheduler([], [], blocks=self.blocks, block=block, rows=settings.max_sequences, budget=budget)

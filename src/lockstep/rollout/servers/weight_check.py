@@ -15,6 +15,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.policy import Policy, Scoring
+from lockstep.model.text_model import text_config
 from lockstep.rollout.servers.adapter import Answer, WantedSample
 from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
@@ -73,7 +74,7 @@ def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | Non
     """Returns the requests of a weight check, with the given `sampling` or, by default, at the temperature
     TEMPERATURE."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
-    max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
+    max_length = fixed_length(text_config(policy.causal_lm.config)) or PROMPT_TOKENS + NEW_TOKENS
     prompt = min(PROMPT_TOKENS, max(1, max_length - NEW_TOKENS))
     new_tokens = min(NEW_TOKENS, max_length - prompt)
     chosen = sampling or Sampling(max_tokens=new_tokens, temperature=TEMPERATURE)

@@ -17,6 +17,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.policy import Policy, Scoring, evaluating
+from lockstep.model.text_model import text_config
 from lockstep.recipe import Recipe
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
 from lockstep.types import Completion, Example, Origin, Request, Sampling
@@ -203,7 +204,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 def probe(policy: Policy, device: torch.device) -> torch.Tensor:
     """Returns the policy's log-probs of fixed token ids."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
-    length = min(LENGTH, fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LENGTH)
+    length = min(LENGTH, fixed_length(text_config(policy.causal_lm.config)) or LENGTH)
     rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(length)] for row in range(ROWS)]
     examples = [Example(ids, [1] * length, Origin("probe", number)) for number, ids in enumerate(rows)]
     scoring, policy.scoring = policy.scoring, Scoring()
