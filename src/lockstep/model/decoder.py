@@ -12,8 +12,9 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.kv_cache import CacheLayout
 from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
-from lockstep.kernels.attention.masks import SHAPE, BeyondCausal, read_windows
+from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
@@ -49,22 +50,17 @@ class Decoder:
     @cached_property
     def attentions(self) -> list[nn.Module]:
         """The attention modules of the model. Their sliding windows are read first."""
+        return self._probe.called
+
+    @cached_property
+    def _probe(self) -> MaskProbe:
         found = read_windows(self.model, inner_decoder(self.model))
-        _refuse_other_layers(self.model, found)
+        _refuse_other_layers(self.model, found.called)
         return found
 
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Returns the number of layers, the number of heads and the head size of a KV cache. Raises NotImplementedError
-        if the layers need KV caches of different shapes."""
-        layers: list[Any] = [module.layer_idx for module in self.attentions]
-        if len(set(layers)) < len(layers):
-            raise NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys")
-        shapes = {getattr(module, SHAPE) for module in self.attentions}
-        if len(shapes) > 1 or any(key != value for _, key, value in shapes):
-            sizes = " and ".join(f"{heads} heads of {key} and {value}" for heads, key, value in sorted(shapes))
-            raise NotImplementedError(f"its keys and values have several sizes ({sizes}), and the KV cache holds one")
-        heads, size, _ = shapes.pop()
-        return max(layers) + 1, heads, size
+    def cache_layout(self) -> CacheLayout:
+        """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
+        return self._probe.layout
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""

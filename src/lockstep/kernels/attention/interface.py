@@ -9,7 +9,7 @@ import torch
 
 from lockstep.kernels.attention.layout import DecodePass, Layout
 from lockstep.kernels.attention.masks import WINDOW, BeyondCausal
-from lockstep.kernels.attention.paged import PrefillPass, paged_attention
+from lockstep.kernels.attention.paged import PrefillPass, cached_call, paged_attention
 from lockstep.kernels.attention.varlen import varlen_attention
 
 
@@ -91,8 +91,8 @@ def transformers_attention(
     elif isinstance(layout, DividedLayout):
         out = layout.attend(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux)
     else:
-        layer: Any = module.layer_idx
-        out = paged_attention(q, k, v, layout, layer, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)
+        call = cached_call(module, layout)
+        out = paged_attention(q, k, v, layout, call, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)
     return out.reshape(rows, width, heads, -1), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
+from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.attention.partial_attention import Sections, sections
 
 # Minimum length of a sequence, as a fraction of the longest sequence in its bucket. This value keeps both padding and
@@ -245,6 +247,8 @@ class DecodePass:
     slots_T: torch.Tensor
     table_BM: torch.Tensor
     lengths_B: torch.Tensor
+    turns: Counter[int] = field(default_factory=Counter)
+    """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
 
@@ -262,27 +266,6 @@ class DecodePass:
             width = self.table_BM.shape[1] * self.cache.block
             self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
         return self._masks[window]
-
-
-class KVCache:
-    """The KV cache: keys and values of every layer, indexed by slot. `spare` is the index of a block that no sequence
-    uses."""
-
-    def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
-        self.blocks, self.block, self.spare = blocks, block, blocks
-        shape = (2, layers, (blocks + 1) * block, heads, size)
-        # The cache is zero-filled, because a masked slot is multiplied by 0, and 0 * inf would be NaN.
-        self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.slots[0, index], self.slots[1, index]
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies KV cache blocks in every layer. `pairs` lists (source, target) block indices."""
-        # The indices are copied without synchronising, because the device may be one decoding round behind the host.
-        source, target = (sent(torch.tensor(side), self.slots.device) for side in zip(*pairs, strict=True))
-        blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
-        blocks[:, :, target] = blocks[:, :, source]
 
 
 def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

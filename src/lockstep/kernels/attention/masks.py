@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
+
 PROBE = "lockstep_probe"
 # Names of attributes that are set on an attention module. WINDOW is its window, or None if it sees all earlier tokens.
 # SHAPE is the shape of its keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
+# CALLS has, for each attention call of a module in a forward pass, the index of the call in the KV cache's layout.
+CALLS = "lockstep_calls"
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 
@@ -47,9 +51,36 @@ class Mask:
 
 @dataclass
 class MaskProbe:
-    """The result of a probe forward pass: the modules that called attention."""
+    """The result of a probe forward pass: the modules that called attention, and the planes of their KV cache."""
 
     called: list[nn.Module] = field(default_factory=list)
+    calls: list[CachedCall] = field(default_factory=list)
+    planes: list[Plane] = field(default_factory=list)
+    _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(tuple(self.planes), tuple(self.calls))
+
+    def add(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Records an attention call. Keys or values that an earlier call had too are cached once."""
+        keys, new_keys = self._plane(key)
+        values, new_values = self._plane(value)
+        setattr(module, CALLS, (*(getattr(module, CALLS) if module in self.called else ()), len(self.calls)))
+        self.calls.append(CachedCall(keys, values, new_keys, new_values))
+        self.called.append(module)
+
+    def _plane(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        """Returns the index of the tensor's plane, and whether the plane is new."""
+        for index, (earlier, content) in enumerate(self._tensors):
+            same = earlier.data_ptr() == tensor.data_ptr() and earlier.shape == tensor.shape
+            # A tensor that was changed in place since then is another tensor.
+            if same and earlier.stride() == tensor.stride() and torch.equal(content, tensor):
+                return index, False
+        # The tensor is kept, so that its memory is not reused during the pass.
+        self._tensors.append((tensor, tensor.clone()))
+        self.planes.append(Plane(tensor.shape[1], tensor.shape[-1]))
+        return len(self.planes) - 1, True
 
 
 def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
@@ -172,7 +203,7 @@ def _probe_attention(
     setattr(module, HEADS, query.shape[1])
     setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
-    probe.called.append(module)
+    probe.add(module, key, value)
     repeats = query.shape[1] // value.shape[1]
     return value.repeat_interleave(repeats, 1).transpose(1, 2).contiguous(), None
 
@@ -199,9 +230,9 @@ def _of_its_own() -> Iterator[None]:
 
 
 @torch.no_grad()
-def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
+def read_windows(model: Any, decoder: nn.Module) -> MaskProbe:
     """Sets the window on every attention module of a decoder. Returns the modules that use transformers' attention
-    interface."""
+    interface, and the planes of their KV cache."""
     register_probe()
     probe = MaskProbe()
     device = model.get_input_embeddings().weight.device
@@ -213,4 +244,4 @@ def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
             decoder(input_ids=ids, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, probe=probe)
     finally:
         model.train(training)
-    return probe.called
+    return probe

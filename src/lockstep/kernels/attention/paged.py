@@ -7,14 +7,17 @@ size + position in the block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.attention.explicit import causal_attention, masked_attention
 from lockstep.kernels.attention.flash import LARGEST_HEAD
-from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, Layout, decode_mask
+from lockstep.kernels.attention.kv_cache import KVCache
+from lockstep.kernels.attention.layout import Chunk, DecodePass, Layout, decode_mask
+from lockstep.kernels.attention.masks import CALLS
 from lockstep.kernels.attention.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode, invariant_store
@@ -29,6 +32,17 @@ class PrefillPass:
     slots_T: torch.Tensor
     where: Layout | tuple[Chunk, ...]
     kernel: str = "gather"
+    turns: Counter[int] = field(default_factory=Counter)
+    """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
+
+
+def cached_call(module: torch.nn.Module, step: PrefillPass | DecodePass) -> int:
+    """Returns the index of the module's next attention call in the layout of the KV cache."""
+    calls: tuple[int, ...] = getattr(module, CALLS)
+    if len(calls) == 1:
+        return calls[0]
+    step.turns[id(module)] += 1
+    return calls[step.turns[id(module)] - 1]
 
 
 def paged_attention(
@@ -36,7 +50,7 @@ def paged_attention(
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
     step: PrefillPass | DecodePass,
-    layer: int,
+    call: int,
     *,
     scale: float,
     window: int | None,
@@ -46,16 +60,19 @@ def paged_attention(
 ) -> torch.Tensor:
     """Stores new keys and values in the KV cache, unless `stored` says that this was done. Computes causal attention
     within each token's sequence."""
-    keys, values = step.cache.layer(layer)
-    invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
-    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:
+    keys, values = step.cache.layer(call)
+    planes = step.cache.layout.calls[call]
+    writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
+    invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H)
+    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and all(writes):
         new = key_TGD, value_TGD
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new)
-    if invariant and not stored:
+    if invariant and all(writes):
         invariant_store(key_TGD, value_TGD, keys, values, step.slots_T)
-    elif not stored:
-        keys.index_copy_(0, step.slots_T, key_TGD)
-        values.index_copy_(0, step.slots_T, value_TGD)
+    else:
+        for cached, new_rows, written in zip((keys, values), (key_TGD, value_TGD), writes, strict=True):
+            if written:
+                cached.index_copy_(0, step.slots_T, new_rows)
     if isinstance(step, DecodePass):
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H)
     if isinstance(step.where, Layout):
@@ -86,7 +103,7 @@ def decode_attention(
     """
     plain = softcap is None and sinks_H is None
     block = step.cache.block
-    if step.kernel == "invariant" and _invariant_fits(query_BHD, softcap, sinks_H):
+    if step.kernel == "invariant" and _invariant_fits(query_BHD, values, softcap, sinks_H):
         return invariant_decode(query_BHD, keys, values, step, scale, window)
     if step.kernel in ("triton", "invariant") and query_BHD.is_cuda:
         from lockstep.kernels.attention.paged_triton import paged_decode
@@ -95,15 +112,20 @@ def decode_attention(
         return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H, new)
     assert new is None
     longest = step.table_BM.shape[1] * block
+    plain = plain and keys.shape == values.shape
     if step.kernel == "npu_infer" and plain and infer_fits(query_BHD, keys, block, window, longest):
         return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), block, scale)
     mask = step.mask(window, query_BHD.dtype)
     return _masked_decode(query_BHD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
 
 
-def _invariant_fits(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
+def _invariant_fits(
+    query_THD: torch.Tensor, values: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None
+) -> bool:
     """Returns whether the batch-invariant kernel supports these inputs. The limits of the kernel are the same as for
     packed rows."""
+    if query_THD.shape[-1] != values.shape[-1]:
+        return False
     fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
     return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 

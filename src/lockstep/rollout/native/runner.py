@@ -12,7 +12,8 @@ import torch
 
 from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
-from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.kv_cache import KVCache
+from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
@@ -64,7 +65,7 @@ class Runner:
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
         """The device's fused decoder layers, or None if the device has no such layers."""
-        self.torch_device = cache.slots.device
+        self.torch_device = cache.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy that does not use the device's attention kernel uses the plain PyTorch sampler.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
