@@ -16,6 +16,7 @@ from lockstep.kernels.attention.kv_cache import CacheLayout
 from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
+from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
 
@@ -37,6 +38,7 @@ class Decoder:
         """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
+        self._positions_needed = False
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
@@ -56,11 +58,16 @@ class Decoder:
     def _probe(self) -> MaskProbe:
         found = read_windows(self.model, inner_decoder(self.model))
         _refuse_other_layers(self.model, found.called)
+        self._positions_needed = give_positions(found.called)
         return found
 
     def cache_layout(self) -> CacheLayout:
         """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
         return self._probe.layout
+
+    def keywords(self, position_ids_NT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns further keywords of a forward pass over tokens with these positions."""
+        return {POSITIONS: position_ids_NT} if self._positions_needed else {}
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""
@@ -87,6 +94,7 @@ class Decoder:
                 position_ids=batch.position_ids_NT,
                 use_cache=False,
                 layout=layout_of(batch, self.kernel),
+                **self.keywords(batch.position_ids_NT),
                 **({"output_router_logits": True} if self.records_router_logits else {}),
             )
         if self.records_router_logits:
@@ -101,8 +109,10 @@ def inner_decoder(model: Any) -> nn.Module:
     if model.get_output_embeddings() is None:
         return model
     decoder = model.get_decoder()
-    # In some models `get_decoder` returns the output head.
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    # In some models `get_decoder` returns the output head, and in Llama 4 the model itself.
+    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    inner = getattr(model, "model", None)
+    return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

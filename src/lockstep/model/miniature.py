@@ -112,6 +112,9 @@ def _shrink(data: dict[str, Any]) -> None:
             data[name] = WIDTH // (few or HEADS)
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
+        elif value is None and name == "num_experts_per_tok" and any(data.get(key) for key in EXPERTS):
+            # A model with experts cannot run without this number, but some classes have no default for it.
+            data[name] = SIZES[name]
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:

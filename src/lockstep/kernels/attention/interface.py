@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.kernels.attention.layout import DecodePass, Layout
-from lockstep.kernels.attention.masks import WINDOW, BeyondCausal
+from lockstep.kernels.attention.masks import CHUNK, WINDOW, BeyondCausal
 from lockstep.kernels.attention.paged import PrefillPass, cached_call, paged_attention
 from lockstep.kernels.attention.varlen import varlen_attention
 
@@ -40,6 +40,7 @@ ATTENTION = "lockstep"
 SAYS_NOTHING = frozenset(
     {
         "position_ids",
+        "token_positions",
         "position_embeddings",
         "cache_position",
         "sliding_window",
@@ -83,16 +84,22 @@ def transformers_attention(
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
+    chunk: int | None = getattr(module, CHUNK)
     dropout = dropout if module.training else 0.0
     if isinstance(layout, Layout):
+        layout = layout.chunked(chunk) if chunk else layout
         out = varlen_attention(
             q, k, v, layout, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
         )
     elif isinstance(layout, DividedLayout):
+        if chunk is not None:
+            raise BeyondCausal(f"context parallelism does not support chunked attention ({type(module).__name__})")
         out = layout.attend(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux)
     else:
         call = cached_call(module, layout)
-        out = paged_attention(q, k, v, layout, call, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)
+        out = paged_attention(
+            q, k, v, layout, call, scale=scale, window=window, softcap=softcap, sinks_H=s_aux, chunk=chunk
+        )
     return out.reshape(rows, width, heads, -1), None
 
 

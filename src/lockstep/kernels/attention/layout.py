@@ -48,6 +48,22 @@ class Layout:
     packed_index_E: torch.Tensor | None = None
     """Index in the packed row of each token of the expanded sequences (with a copy of the prefix each), on the host;
     None if no prefix is shared."""
+    in_chunks: bool = False
+    """Whether the sequences of this layout are the chunks of the sequences of another layout."""
+    _chunked: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
+
+    def chunked(self, chunk: int) -> Layout:
+        """Returns the layout of chunked attention, in which every chunk of `chunk` tokens of a sequence is a sequence
+        of its own."""
+        if self.longest <= chunk:
+            return self
+        if chunk not in self._chunked:
+            ends = [
+                end for first, last in pairwise((0, *self.ends)) for end in (*range(first + chunk, last, chunk), last)
+            ]
+            bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), self.bounds.device)
+            self._chunked[chunk] = Layout(self.kernel, chunk, bounds, tuple(ends), self.packed_index_E, in_chunks=True)
+        return self._chunked[chunk]
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -76,10 +92,10 @@ class Layout:
     @cached_property
     def cascade(self) -> Cascade | None:
         """The two parts of cascade attention. None if no prefix is shared, or if a token belongs to two shared
-        prefixes."""
+        prefixes. None for chunks, because a prefix can have several."""
         return (
             None
-            if self.packed_index_E is None
+            if self.packed_index_E is None or self.in_chunks
             else _cascade(self.packed_index_E.numpy(), self.ends, self.bounds.device)
         )
 
@@ -249,7 +265,7 @@ class DecodePass:
     lengths_B: torch.Tensor
     turns: Counter[int] = field(default_factory=Counter)
     """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
@@ -259,17 +275,20 @@ class DecodePass:
             self._lengths.extend(self.lengths_B.tolist())
         return self._lengths
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the attention mask for the reference implementation. The first layer with this window builds the
-        mask."""
-        if window not in self._masks:
+    def mask(self, window: int | None, dtype: torch.dtype, chunk: int | None = None) -> torch.Tensor:
+        """Returns the attention mask for the reference implementation. The first layer with this window and chunk
+        builds the mask."""
+        if (window, chunk) not in self._masks:
             width = self.table_BM.shape[1] * self.cache.block
-            self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
-        return self._masks[window]
+            self._masks[window, chunk] = decode_mask(self.lengths_B, width, window, dtype, chunk)
+        return self._masks[window, chunk]
 
 
-def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity elsewhere.
+def decode_mask(
+    lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype, chunk: int | None = None
+) -> torch.Tensor:
+    """Returns an additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, or for the tokens of its last
+    chunk, minus infinity elsewhere.
 
     The mask is a float tensor, because attention would convert a boolean mask in every layer.
     """
@@ -277,5 +296,7 @@ def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: 
     seen = positions[None, :] < lengths_B[:, None]
     if window:
         seen &= positions[None, :] >= lengths_B[:, None] - window
+    if chunk:
+        seen &= positions[None, :] >= (lengths_B[:, None] - 1) // chunk * chunk
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -float("inf"))
     return mask[:, None, None, :]

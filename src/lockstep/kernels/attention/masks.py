@@ -25,6 +25,8 @@ WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
 # CALLS has, for each attention call of a module in a forward pass, the index of the call in the KV cache's layout.
 CALLS = "lockstep_calls"
+# CHUNK is the chunk size of an attention module whose tokens see only the tokens of their own chunk, or None.
+CHUNK = "lockstep_chunk"
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 
@@ -35,10 +37,20 @@ class BeyondCausal(NotImplementedError):
 
 @dataclass(frozen=True)
 class Seen:
-    """The tokens that a causal mask lets a token see: all tokens up to itself, or only the last `window` of these
-    tokens."""
+    """The tokens that a causal mask lets a token see: all tokens up to itself, only the last `window` of these tokens,
+    or only those in its own chunk of `chunk` tokens."""
 
     window: int | None
+    chunk: int | None = None
+
+    def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Returns whether tokens at the positions `query` see tokens at the positions `key`."""
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (key > query - self.window)
+        if self.chunk is not None:
+            seen = seen & (key // self.chunk == query // self.chunk)
+        return seen
 
 
 @dataclass(frozen=True)
@@ -101,28 +113,38 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
             raise BeyondCausal(f"its heads see different tokens (head {head} and head 0 differ)")
         return seen_H[0]
 
-    window = _window(sees)
-    queries = _queries(window)
+    found = Seen(_window(sees))
+    why = _mismatch(sees, found)
+    if why is not None and (chunk := _chunk(sees)) is not None:
+        found = Seen(None, chunk)
+        why = _mismatch(sees, found)
+    if why is not None:
+        raise BeyondCausal(f"it is not causal attention within a window: {why}")
+    return found
+
+
+def _mismatch(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], found: Seen) -> str | None:
+    """Returns the first difference between a mask and what was found about it, or None."""
+    size = found.window or found.chunk
+    queries = _queries(size)
     steps = torch.arange(-3, 4)
     # Key positions in the middle are tested too, because a mask may show the first and last tokens and hide the tokens
     # between.
     between = queries[:, None] * torch.arange(1, 16) // 16
     edges = [steps.clone(), queries[:, None] + steps, between]
-    if window is not None:
-        edges.append(queries[:, None] - window + steps)
+    if found.window is not None:
+        edges.append(queries[:, None] - found.window + steps)
+    if found.chunk is not None:
+        edges.append(queries[:, None] // found.chunk * found.chunk + steps)
     for keys in edges:
         keys = keys.clamp(min=0).expand(len(queries), -1)
-        expected = keys <= queries[:, None]
-        if window is not None:
-            expected &= keys > queries[:, None] - window
+        expected = found.sees(queries[:, None], keys)
         differs = sees(queries[:, None], keys) != expected
         if differs.any():
             row, column = (int(index[0]) for index in differs.nonzero(as_tuple=True))
-            query, key = int(queries[row]), int(keys[row, column])
-            _refuse_chunks(sees)
             sees_or_not = "does not see" if expected[row, column] else "sees"
-            raise BeyondCausal(f"it is not causal attention within a window: token {query} {sees_or_not} token {key}")
-    return Seen(window)
+            return f"token {int(queries[row])} {sees_or_not} token {int(keys[row, column])}"
+    return None
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
@@ -143,17 +165,16 @@ def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int |
     return FAR - seen + 1
 
 
-def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Raises a specific error for chunked attention, the most common unsupported mask."""
+def _chunk(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
+    """Returns the position of the first token that does not see the token before it, which is the size of a chunk."""
     queries = torch.arange(1, 2**17)
     alone = (~sees(queries, queries - 1)).nonzero()
-    if len(alone):
-        chunk = int(queries[alone[0]])
-        raise BeyondCausal(f"its attention is chunked (in the test: chunks of {chunk} tokens)")
+    return int(queries[alone[0]]) if len(alone) else None
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Returns positions at which the edge of a window, chunk or block of any size can be detected."""
+    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the size
+    that was found."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
@@ -191,15 +212,16 @@ def _probe_attention(
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
-    window = seen.window if seen is not None else sliding_window
+    window, chunk = (seen.window, seen.chunk) if seen is not None else (sliding_window, None)
     if seen is not None and sliding_window and window is not None and sliding_window != window:
         raise BeyondCausal(
             f"{type(module).__name__}: its mask has a window of {window}, but its attention has a window of "
             f"{sliding_window}"
         )
-    if module in probe.called and getattr(module, WINDOW) != window:
+    if module in probe.called and (getattr(module, WINDOW), getattr(module, CHUNK)) != (window, chunk):
         raise BeyondCausal(f"{type(module).__name__} uses attention with several windows in one forward pass")
     setattr(module, WINDOW, window)
+    setattr(module, CHUNK, chunk)
     setattr(module, HEADS, query.shape[1])
     setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))

@@ -178,8 +178,9 @@ class Runner:
         return run(state.tokens_B, state.positions_B, layout)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
-        decoder = inner_decoder(self.model)
-        return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
+        decoder, further = inner_decoder(self.model), self.policy.decoder.keywords(at[None])
+        inputs = {"input_ids": ids[None], "position_ids": at[None]}
+        return decoder(**inputs, use_cache=False, layout=layout, **further).last_hidden_state[0]
 
     def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []
