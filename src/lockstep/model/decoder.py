@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
 from lockstep.kernels.attention.kv_cache import CacheLayout
+from lockstep.kernels.attention.latent import latent_layout, latent_modules, latents_kept
 from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
@@ -63,7 +64,15 @@ class Decoder:
 
     def cache_layout(self) -> CacheLayout:
         """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
-        return self._probe.layout
+        return latent_layout(self._probe.layout, self._latent_modules)
+
+    @cached_property
+    def _latent_modules(self) -> list[nn.Module]:
+        return latent_modules(self.attentions)
+
+    def engine_pass(self) -> AbstractContextManager[None]:
+        """Returns the context of a forward pass of the native engine, in which latents are not expanded."""
+        return latents_kept(self._latent_modules)
 
     def keywords(self, position_ids_NT: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns further keywords of a forward pass over tokens with these positions."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.attention.latent import latent_attention
 from lockstep.kernels.attention.layout import DecodePass, Layout
 from lockstep.kernels.attention.masks import CHUNK, WINDOW, BeyondCausal
 from lockstep.kernels.attention.paged import PrefillPass, cached_call, paged_attention
@@ -80,9 +81,9 @@ def transformers_attention(
             "supported"
         )
     rows, heads, width, size = query.shape
+    scale = scaling if scaling is not None else size**-0.5
     # N rows of equal width are flattened to one packed row. Right-padded batches also use this path.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
     chunk: int | None = getattr(module, CHUNK)
     dropout = dropout if module.training else 0.0
@@ -97,9 +98,17 @@ def transformers_attention(
         out = layout.attend(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux)
     else:
         call = cached_call(module, layout)
-        out = paged_attention(
-            q, k, v, layout, call, scale=scale, window=window, softcap=softcap, sinks_H=s_aux, chunk=chunk
-        )
+        limits: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks_H": s_aux,
+            "chunk": chunk,
+        }
+        if layout.cache.layout.calls[call].latent is None:
+            out = paged_attention(q, k, v, layout, call, **limits)
+        else:
+            out = latent_attention(module, q, k[:, 0], v[:, 0], layout, call, **limits)
     return out.reshape(rows, width, heads, -1), None
 
 

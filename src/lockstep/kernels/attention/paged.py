@@ -45,6 +45,11 @@ def cached_call(module: torch.nn.Module, step: PrefillPass | DecodePass) -> int:
     return calls[step.turns[id(module)] - 1]
 
 
+def store_keys(key_TGD: torch.Tensor, step: PrefillPass | DecodePass, call: int) -> None:
+    """Writes the keys of an attention call, or its latents, to the KV cache."""
+    step.cache.layer(call)[0].index_copy_(0, step.slots_T, key_TGD)
+
+
 def paged_attention(
     query_THD: torch.Tensor,
     key_TGD: torch.Tensor,
@@ -65,7 +70,8 @@ def paged_attention(
     planes = step.cache.layout.calls[call]
     writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H, chunk)
-    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and all(writes):
+    fused = writes[0] and (writes[1] or planes.latent is not None)
+    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and fused:
         new = key_TGD, value_TGD
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new, chunk=chunk)
     if invariant and all(writes):

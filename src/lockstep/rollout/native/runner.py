@@ -180,7 +180,8 @@ class Runner:
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
         decoder, further = inner_decoder(self.model), self.policy.decoder.keywords(at[None])
         inputs = {"input_ids": ids[None], "position_ids": at[None]}
-        return decoder(**inputs, use_cache=False, layout=layout, **further).last_hidden_state[0]
+        with self.policy.decoder.engine_pass():
+            return decoder(**inputs, use_cache=False, layout=layout, **further).last_hidden_state[0]
 
     def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []
