@@ -97,6 +97,7 @@ def _shrink(data: dict[str, Any]) -> None:
     total = next((data[name] for name in LAYER_COUNTS if data.get(name)), 0)
     layers = _kept_layers(data, total)
     ropes: list[dict[str, Any]] = []
+    sizes = data.get("head_dim") or 0, data.get("v_head_dim") or 0
     heads = next((data[name] for name in ATTENTION_HEADS if data.get(name)), 0)
     # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
@@ -126,6 +127,9 @@ def _shrink(data: dict[str, Any]) -> None:
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
         # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
         data["head_dim"] = data["qk_rope_head_dim"]
+    elif all(sizes) and sizes[0] != sizes[1]:
+        # Values stay smaller or larger than keys.
+        data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)
 

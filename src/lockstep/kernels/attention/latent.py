@@ -74,9 +74,9 @@ def _trial(module: Any) -> str | None:
         (out.float(), torch.einsum("thk,hkv->thv", shares_THK.float(), value[0].float())),
     )
     for absorbed, own in pairs:
-        error = float((absorbed - own).abs().max() / own.abs().max().clamp(min=1e-6))
-        if not error <= TRIAL_ERROR[like.dtype]:
-            return f"absorbed products are off by {error:.2g}"
+        off = float((absorbed - own).abs().max() / own.abs().max().clamp(min=1e-6))
+        if not off <= TRIAL_ERROR[like.dtype]:
+            return f"absorbed products are off by {off:.2g}"
     return None
 
 
@@ -150,8 +150,8 @@ def latent_attention(
     call: int,
     **limits: Any,
 ) -> torch.Tensor:
-    """Stores the new latents in the KV cache and computes the attention of their tokens. `limits` are the scale, window, chunk,
-    soft cap and sinks."""
+    """Stores the new latents in the KV cache and computes the attention of their tokens. `limits` are the scale, the
+    window, the chunk, the soft cap and the sinks."""
     rows_T1L = torch.cat((latent_TR, rope_TP), -1)[:, None]
     if isinstance(step, PrefillPass) and isinstance(step.where, Layout):
         store_keys(rows_T1L, step, call)
