@@ -46,7 +46,10 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
-    **dict.fromkeys(("index_n_heads", "o_groups"), 2),
+    # An indexer adds up scores that are 0 in half of its heads. With few heads, tokens would often have equal scores,
+    # and which of them are selected would be arbitrary.
+    "index_n_heads": 16,
+    "o_groups": 2,
     **dict.fromkeys(("hidden_size_per_layer_input", "ple_embed_dim", "d_rel", "embedding_size"), 16),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
@@ -130,6 +133,9 @@ def _shrink(data: dict[str, Any]) -> None:
     elif all(sizes) and sizes[0] != sizes[1]:
         # Values stay smaller or larger than keys.
         data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
+    if data.get("index_block_size") and data.get("index_n_heads"):
+        # Indexers that select blocks of tokens do so for each key/value head.
+        data["index_n_heads"] = data["num_key_value_heads"]
     for rope in ropes:
         _shrink_rope(rope, data)
 

@@ -27,12 +27,24 @@ HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
 CALLS = "lockstep_calls"
 # CHUNK is the chunk size of an attention module whose tokens see only the tokens of their own chunk, or None.
 CHUNK = "lockstep_chunk"
+# ROWS says whether the module derives its own mask, and so runs on right-padded rows (`rows.py`).
+ROWS = "lockstep_rows"
+# Keywords with which modules pass the tokens, or blocks of tokens, that their indexer has selected.
+SELECTIONS = ("indices", "block_indices")
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 
 
 class BeyondCausal(NotImplementedError):
     """Raised if a model's attention is neither causal nor causal within a sliding window."""
+
+
+class OwnMask(BeyondCausal):
+    """Raised if modules derive their own mask from the causal one. `seen` is what the causal mask shows."""
+
+    def __init__(self, seen: Seen):
+        super().__init__("it derives its own mask from the causal one")
+        self.seen = seen
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,8 @@ class MaskProbe:
     """The result of a probe forward pass: the modules that called attention, and the planes of their KV cache."""
 
     called: list[nn.Module] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    """The masks that the model has made for its layers."""
     calls: list[CachedCall] = field(default_factory=list)
     planes: list[Plane] = field(default_factory=list)
     _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -192,8 +206,14 @@ def register_probe() -> None:
     AttentionMaskInterface.register(PROBE, _probe_mask)
 
 
+# The probe of the current pass. Transformers does not pass keywords of the forward pass to a mask function.
+_PROBES: list[MaskProbe] = []
+
+
 def _probe_mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> Mask:
-    return Mask(mask_function)
+    mask = Mask(mask_function)
+    _PROBES[-1].masks.append(mask)
+    return mask
 
 
 def _probe_attention(
@@ -205,12 +225,19 @@ def _probe_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     probe: MaskProbe | None = None,
-    **_: Any,
+    **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Records the window and the shapes of an attention module. Returns the values, as if each token saw only
     itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
+    if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
+        raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
+        lowest = torch.finfo(attention_mask.dtype).min
+        if ((attention_mask != 0) & (attention_mask != lowest)).any():
+            # The scores do not depend on positions, so repeated tokens have equal scores.
+            raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
     window, chunk = (seen.window, seen.chunk) if seen is not None else (sliding_window, None)
     if seen is not None and sliding_window and window is not None and sliding_window != window:
@@ -222,6 +249,7 @@ def _probe_attention(
         raise BeyondCausal(f"{type(module).__name__} uses attention with several windows in one forward pass")
     setattr(module, WINDOW, window)
     setattr(module, CHUNK, chunk)
+    setattr(module, ROWS, isinstance(attention_mask, torch.Tensor))
     setattr(module, HEADS, query.shape[1])
     setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
@@ -231,7 +259,7 @@ def _probe_attention(
 
 
 @contextmanager
-def _attending(model: Any, implementation: str) -> Iterator[None]:
+def attending(model: Any, implementation: str) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -241,14 +269,21 @@ def _attending(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _of_its_own() -> Iterator[None]:
-    """Converts the error of a model that does arithmetic with its mask to `BeyondCausal`."""
+def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
+    """Converts the error of a model that does arithmetic with its mask to `OwnMask`."""
+    _PROBES.append(probe)
     try:
         yield
     except (AttributeError, TypeError) as error:
-        if Mask.__name__ in str(error):
-            raise BeyondCausal("it derives its own mask from the causal one") from error
-        raise
+        if Mask.__name__ not in str(error):
+            raise
+        heads = model.config.get_text_config(decoder=True).num_attention_heads
+        seen = {read_mask(mask.function, heads) for mask in probe.masks}
+        if len(seen) != 1:
+            raise BeyondCausal("it derives its own masks from several masks") from error
+        raise OwnMask(seen.pop()) from error
+    finally:
+        _PROBES.pop()
 
 
 @torch.no_grad()
@@ -262,7 +297,7 @@ def read_windows(model: Any, decoder: nn.Module) -> MaskProbe:
     training = model.training
     model.eval()
     try:
-        with _attending(model, PROBE), _of_its_own():
+        with attending(model, PROBE), _of_its_own(probe, model):
             decoder(input_ids=ids, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, probe=probe)
     finally:
         model.train(training)

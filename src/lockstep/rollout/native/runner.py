@@ -17,7 +17,6 @@ from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
-from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
@@ -178,10 +177,7 @@ class Runner:
         return run(state.tokens_B, state.positions_B, layout)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
-        decoder, further = inner_decoder(self.model), self.policy.decoder.keywords(at[None])
-        inputs = {"input_ids": ids[None], "position_ids": at[None]}
-        with self.policy.decoder.engine_pass():
-            return decoder(**inputs, use_cache=False, layout=layout, **further).last_hidden_state[0]
+        return self.policy.decoder.engine_states(ids, at, layout)
 
     def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []
