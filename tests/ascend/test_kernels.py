@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from ascend_emulator import report
-from lockstep.kernels.attention.layout import DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
+from lockstep.kernels.attention.layout import DecodePass, make_layout
 from lockstep.kernels.attention.npu_attention import fusion_fits, infer_fits
 from lockstep.kernels.attention.paged import decode_attention, gathered_decode
 from lockstep.kernels.attention.varlen import varlen_attention
@@ -76,8 +77,8 @@ def test_what_the_packed_operator_does_not_take_goes_to_the_twin() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_decoding_from_the_paged_cache(groups: int) -> None:
     block, size, heads = 16, 16, 4
-    cache = KVCache(1, 6, block, groups, size, torch.empty(0, dtype=torch.bfloat16, device=NPU))
-    cache.slots.copy_(random(*cache.slots.shape).to(torch.bfloat16))
+    cache = KVCache(uniform_layout(1, groups, size), 6, block, torch.empty(0, dtype=torch.bfloat16, device=NPU))
+    cache.tensors[0].copy_(random(*cache.tensors[0].shape).to(torch.bfloat16))
     keys, values = cache.layer(0)
     table, lengths = torch.tensor([[4, 1], [0, 5]], device=NPU), torch.tensor([20, 3], device=NPU)
     query = random(2, heads, size, seed=3).to(torch.bfloat16).to(NPU)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ascend_emulator import report
 from lockstep.kernels import fused_modules
-from lockstep.kernels.attention.layout import DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
+from lockstep.kernels.attention.layout import DecodePass, make_layout
 from lockstep.kernels.attention.npu_attention import corner
 from lockstep.kernels.attention.paged import decode_attention, gathered_decode
 from lockstep.kernels.attention.varlen import varlen_attention
@@ -157,8 +158,8 @@ def test_packed_attention_of_many_heads(heads: int, fused: bool) -> None:
 )
 def test_decoding_outside_the_limits(block: int, heads: int, size: int, fused: bool) -> None:
     groups = heads // 4
-    cache = KVCache(1, 3, block, groups, size, torch.empty(0, dtype=BF16, device=NPU))
-    cache.slots.copy_(random(*cache.slots.shape, dtype=BF16))
+    cache = KVCache(uniform_layout(1, groups, size), 3, block, torch.empty(0, dtype=BF16, device=NPU))
+    cache.tensors[0].copy_(random(*cache.tensors[0].shape, dtype=BF16))
     keys, values = cache.layer(0)
     table, lengths = torch.tensor([[2, 1], [0, 0]], device=NPU), torch.tensor([block + 3, 3], device=NPU)
     query = random(2, heads, size, dtype=BF16, seed=3).to(NPU)

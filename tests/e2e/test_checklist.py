@@ -264,7 +264,8 @@ def after_each(method: str) -> Fault:
 
         def worn(runner: Any, result: Any) -> Any:
             with torch.inference_mode():
-                runner.cache.slots.mul_(1.01)
+                for tensor in runner.cache.tensors:
+                    tensor.mul_(1.01)
             return result
 
         wrap(training.generator.engine, "_runner", made)

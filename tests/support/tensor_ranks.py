@@ -135,8 +135,8 @@ def check_engine(
     for ours, theirs in zip(generated(parts, device), generated(whole, whole_on or device), strict=True):
         assert ours.ids == theirs.ids
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-3)
-    heads = whole.decoder.cached_shape()[1]
-    assert parts.decoder.cached_shape()[1] == heads // group.size
+    elements = whole.decoder.cache_layout().token_elements
+    assert parts.decoder.cache_layout().token_elements == elements // group.size
 
 
 class Uneven(Cpu):

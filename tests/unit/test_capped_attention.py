@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.kernels.attention import explicit
 from lockstep.kernels.attention.flash import flash_with_sinks
-from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
+from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass, gathered_decode, paged_attention
 from lockstep.kernels.attention.varlen import varlen_attention
 from work import bytes_held
@@ -199,7 +200,7 @@ def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(block, window, softcap,
     sinks = tensors[3] if with_sinks else None
     right = by_hand(*tensors[:3], lengths, 0.3, window, softcap, sinks).split(lengths)
     parts = list(zip(*(rows.split(lengths) for rows in tensors[:3]), strict=True))
-    cache = KVCache(1, 40, block, 2, 8, tensors[0])
+    cache = KVCache(uniform_layout(1, 2, 8), 40, block, tensors[0])
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
     tables = [order[:13], order[13:26]]
 
@@ -252,7 +253,7 @@ def test_kernels_that_know_neither_leave_them_to_the_twin() -> None:
             assert torch.equal(found, twin)
     # The normalisers of single tokens come in another order from flash attention.
     varlen_attention(query, key, value, make_layout([1] * 16, CPU, "flash_varlen"), scale=0.3, sinks_H=sinks)
-    cache = KVCache(1, 1, 16, 2, 8, query)
+    cache = KVCache(uniform_layout(1, 2, 8), 1, 16, query)
     for softcap, sunk in asked["npu_fusion"]:
         steps = (
             DecodePass(cache, name, torch.tensor([3]), torch.tensor([[0]]), torch.tensor([4]))

@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 
 from lockstep.device.base import Memory
 from lockstep.device.cpu import Cpu
-from lockstep.kernels.attention.layout import KVCache
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native import native_engine as engine_module
@@ -197,7 +197,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
 
     def remember(self: KVCache, *args: Any) -> None:
         build(self, *args)
-        made.append(weakref.ref(self.slots))
+        made.append(weakref.ref(self.tensors[0]))
 
     monkeypatch.setattr(KVCache, "__init__", remember)
     return made
@@ -377,7 +377,7 @@ def test_a_policy_that_is_asked_to_be_plain_draws_plainly(policy: Policy) -> Non
     class Fast(Cpu):
         attention, sampler = "flash_varlen", "triton"
 
-    cache = KVCache(2, 4, 4, 2, 8, torch.zeros(()))
+    cache = KVCache(uniform_layout(2, 2, 8), 4, 4, torch.zeros(()))
     assert policy.kernel == "sdpa"
     assert Runner(policy, cache, SAMPLING, Fast(), 4, 16).sampler == "plain"
     assert Runner(policy, cache, SAMPLING, Cpu(), 4, 16).sampler == Cpu.sampler == "plain"

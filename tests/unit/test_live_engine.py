@@ -134,4 +134,4 @@ def test_what_does_not_fit_is_an_error_of_the_caller(policy: Policy) -> None:
         with pytest.raises(ValueError, match="exceed the limit 32"):
             engine.add(ids, 1, sampling, key=1)
     assert not engine.busy
-    assert torch.count_nonzero(engine.cache.slots) == 0
+    assert not any(torch.count_nonzero(tensor) for tensor in engine.cache.tensors)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
+from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass, gathered_decode, paged_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 8
@@ -44,7 +45,7 @@ def slots_of(blocks: list[int], block: int, tokens: int) -> torch.Tensor:
 def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(block: int, window: int | None) -> None:
     """Two sequences: prefilled from their start, continued by chunks of unequal size, then token by token."""
     lengths, scale, layer = (13, 9), 0.3, 1
-    cache = KVCache(2, 40, block, GROUPS, SIZE, torch.zeros(()))
+    cache = KVCache(uniform_layout(2, GROUPS, SIZE), 40, block, torch.zeros(()))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
     tables = [order[:13], order[13:26]]
     parts = [sequence(n, seed) for seed, n in enumerate(lengths)]
@@ -81,7 +82,7 @@ def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(block: int, window: int
 
 
 def test_layers_with_different_windows_share_a_pass() -> None:
-    cache = KVCache(2, 4, 4, GROUPS, SIZE, torch.zeros(()))
+    cache = KVCache(uniform_layout(2, GROUPS, SIZE), 4, 4, torch.zeros(()))
     q, k, v = sequence(10, 5)
     for layer in range(2):
         keys, values = cache.layer(layer)
@@ -119,10 +120,11 @@ def test_bf16_stays_bf16() -> None:
 
 def test_blocks_are_copied_in_every_layer_at_once() -> None:
     """A block that is copied from may be copied to in the same round: what counts is what was there before."""
-    cache = KVCache(3, 4, 2, GROUPS, SIZE, torch.zeros(()))
-    cache.slots.copy_(torch.randn(cache.slots.shape, generator=torch.Generator().manual_seed(2)))
-    before = cache.slots.clone().unflatten(2, (5, 2))
+    cache = KVCache(uniform_layout(3, GROUPS, SIZE), 4, 2, torch.zeros(()))
+    (slots,) = cache.tensors
+    slots.copy_(torch.randn(slots.shape, generator=torch.Generator().manual_seed(2)))
+    before = slots.clone().unflatten(1, (5, 2))
     cache.copy_blocks([(0, 1), (1, 3), (0, 2)])
-    after = cache.slots.unflatten(2, (5, 2))
+    after = slots.unflatten(1, (5, 2))
     for source, target in ((0, 0), (0, 1), (1, 3), (0, 2)):
-        assert torch.equal(after[:, :, target], before[:, :, source])
+        assert torch.equal(after[:, target], before[:, source])

@@ -7,15 +7,17 @@ import json
 import pytest
 import torch
 
+import paged_checks
 import triton_checks
 import triton_host_checks
 from interpreter import interpreted, needs_interpreter
 
 ALL = """
 import json, traceback
-import triton_checks, triton_host_checks
+import paged_checks, triton_checks, triton_host_checks
 
-everywhere = {name: lambda check=check: check("cpu") for name, check in triton_checks.CHECKS.items()}
+checks = triton_checks.CHECKS | paged_checks.CHECKS
+everywhere = {name: lambda check=check: check("cpu") for name, check in checks.items()}
 for name, check in (everywhere | triton_host_checks.CHECKS).items():
     try:
         check()
@@ -24,6 +26,8 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
         why = traceback.format_exc()
     print(json.dumps([name, why]), flush=True)
 """
+
+EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +38,13 @@ def found() -> dict[str, str]:
 
 @needs_interpreter
 @pytest.mark.xdist_group("interpreter")
-@pytest.mark.parametrize("check", [*triton_checks.CHECKS, *triton_host_checks.CHECKS])
+@pytest.mark.parametrize("check", [*EVERYWHERE, *triton_host_checks.CHECKS])
 def test_twins_by_the_interpreter(check: str, found: dict[str, str]) -> None:
     assert found[check] == ""
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device")
-@pytest.mark.parametrize("check", triton_checks.CHECKS)
+@pytest.mark.parametrize("check", EVERYWHERE)
 def test_twins_on_the_device(check: str) -> None:
-    triton_checks.CHECKS[check]("cuda")
+    EVERYWHERE[check]("cuda")

@@ -19,8 +19,9 @@ from torch.nn.functional import linear
 from triton.errors import TritonError
 
 from lockstep.device.base import first_sentence
-from lockstep.kernels.attention.layout import DecodePass, KVCache
-from lockstep.kernels.attention.masks import SHAPE, WINDOW
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
+from lockstep.kernels.attention.layout import DecodePass
+from lockstep.kernels.attention.masks import CALLS, SHAPE, WINDOW
 from lockstep.kernels.attention.paged import PrefillPass, paged_attention
 from lockstep.kernels.decode_triton import Norms, add_norm_, heads_of_line, place_heads_, swiglu_
 from lockstep.kernels.fused_modules import KernelForward, drawn, epsilon_of, is_rms_norm, is_silu_gated
@@ -87,7 +88,7 @@ class Layer:
             module,
             heads=attention.q_proj.out_features // size,
             groups=groups,
-            index=attention.layer_idx,
+            index=getattr(attention, CALLS)[0],
             scale=size**-0.5 if scale is None else scale,
             window=getattr(attention, WINDOW),
         )
@@ -289,8 +290,9 @@ def _trial(fused: FusedLayers) -> str | None:
     groups, size, _ = getattr(decoder.layers[0].self_attn, SHAPE)
     positions = torch.tensor([0, 5, 17, 30], device=like.device)
     ids = torch.arange(1, 5, device=like.device) % len(like)
-    cache = KVCache(max(layer.index for layer in fused.layers) + 1, 8, 16, groups, size, like)
-    cache.slots.copy_(drawn(2, 1, *cache.slots.shape[2:], like=like))
+    cache = KVCache(uniform_layout(max(layer.index for layer in fused.layers) + 1, groups, size), 8, 16, like)
+    (planes,) = (tensor.unflatten(0, (-1, 2)) for tensor in cache.tensors)
+    planes.copy_(drawn(1, *planes.shape[1:], like=like))
     table = torch.arange(8, device=like.device).view(4, 2)
     slots = table.gather(1, (positions // 16)[:, None])[:, 0] * 16 + positions % 16
     step = DecodePass(cache, "triton", slots, table, positions + 1)

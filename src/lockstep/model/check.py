@@ -91,7 +91,7 @@ def _refuse_other_kinds(config: Any) -> None:
         raise Unfit(reason)
     text = text_config(config)
     kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
-    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    others = sorted(kind for kind in kinds if not kind.endswith(("attention", "_sparse")) or "linear" in kind)
     if others:
         raise Unfit(f"its layers of kind {', '.join(others)} are neither full nor sliding-window attention")
 

@@ -12,9 +12,14 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
-from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
-from lockstep.kernels.attention.masks import SHAPE, BeyondCausal, read_windows
+from lockstep.kernels.attention.kv_cache import CacheLayout
+from lockstep.kernels.attention.latent import latent_layout, latent_modules, latents_kept
+from lockstep.kernels.attention.layout import DecodePass, Layout, make_layout, padded_layout
+from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, OwnMask, read_windows
+from lockstep.kernels.attention.paged import PrefillPass
+from lockstep.kernels.attention.rows import RowPass, RowProbe, engine_rows, padded_rows, read_rows, row_mask
 from lockstep.kernels.rotary import own_positions, sequences
+from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.model.text_model import text_config
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
@@ -37,6 +42,7 @@ class Decoder:
         """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
+        self._positions_needed = False
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
@@ -49,23 +55,31 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Accessing this property also reads the sliding windows of the modules."""
-        found = read_windows(self.model, inner_decoder(self.model))
-        _refuse_other_layers(self.model, found)
+        """The attention modules of the model. Their sliding windows are read first."""
+        return self._probe.called
+
+    @cached_property
+    def _probe(self) -> MaskProbe:
+        decoder = inner_decoder(self.model)
+        try:
+            found = read_windows(self.model, decoder)
+        except OwnMask as own:
+            found = read_rows(self.model, decoder, own.seen)
+        _refuse_other_layers(self.model, found.called)
+        self._positions_needed = give_positions(found.called)
         return found
 
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Returns the number of layers, the number of heads and the head size of a KV cache. Raises NotImplementedError
-        if the layers need KV caches of different shapes."""
-        layers: list[Any] = [module.layer_idx for module in self.attentions]
-        if len(set(layers)) < len(layers):
-            raise NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys")
-        shapes = {getattr(module, SHAPE) for module in self.attentions}
-        if len(shapes) > 1 or any(key != value for _, key, value in shapes):
-            sizes = " and ".join(f"{heads} heads of {key} and {value}" for heads, key, value in sorted(shapes))
-            raise NotImplementedError(f"its keys and values have several sizes ({sizes}), and the KV cache holds one")
-        heads, size, _ = shapes.pop()
-        return max(layers) + 1, heads, size
+    def cache_layout(self) -> CacheLayout:
+        """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
+        return latent_layout(self._probe.layout, self._latent_modules)
+
+    @cached_property
+    def _latent_modules(self) -> list[nn.Module]:
+        return [] if isinstance(self._probe, RowProbe) else latent_modules(self.attentions)
+
+    def keywords(self, position_ids_NT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns further keywords of a forward pass over tokens with these positions."""
+        return {POSITIONS: position_ids_NT} if self._positions_needed else {}
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""
@@ -80,23 +94,51 @@ class Decoder:
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""
-        decoder: Any = inner_decoder(self.model)
-        own_T = None if batch.context is None else batch.context.local_T
         assert self.attentions
+        if isinstance(self._probe, RowProbe):
+            return self._in_rows(batch, self._probe)
+        own_T = None if batch.context is None else batch.context.local_T
         lines = sequences(
             self.moving, batch.lengths, batch.input_ids_NT.shape, batch.packed_index_E, batch.packed, own_T
         )
-        with lines, self._activations.waiting_on_host() if self._activations else nullcontext():
-            output = decoder(
-                input_ids=batch.input_ids_NT,
-                position_ids=batch.position_ids_NT,
-                use_cache=False,
+        with lines:
+            output = self._run(
+                batch.input_ids_NT,
+                batch.position_ids_NT,
                 layout=layout_of(batch, self.kernel),
-                **({"output_router_logits": True} if self.records_router_logits else {}),
+                **self.keywords(batch.position_ids_NT),
             )
         if self.records_router_logits:
             self.router_logits = tuple(output.router_logits)
         return output.last_hidden_state
+
+    def _in_rows(self, batch: MicroBatch, probe: RowProbe) -> torch.Tensor:
+        """Runs the sequences as right-padded rows, for models that derive their own masks."""
+        rows = padded_rows(batch.input_ids_NT, batch.position_ids_NT, batch.lengths, batch.packed_index_E, batch.packed)
+        width = rows.input_ids_NL.shape[1]
+        mask = row_mask(probe.seen, rows.position_ids_NL, width, self.model.get_input_embeddings().weight.dtype)
+        with sequences(self.moving, batch.lengths, rows.input_ids_NL.shape, None, False, None):
+            output = self._run(rows.input_ids_NL, rows.position_ids_NL, layout=RowPass(mask), attention_mask=mask)
+        if self.records_router_logits:
+            shape = rows.input_ids_NL.shape
+            self.router_logits = tuple(rows.back(logits.view(*shape, -1))[0] for logits in output.router_logits)
+        return rows.back(output.last_hidden_state)
+
+    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
+        if self.records_router_logits:
+            more["output_router_logits"] = True
+        with self._activations.waiting_on_host() if self._activations else nullcontext():
+            decoder = inner_decoder(self.model)
+            return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
+
+    def engine_states(self, ids_T: torch.Tensor, at_T: torch.Tensor, step: PrefillPass | DecodePass) -> torch.Tensor:
+        """Runs a pass of the native engine over tokens at these positions. Returns their hidden states."""
+        decoder: Any = inner_decoder(self.model)
+        if isinstance(self._probe, RowProbe):
+            return engine_rows(decoder, ids_T, at_T, step, self._probe)
+        inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
+        with latents_kept(self._latent_modules):
+            return decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0]
 
 
 def inner_decoder(model: Any) -> nn.Module:
@@ -106,8 +148,10 @@ def inner_decoder(model: Any) -> nn.Module:
     if model.get_output_embeddings() is None:
         return model
     decoder = model.get_decoder()
-    # In some models `get_decoder` returns the output head.
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    # In some models `get_decoder` returns the output head, and in Llama 4 the model itself.
+    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    inner = getattr(model, "model", None)
+    return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -50,7 +50,10 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
-    **dict.fromkeys(("index_n_heads", "o_groups"), 2),
+    # An indexer adds up scores that are 0 in half of its heads. With few heads, tokens would often have equal scores,
+    # and which of them are selected would be arbitrary.
+    "index_n_heads": 16,
+    "o_groups": 2,
     **dict.fromkeys(("hidden_size_per_layer_input", "ple_embed_dim", "d_rel", "embedding_size"), 16),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
@@ -113,6 +116,7 @@ def _shrink(data: dict[str, Any]) -> None:
     total = next((data[name] for name in LAYER_COUNTS if data.get(name)), 0)
     layers = _kept_layers(data, total)
     ropes: list[dict[str, Any]] = []
+    sizes = data.get("head_dim") or 0, data.get("v_head_dim") or 0
     heads = next((data[name] for name in ATTENTION_HEADS if data.get(name)), 0)
     # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
@@ -130,6 +134,9 @@ def _shrink(data: dict[str, Any]) -> None:
             data[name] = WIDTH // (few or HEADS)
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
+        elif value is None and name == "num_experts_per_tok" and any(data.get(key) for key in EXPERTS):
+            # A model with experts cannot run without this number, but some classes have no default for it.
+            data[name] = SIZES[name]
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
@@ -141,6 +148,12 @@ def _shrink(data: dict[str, Any]) -> None:
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
         # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
         data["head_dim"] = data["qk_rope_head_dim"]
+    elif all(sizes) and sizes[0] != sizes[1]:
+        # Values stay smaller or larger than keys.
+        data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
+    if data.get("index_block_size") and data.get("index_n_heads"):
+        # Indexers that select blocks of tokens do so for each key/value head.
+        data["index_n_heads"] = data["num_key_value_heads"]
     for rope in ropes:
         _shrink_rope(rope, data)
 

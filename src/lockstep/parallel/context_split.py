@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.attention.interface import DividedLayout
-from lockstep.kernels.attention.masks import HEADS, SOFTCAP, WINDOW
+from lockstep.kernels.attention.masks import CHUNK, HEADS, ROWS, SOFTCAP, WINDOW
 from lockstep.parallel.all_gather_attention import GatheredLayout
 from lockstep.parallel.context import ContextGroup, contiguous, zigzag
 from lockstep.parallel.ring_attention import RingLayout
@@ -156,6 +156,16 @@ def refuse_undivided(root: nn.Module, group: ContextGroup | None, path: str) -> 
 
 def _problem(attentions: list[Any], group: ContextGroup, path: str) -> Problem | None:
     key, layout = "parallel.context_layout", group.layout
+    for module in attentions:
+        chunk = getattr(module, CHUNK)
+        if chunk is not None or getattr(module, ROWS):
+            kind = "selects tokens with an indexer" if chunk is None else f"attends within chunks of {chunk} tokens"
+            return Problem(
+                "parallel.context_parallel",
+                f"a layer of {path} {kind}, which context parallelism does not support",
+                "set parallel.context_parallel=1",
+                code="unsupported-combination",
+            )
     if layout == "ulysses":
         for module in attentions:
             heads = getattr(module, HEADS)

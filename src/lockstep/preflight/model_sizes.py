@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
-from lockstep.model.text_model import LanguageModel, model_on_meta, text_sizes
+from lockstep.model.text_model import LanguageModel, model_on_meta, text_config, text_sizes
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
@@ -188,5 +189,60 @@ def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
 
 def kv_bytes(config: Any, size: int) -> int:
     """Returns the KV cache bytes of one token in all layers."""
+    return cached_elements(config) * size
+
+
+def cached_elements(config: Any) -> int:
+    """Returns the number of elements that the KV cache holds per token. They are counted in the attention modules of
+    the model, because their sizes may differ. If these have other projections, all layers count as equal."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _ELEMENTS:
+        _ELEMENTS[key] = _projected_elements(config) or _equal_elements(config)
+    return _ELEMENTS[key]
+
+
+_ELEMENTS: dict[str, int] = {}
+# Kinds of layers that keep other state than keys and values, by a part of their names in `layer_types`.
+WITHOUT_KEYS = ("linear", "mamba", "conv", "recurrent")
+
+
+def _equal_elements(config: Any) -> int:
     sizes = text_sizes(config)
-    return 2 * sizes.layers * sizes.key_heads * sizes.head_size * size
+    return 2 * sizes.layers * sizes.key_heads * sizes.head_size
+
+
+def _projected_elements(config: Any) -> int:
+    model = model_on_meta(LanguageModel, config)
+    text = text_config(model.config)
+    kinds = getattr(text, "layer_types", None) or ()
+    modules = [
+        module
+        for module in inner_decoder(model).modules()
+        if not any(other in _kind(module, kinds) for other in WITHOUT_KEYS)
+    ]
+    found = [elements for elements in map(_module_elements, modules) if elements]
+    if getattr(text, "H_cycles", None):
+        # Recurrent stacks run their layers several times and cache every run.
+        return found[0] * int(text.num_layers_per_stack * text.H_cycles * (text.L_cycles + 1))
+    return sum(found)
+
+
+def _kind(module: Any, kinds: Sequence[str]) -> str:
+    index = getattr(module, "layer_idx", None)
+    return str(kinds[index]) if isinstance(index, int) and index < len(kinds) else ""
+
+
+def _module_elements(module: Any) -> int:
+    """Returns the elements per token that one module caches: of an attention module its latent, or its keys and values;
+    of an indexer its keys."""
+    if hasattr(module, "kv_a_proj_with_mqa"):
+        return int(module.kv_a_proj_with_mqa.out_features)
+    key = getattr(module, "k_proj", None) or getattr(module, "wk", None)
+    if key is None or getattr(module, "is_kv_shared_layer", False):
+        return 0
+    if not hasattr(module, "v_proj"):
+        return int(key.out_features)
+    # A module without a projection of values computes the values from its keys. Differential attention (`lambda_q1`)
+    # reads the values in two arrangements and caches both.
+    value = int((module.v_proj or key).out_features)
+    return int(key.out_features) + value * (2 if hasattr(module, "lambda_q1") else 1)

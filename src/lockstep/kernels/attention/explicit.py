@@ -37,14 +37,15 @@ def masked_attention(
     query_NHQD: torch.Tensor,
     key_NGKD: torch.Tensor,
     value_NGKD: torch.Tensor,
-    mask_NQK: torch.Tensor,
+    mask: torch.Tensor,
     sinks_H: torch.Tensor | None,
     *,
     scale: float,
     softcap: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes softmax attention in fp32 or a wider dtype. `mask_NQK` is added to the capped scores."""
+    """Computes softmax attention in fp32 or a wider dtype. `mask` is added to the capped scores. Its shape is (N, Q, K)
+    or, if heads have different masks, (N, H, Q, K)."""
     heads, queries, groups = query_NHQD.shape[1], query_NHQD.shape[2], key_NGKD.shape[1]
     wide = torch.promote_types(query_NHQD.dtype, torch.float32)
     # The query heads of one key/value head are stacked as rows of one matrix, so keys are not repeated in memory.
@@ -52,7 +53,7 @@ def masked_attention(
     scores = (query @ key_NGKD.to(wide).transpose(-1, -2) * scale).view(len(query), heads, queries, -1)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores + mask_NQK[:, None]
+    scores = scores + (mask if mask.dim() == 4 else mask[:, None])
     if sinks_H is None:
         p = scores.softmax(-1)
     else:

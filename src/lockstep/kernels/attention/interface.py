@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.attention.latent import latent_attention
 from lockstep.kernels.attention.layout import DecodePass, Layout
-from lockstep.kernels.attention.masks import WINDOW, BeyondCausal
-from lockstep.kernels.attention.paged import PrefillPass, paged_attention
+from lockstep.kernels.attention.masks import CHUNK, SELECTIONS, WINDOW, BeyondCausal
+from lockstep.kernels.attention.paged import PrefillPass, cached_call, paged_attention
+from lockstep.kernels.attention.rows import RowPass, row_attention
 from lockstep.kernels.attention.varlen import varlen_attention
 
 
@@ -40,6 +42,7 @@ ATTENTION = "lockstep"
 SAYS_NOTHING = frozenset(
     {
         "position_ids",
+        "token_positions",
         "position_embeddings",
         "cache_position",
         "sliding_window",
@@ -63,7 +66,7 @@ def transformers_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    layout: Layout | DividedLayout | PrefillPass | DecodePass | None = None,
+    layout: Layout | DividedLayout | PrefillPass | DecodePass | RowPass | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the signature that transformers requires. Inputs are (N, heads, T, D), and the output is
@@ -72,6 +75,8 @@ def transformers_attention(
     The caller passes `layout` as a keyword through the model's forward. `layout` says where the tokens are: in a packed
     row, on several ranks, or in the engine's KV cache. Unsupported attention raises an error.
     """
+    if isinstance(layout, RowPass):
+        return _in_rows(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, extra), None
     _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
         raise RuntimeError(
@@ -81,19 +86,63 @@ def transformers_attention(
     rows, heads, width, size = query.shape
     # N rows of equal width are flattened to one packed row. Right-padded batches are flattened too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
+    chunk: int | None = getattr(module, CHUNK)
     dropout = dropout if module.training else 0.0
     if isinstance(layout, Layout):
+        layout = layout.chunked(chunk) if chunk else layout
         out = varlen_attention(
             q, k, v, layout, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
         )
     elif isinstance(layout, DividedLayout):
+        if chunk is not None:
+            raise BeyondCausal(f"context parallelism does not support chunked attention ({type(module).__name__})")
         out = layout.attend(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux)
     else:
-        layer: Any = module.layer_idx
-        out = paged_attention(q, k, v, layout, layer, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)
+        call = cached_call(module, layout)
+        limits: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks_H": s_aux,
+            "chunk": chunk,
+        }
+        if layout.cache.layout.calls[call].latent is None:
+            out = paged_attention(q, k, v, layout, call, **limits)
+        else:
+            out = latent_attention(module, q, k[:, 0], v[:, 0], layout, call, **limits)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _in_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    extra: dict[str, Any],
+) -> torch.Tensor:
+    """Computes attention over right-padded rows with the mask that the module has built."""
+    if mask is None:
+        raise BeyondCausal(f"{type(module).__name__} passes no mask to its attention")
+    selected = {name: extra.pop(name, None) for name in (*SELECTIONS, "position_ids")}
+    _refuse_more(module, None, None, extra)
+    return row_attention(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        dropout=dropout if module.training else 0.0,
+        softcap=softcap,
+        sinks_H=sinks_H,
+        selected=selected,
+    )
 
 
 def _refuse_more(

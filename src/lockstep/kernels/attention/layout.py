@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
+from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.attention.partial_attention import Sections, sections
 
 # Minimum length of a sequence, as a fraction of the longest sequence in its bucket. This value keeps both padding and
@@ -47,6 +49,22 @@ class Layout:
     packed_index_E: torch.Tensor | None = None
     """For each token of the expanded sequences (each with its own copy of the prefix), its index in the packed row. A
     host tensor, or None if no prefix is shared."""
+    in_chunks: bool = False
+    """Whether the sequences of this layout are the chunks of the sequences of another layout."""
+    _chunked: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
+
+    def chunked(self, chunk: int) -> Layout:
+        """Returns the layout of chunked attention, in which every chunk of `chunk` tokens of a sequence is a sequence
+        of its own."""
+        if self.longest <= chunk:
+            return self
+        if chunk not in self._chunked:
+            ends = [
+                end for first, last in pairwise((0, *self.ends)) for end in (*range(first + chunk, last, chunk), last)
+            ]
+            bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), self.bounds.device)
+            self._chunked[chunk] = Layout(self.kernel, chunk, bounds, tuple(ends), self.packed_index_E, in_chunks=True)
+        return self._chunked[chunk]
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -74,11 +92,11 @@ class Layout:
 
     @cached_property
     def cascade(self) -> Cascade | None:
-        """The two parts of cascade attention, or None if no prefix is shared or a token belongs to two shared
-        prefixes."""
+        """The two parts of cascade attention. None if no prefix is shared, or if a token belongs to two shared
+        prefixes. None for chunks, because a prefix can have several."""
         return (
             None
-            if self.packed_index_E is None
+            if self.packed_index_E is None or self.in_chunks
             else _cascade(self.packed_index_E.numpy(), self.ends, self.bounds.device)
         )
 
@@ -246,7 +264,9 @@ class DecodePass:
     slots_T: torch.Tensor
     table_BM: torch.Tensor
     lengths_B: torch.Tensor
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    turns: Counter[int] = field(default_factory=Counter)
+    """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
+    _masks: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
@@ -256,38 +276,20 @@ class DecodePass:
             self._lengths.extend(self.lengths_B.tolist())
         return self._lengths
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the attention mask for the reference implementation. The first layer with this window builds the
-        mask."""
-        if window not in self._masks:
+    def mask(self, window: int | None, dtype: torch.dtype, chunk: int | None = None) -> torch.Tensor:
+        """Returns the attention mask for the reference implementation. The first layer with this window and chunk
+        builds the mask."""
+        if (window, chunk) not in self._masks:
             width = self.table_BM.shape[1] * self.cache.block
-            self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
-        return self._masks[window]
+            self._masks[window, chunk] = decode_mask(self.lengths_B, width, window, dtype, chunk)
+        return self._masks[window, chunk]
 
 
-class KVCache:
-    """The KV cache: keys and values of every layer, indexed by slot. `spare` is the index of a block that no sequence
-    uses."""
-
-    def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
-        self.blocks, self.block, self.spare = blocks, block, blocks
-        shape = (2, layers, (blocks + 1) * block, heads, size)
-        # The cache is zero-filled, because a masked slot is multiplied by 0, and 0 * inf would be NaN.
-        self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.slots[0, index], self.slots[1, index]
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies KV cache blocks in every layer. `pairs` lists (source, target) block indices."""
-        # The indices are copied without synchronising, because the device may be one decoding round behind the host.
-        source, target = (sent(torch.tensor(side), self.slots.device) for side in zip(*pairs, strict=True))
-        blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
-        blocks[:, :, target] = blocks[:, :, source]
-
-
-def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity elsewhere.
+def decode_mask(
+    lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype, chunk: int | None = None
+) -> torch.Tensor:
+    """Returns an additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, or for the tokens of its last
+    chunk, minus infinity elsewhere.
 
     The mask is a float tensor, because attention would convert a boolean mask in every layer.
     """
@@ -295,5 +297,7 @@ def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: 
     seen = positions[None, :] < lengths_B[:, None]
     if window:
         seen &= positions[None, :] >= lengths_B[:, None] - window
+    if chunk:
+        seen &= positions[None, :] >= (lengths_B[:, None] - 1) // chunk * chunk
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -float("inf"))
     return mask[:, None, None, :]

@@ -15,12 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
+
 PROBE = "lockstep_probe"
 # Names of attributes that are set on an attention module. WINDOW is the module's window, or None if a token sees all
 # earlier tokens. SHAPE is the shape of its keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
+# CALLS has, for each attention call of a module in a forward pass, the index of the call in the KV cache's layout.
+CALLS = "lockstep_calls"
+# CHUNK is the chunk size of an attention module whose tokens see only the tokens of their own chunk, or None.
+CHUNK = "lockstep_chunk"
+# ROWS says whether the module derives its own mask, and so runs on right-padded rows (`rows.py`).
+ROWS = "lockstep_rows"
+# Keywords with which modules pass the tokens, or blocks of tokens, that their indexer has selected.
+SELECTIONS = ("indices", "block_indices")
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 
@@ -29,12 +39,30 @@ class BeyondCausal(NotImplementedError):
     """Raised if a model's attention is neither causal nor causal within a sliding window."""
 
 
+class OwnMask(BeyondCausal):
+    """Raised if modules derive their own mask from the causal one. `seen` is what the causal mask shows."""
+
+    def __init__(self, seen: Seen):
+        super().__init__("it derives its own mask from the causal one")
+        self.seen = seen
+
+
 @dataclass(frozen=True)
 class Seen:
-    """The tokens that a causal mask lets a token see: all tokens up to itself, or only the last `window` of these
-    tokens."""
+    """The tokens that a causal mask lets a token see: all tokens up to itself, only the last `window` of these tokens,
+    or only those in its own chunk of `chunk` tokens."""
 
     window: int | None
+    chunk: int | None = None
+
+    def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Returns whether tokens at the positions `query` see tokens at the positions `key`."""
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (key > query - self.window)
+        if self.chunk is not None:
+            seen = seen & (key // self.chunk == query // self.chunk)
+        return seen
 
 
 @dataclass(frozen=True)
@@ -47,9 +75,38 @@ class Mask:
 
 @dataclass
 class MaskProbe:
-    """The result of a probe forward pass: the modules that called attention."""
+    """The result of a probe forward pass: the modules that called attention, and the planes of their KV cache."""
 
     called: list[nn.Module] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    """The masks that the model has made for its layers."""
+    calls: list[CachedCall] = field(default_factory=list)
+    planes: list[Plane] = field(default_factory=list)
+    _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(tuple(self.planes), tuple(self.calls))
+
+    def add(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Records an attention call. Keys or values that an earlier call had too are cached once."""
+        keys, new_keys = self._plane(key)
+        values, new_values = self._plane(value)
+        setattr(module, CALLS, (*(getattr(module, CALLS) if module in self.called else ()), len(self.calls)))
+        self.calls.append(CachedCall(keys, values, new_keys, new_values))
+        self.called.append(module)
+
+    def _plane(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        """Returns the index of the tensor's plane, and whether the plane is new."""
+        for index, (earlier, content) in enumerate(self._tensors):
+            same = earlier.data_ptr() == tensor.data_ptr() and earlier.shape == tensor.shape
+            # A tensor that was changed in place since then is another tensor.
+            if same and earlier.stride() == tensor.stride() and torch.equal(content, tensor):
+                return index, False
+        # The tensor is kept, so that its memory is not reused during the pass.
+        self._tensors.append((tensor, tensor.clone()))
+        self.planes.append(Plane(tensor.shape[1], tensor.shape[-1]))
+        return len(self.planes) - 1, True
 
 
 def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
@@ -71,28 +128,38 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
             raise BeyondCausal(f"its heads see different tokens (head {head} and head 0 differ)")
         return seen_H[0]
 
-    window = _window(sees)
-    queries = _queries(window)
+    found = Seen(_window(sees))
+    why = _mismatch(sees, found)
+    if why is not None and (chunk := _chunk(sees)) is not None:
+        found = Seen(None, chunk)
+        why = _mismatch(sees, found)
+    if why is not None:
+        raise BeyondCausal(f"it is not causal attention within a window: {why}")
+    return found
+
+
+def _mismatch(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], found: Seen) -> str | None:
+    """Returns the first difference between a mask and what was found about it, or None."""
+    size = found.window or found.chunk
+    queries = _queries(size)
     steps = torch.arange(-3, 4)
     # Key positions in the middle are tested too, because a mask may show the first and last tokens and hide the tokens
     # between.
     between = queries[:, None] * torch.arange(1, 16) // 16
     edges = [steps.clone(), queries[:, None] + steps, between]
-    if window is not None:
-        edges.append(queries[:, None] - window + steps)
+    if found.window is not None:
+        edges.append(queries[:, None] - found.window + steps)
+    if found.chunk is not None:
+        edges.append(queries[:, None] // found.chunk * found.chunk + steps)
     for keys in edges:
         keys = keys.clamp(min=0).expand(len(queries), -1)
-        expected = keys <= queries[:, None]
-        if window is not None:
-            expected &= keys > queries[:, None] - window
+        expected = found.sees(queries[:, None], keys)
         differs = sees(queries[:, None], keys) != expected
         if differs.any():
             row, column = (int(index[0]) for index in differs.nonzero(as_tuple=True))
-            query, key = int(queries[row]), int(keys[row, column])
-            _refuse_chunks(sees)
             sees_or_not = "does not see" if expected[row, column] else "sees"
-            raise BeyondCausal(f"it is not causal attention within a window: token {query} {sees_or_not} token {key}")
-    return Seen(window)
+            return f"token {int(queries[row])} {sees_or_not} token {int(keys[row, column])}"
+    return None
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
@@ -113,17 +180,16 @@ def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int |
     return FAR - seen + 1
 
 
-def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Raises a specific error for chunked attention, the most common unsupported mask."""
+def _chunk(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
+    """Returns the position of the first token that does not see the token before it, which is the size of a chunk."""
     queries = torch.arange(1, 2**17)
     alone = (~sees(queries, queries - 1)).nonzero()
-    if len(alone):
-        chunk = int(queries[alone[0]])
-        raise BeyondCausal(f"its attention is chunked (in the test: chunks of {chunk} tokens)")
+    return int(queries[alone[0]]) if len(alone) else None
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Returns positions at which the edge of a window, chunk or block of any size can be detected."""
+    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the size
+    that was found."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
@@ -141,8 +207,14 @@ def register_probe() -> None:
     AttentionMaskInterface.register(PROBE, _probe_mask)
 
 
+# The probe of the current pass. Transformers does not pass keywords of the forward pass to a mask function.
+_PROBES: list[MaskProbe] = []
+
+
 def _probe_mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> Mask:
-    return Mask(mask_function)
+    mask = Mask(mask_function)
+    _PROBES[-1].masks.append(mask)
+    return mask
 
 
 def _probe_attention(
@@ -154,32 +226,41 @@ def _probe_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     probe: MaskProbe | None = None,
-    **_: Any,
+    **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Records the window and the shapes of an attention module. Returns the values, as if each token saw only
     itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
+    if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
+        raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
+        lowest = torch.finfo(attention_mask.dtype).min
+        if ((attention_mask != 0) & (attention_mask != lowest)).any():
+            # The scores do not depend on positions, so repeated tokens have equal scores.
+            raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
-    window = seen.window if seen is not None else sliding_window
+    window, chunk = (seen.window, seen.chunk) if seen is not None else (sliding_window, None)
     if seen is not None and sliding_window and window is not None and sliding_window != window:
         raise BeyondCausal(
             f"{type(module).__name__}: its mask has a window of {window}, but its attention has a window of "
             f"{sliding_window}"
         )
-    if module in probe.called and getattr(module, WINDOW) != window:
+    if module in probe.called and (getattr(module, WINDOW), getattr(module, CHUNK)) != (window, chunk):
         raise BeyondCausal(f"{type(module).__name__} uses attention with several windows in one forward pass")
     setattr(module, WINDOW, window)
+    setattr(module, CHUNK, chunk)
+    setattr(module, ROWS, isinstance(attention_mask, torch.Tensor))
     setattr(module, HEADS, query.shape[1])
     setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
-    probe.called.append(module)
+    probe.add(module, key, value)
     repeats = query.shape[1] // value.shape[1]
     return value.repeat_interleave(repeats, 1).transpose(1, 2).contiguous(), None
 
 
 @contextmanager
-def _attending(model: Any, implementation: str) -> Iterator[None]:
+def attending(model: Any, implementation: str) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -189,20 +270,27 @@ def _attending(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _of_its_own() -> Iterator[None]:
-    """Converts the error of a model that does arithmetic with its mask to `BeyondCausal`."""
+def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
+    """Converts the error of a model that does arithmetic with its mask to `OwnMask`."""
+    _PROBES.append(probe)
     try:
         yield
     except (AttributeError, TypeError) as error:
-        if Mask.__name__ in str(error):
-            raise BeyondCausal("it derives its own mask from the causal one") from error
-        raise
+        if Mask.__name__ not in str(error):
+            raise
+        heads = model.config.get_text_config(decoder=True).num_attention_heads
+        seen = {read_mask(mask.function, heads) for mask in probe.masks}
+        if len(seen) != 1:
+            raise BeyondCausal("it derives its own masks from several masks") from error
+        raise OwnMask(seen.pop()) from error
+    finally:
+        _PROBES.pop()
 
 
 @torch.no_grad()
-def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
+def read_windows(model: Any, decoder: nn.Module) -> MaskProbe:
     """Sets the window on every attention module of a decoder. Returns the modules that use transformers' attention
-    interface."""
+    interface, and the planes of their KV cache."""
     register_probe()
     probe = MaskProbe()
     device = model.get_input_embeddings().weight.device
@@ -210,8 +298,8 @@ def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
     training = model.training
     model.eval()
     try:
-        with _attending(model, PROBE), _of_its_own():
+        with attending(model, PROBE), _of_its_own(probe, model):
             decoder(input_ids=ids, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, probe=probe)
     finally:
         model.train(training)
-    return probe.called
+    return probe

@@ -7,14 +7,17 @@ index of a slot is block * block size + position in the block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.attention.explicit import causal_attention, masked_attention
 from lockstep.kernels.attention.flash import LARGEST_HEAD
-from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, Layout, decode_mask
+from lockstep.kernels.attention.kv_cache import KVCache
+from lockstep.kernels.attention.layout import Chunk, DecodePass, Layout, decode_mask
+from lockstep.kernels.attention.masks import CALLS, Seen
 from lockstep.kernels.attention.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode, invariant_store
@@ -29,6 +32,22 @@ class PrefillPass:
     slots_T: torch.Tensor
     where: Layout | tuple[Chunk, ...]
     kernel: str = "gather"
+    turns: Counter[int] = field(default_factory=Counter)
+    """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
+
+
+def cached_call(module: torch.nn.Module, step: PrefillPass | DecodePass) -> int:
+    """Returns the index of the module's next attention call in the layout of the KV cache."""
+    calls: tuple[int, ...] = getattr(module, CALLS)
+    if len(calls) == 1:
+        return calls[0]
+    step.turns[id(module)] += 1
+    return calls[step.turns[id(module)] - 1]
+
+
+def store_keys(key_TGD: torch.Tensor, step: PrefillPass | DecodePass, call: int) -> None:
+    """Writes the keys of an attention call, or its latents, to the KV cache."""
+    step.cache.layer(call)[0].index_copy_(0, step.slots_T, key_TGD)
 
 
 def paged_attention(
@@ -36,37 +55,44 @@ def paged_attention(
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
     step: PrefillPass | DecodePass,
-    layer: int,
+    call: int,
     *,
     scale: float,
     window: int | None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     stored: bool = False,
+    chunk: int | None = None,
 ) -> torch.Tensor:
-    """Stores new keys and values in the KV cache, unless `stored` says that they are already in the cache. Computes
-    causal attention within each token's sequence."""
-    keys, values = step.cache.layer(layer)
-    invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
-    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:
+    """Stores new keys and values in the KV cache, unless `stored` says that this was done. Computes causal attention
+    within each token's sequence, or within its chunk of `chunk` tokens."""
+    keys, values = step.cache.layer(call)
+    planes = step.cache.layout.calls[call]
+    writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
+    invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H, chunk)
+    fused = writes[0] and (writes[1] or planes.latent is not None)
+    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and fused:
         new = key_TGD, value_TGD
-        return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new)
-    if invariant and not stored:
+        return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new, chunk=chunk)
+    if invariant and all(writes):
         invariant_store(key_TGD, value_TGD, keys, values, step.slots_T)
-    elif not stored:
-        keys.index_copy_(0, step.slots_T, key_TGD)
-        values.index_copy_(0, step.slots_T, value_TGD)
+    else:
+        for cached, new_rows, written in zip((keys, values), (key_TGD, value_TGD), writes, strict=True):
+            if written:
+                cached.index_copy_(0, step.slots_T, new_rows)
     if isinstance(step, DecodePass):
-        return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H)
+        return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, chunk=chunk)
     if isinstance(step.where, Layout):
+        where = step.where.chunked(chunk) if chunk else step.where
         return varlen_attention(
-            query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+            query_THD, key_TGD, value_TGD, where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
     if invariant:
-        chunks = (invariant_chunk(query_THD, keys, values, chunk, scale, window) for chunk in step.where)
-        return torch.cat(list(chunks))
-    chunks = (_chunk_attention(query_THD, keys, values, chunk, scale, window, softcap, sinks_H) for chunk in step.where)
-    return torch.cat(list(chunks))
+        return torch.cat([invariant_chunk(query_THD, keys, values, piece, scale, window) for piece in step.where])
+    pieces = (
+        _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk) for piece in step.where
+    )
+    return torch.cat(list(pieces))
 
 
 def decode_attention(
@@ -79,6 +105,8 @@ def decode_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Computes decode attention over the KV cache with the device's kernel. There is one query per sequence.
 
@@ -86,24 +114,33 @@ def decode_attention(
     """
     plain = softcap is None and sinks_H is None
     block = step.cache.block
-    if step.kernel == "invariant" and _invariant_fits(query_BHD, softcap, sinks_H):
+    if step.kernel == "invariant" and _invariant_fits(query_BHD, values, softcap, sinks_H, chunk):
         return invariant_decode(query_BHD, keys, values, step, scale, window)
     if step.kernel in ("triton", "invariant") and query_BHD.is_cuda:
         from lockstep.kernels.attention.paged_triton import paged_decode
 
         blocks = step.table_BM, step.lengths_B, block
-        return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H, new)
+        return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H, new, chunk=chunk)
     assert new is None
     longest = step.table_BM.shape[1] * block
+    plain = plain and keys.shape == values.shape and chunk is None
     if step.kernel == "npu_infer" and plain and infer_fits(query_BHD, keys, block, window, longest):
         return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), block, scale)
-    mask = step.mask(window, query_BHD.dtype)
+    mask = step.mask(window, query_BHD.dtype, chunk)
     return _masked_decode(query_BHD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
 
 
-def _invariant_fits(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
+def _invariant_fits(
+    query_THD: torch.Tensor,
+    values: torch.Tensor,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    chunk: int | None,
+) -> bool:
     """Returns whether the batch-invariant kernel supports these inputs. The limits of the kernel are the same as for
     packed rows."""
+    if query_THD.shape[-1] != values.shape[-1] or chunk is not None:
+        return False
     fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
     return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 
@@ -119,9 +156,11 @@ def gathered_decode(
     window: int | None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    *,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Reference implementation: gathers the blocks of every sequence and computes plain attention with a mask."""
-    mask = decode_mask(lengths_B, table_BM.shape[1] * block, window, query_BHD.dtype)
+    mask = decode_mask(lengths_B, table_BM.shape[1] * block, window, query_BHD.dtype, chunk)
     return _masked_decode(query_BHD, keys, values, table_BM, block, scale, mask, softcap, sinks_H)
 
 
@@ -156,22 +195,25 @@ def _chunk_attention(
     query_THD: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    chunk: Chunk,
+    piece: Chunk,
     scale: float,
     window: int | None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
-    """Computes the attention of a chunk's tokens to the chunk itself and to the cached tokens before it."""
-    query = query_THD[chunk.first : chunk.first + chunk.stop - chunk.start].transpose(0, 1)[None]
-    k, v = (cached.index_select(0, chunk.slots).transpose(0, 1)[None] for cached in (keys, values))
-    if softcap is not None or sinks_H is not None:
-        out = causal_attention(query, k, v, sinks_H, scale=scale, softcap=softcap, window=window, first=chunk.start)
+    """Computes the attention of a prefill chunk's tokens to the prefill chunk itself and to the cached tokens before
+    it."""
+    query = query_THD[piece.first : piece.first + piece.stop - piece.start].transpose(0, 1)[None]
+    k, v = (cached.index_select(0, piece.slots).transpose(0, 1)[None] for cached in (keys, values))
+    if (softcap is not None or sinks_H is not None) and chunk is None:
+        out = causal_attention(query, k, v, sinks_H, scale=scale, softcap=softcap, window=window, first=piece.start)
         return out[0].transpose(0, 1)
-    positions = torch.arange(chunk.stop, device=keys.device)
-    distance = positions[chunk.start :, None] - positions[None, :]
-    mask = distance >= 0
-    if window:
-        mask &= distance < window
+    positions = torch.arange(piece.stop, device=keys.device)
+    mask = Seen(window or None, chunk).sees(positions[piece.start :, None], positions[None, :])
+    if softcap is not None or sinks_H is not None:
+        bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -float("inf"))[None]
+        out = masked_attention(query, k, v, bias, sinks_H, scale=scale, softcap=softcap)
+        return out[0].transpose(0, 1)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

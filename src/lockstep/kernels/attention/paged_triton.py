@@ -1,7 +1,7 @@
 """Paged decode attention in Triton: one query token per sequence attends to its KV cache blocks, with split-KV.
 
 The plain-torch reference is `gathered_decode` in `paged.py`. The suffixes of tensor names mean B sequences, H query
-heads, G key/value heads, D head size, S splits of a sequence.
+heads, G key/value heads, D key size, V value size, S splits of a sequence.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from lockstep.kernels.triton_math import tanh
 
 
 class Launch(NamedTuple):
-    """Launch parameters: KV tokens per tile (BLOCK_N), num_warps and num_stages."""
+    """Launch parameters: KV tokens per tile (BLOCK_N), num_warps, num_stages and query heads per program (BLOCK_H)."""
 
     tile: int
     warps: int
     stages: int
+    rows: int = 16
 
 
 # Launch parameters for head sizes up to 64 (NARROW) and for larger head sizes (WIDE). Tiles larger than these would
 # leave no shared memory for other programs.
 NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
+# Launch parameters for latents (MLA), whose heads share one wide key. More rows would spill the accumulator.
+LATENT = Launch(32, 4, 2, 16)
 # BUSY is the number of programs that fill one multiprocessor. If there are fewer programs than fill the device, each
 # sequence is split. A split has at least PIECE tokens, because merging smaller splits costs more time than it saves.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
@@ -56,40 +59,62 @@ def _decode(  # type: ignore[no-untyped-def]
     new_value_head_stride,
     slot_stride,
     head_stride,
+    value_slot_stride,
+    value_head_stride,
     table_stride,
     SHARED: tl.constexpr,
     ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
+    MAIN: tl.constexpr,
     PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+    VALUE: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    CHUNKED: tl.constexpr,
     NEW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Computes decode attention. Each Triton program handles one sequence and one key/value head. The rows of a tile
-    are the SHARED query heads of that key/value head.
+    """Computes decode attention. Each Triton program handles one sequence and up to ROWS of the SHARED query heads of
+    one key/value head.
 
-    With SPLITS > 1, a program reads one split of the sequence, and `_merge` combines the splits.
+    A key has MAIN columns and, if the KV cache holds latents, REST further columns. The values are then the first MAIN
+    columns of the keys, which are read once. With SPLITS > 1, a program reads one split of the sequence, and `_merge`
+    combines the splits. With CHUNKED, `window` is a chunk size: a token sees only tokens of its own chunk.
     """
     # Neighbouring programs read neighbouring memory, because they handle the heads of a token and the samples of one
     # prompt.
-    group = tl.program_id(0)
+    TILES: tl.constexpr = (SHARED + ROWS - 1) // ROWS
+    group = tl.program_id(0) // TILES
+    head_tile = tl.program_id(0) % TILES
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    rows = tl.arange(0, ROWS)
+    rows = head_tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)
-    sized = columns < SIZE
-    inside = (rows[:, None] < SHARED) & sized[None, :]
+    rest_columns = tl.arange(0, PADDED_REST)
+    value_columns = tl.arange(0, PADDED_VALUE)
+    sized = columns < MAIN
+    rest_sized = rest_columns < REST
+    value_sized = value_columns < VALUE
+    own = rows < SHARED
     heads = group * SHARED + rows
-    places = sequence * query_stride + heads[:, None] * query_head_stride + columns[None, :]
-    q = tl.load(query + places, mask=inside, other=0.0)
+    places = sequence * query_stride + heads[:, None] * query_head_stride
+    q = tl.load(query + places + columns[None, :], mask=own[:, None] & sized[None, :], other=0.0)
+    if REST:
+        q_rest = tl.load(
+            query + places + MAIN + rest_columns[None, :], mask=own[:, None] & rest_sized[None, :], other=0.0
+        )
     length = tl.load(lengths + sequence)
-    first = tl.maximum(length - window, 0)
+    if CHUNKED:
+        first = (length - 1) // window * window
+    else:
+        first = tl.maximum(length - window, 0)
     m_i = tl.full([ROWS], -float("inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
     cached = length
     if NEW:
         cached = length - 1
@@ -102,19 +127,28 @@ def _decode(  # type: ignore[no-untyped-def]
     if split == 0:
         if SINKS:
             # An attention sink acts as a key with this logit and a value of 0.
-            m_i = tl.load(sinks + heads, mask=rows < SHARED, other=0.0).to(tl.float32)
+            m_i = tl.load(sinks + heads, mask=own, other=0.0).to(tl.float32)
             l_i += 1.0
         if NEW:
-            # Key and value of the new token are written to the cache, and used here from registers.
-            place = sequence * new_key_stride + group * new_key_head_stride + columns
-            k = tl.load(new_keys + place, mask=sized, other=0.0)
-            place = sequence * new_value_stride + group * new_value_head_stride + columns
-            v = tl.load(new_values + place, mask=sized, other=0.0)
+            # Key and value of the new token are written to the cache, and used here from registers. All programs of a
+            # key/value head write the same numbers.
+            place = sequence * new_key_stride + group * new_key_head_stride
+            k = tl.load(new_keys + place + columns, mask=sized, other=0.0)
             slot = tl.load(table + sequence * table_stride + cached // BLOCK) * BLOCK + cached % BLOCK
-            slot = slot * slot_stride + group * head_stride
-            tl.store(keys + slot + columns, k, mask=sized)
-            tl.store(values + slot + columns, v, mask=sized)
-            qk_new = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
+            key_slot = slot * slot_stride + group * head_stride
+            tl.store(keys + key_slot + columns, k, mask=sized)
+            qk_new = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1)
+            if REST:
+                k_rest = tl.load(new_keys + place + MAIN + rest_columns, mask=rest_sized, other=0.0)
+                tl.store(keys + key_slot + MAIN + rest_columns, k_rest, mask=rest_sized)
+                qk_new += tl.sum(q_rest.to(tl.float32) * k_rest.to(tl.float32)[None, :], axis=1)
+                v = k
+            else:
+                place = sequence * new_value_stride + group * new_value_head_stride
+                v = tl.load(new_values + place + value_columns, mask=value_sized, other=0.0)
+                value_slot = slot * value_slot_stride + group * value_head_stride
+                tl.store(values + value_slot + value_columns, v, mask=value_sized)
+            qk_new = qk_new * scale
             if CAPPED:
                 qk_new = softcap * tanh(qk_new / softcap)
             m_new = tl.maximum(m_i, qk_new)
@@ -133,11 +167,19 @@ def _decode(  # type: ignore[no-untyped-def]
         slots = blocks * BLOCK + positions % BLOCK
         following = positions + TILE
         blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
-        offsets = slots[:, None] * slot_stride + group * head_stride + columns[None, :]
-        kv_mask = seen[:, None] & sized[None, :]
-        k = tl.load(keys + offsets, mask=kv_mask, other=0.0)
-        v = tl.load(values + offsets, mask=kv_mask, other=0.0)
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        offsets = slots[:, None] * slot_stride + group * head_stride
+        k = tl.load(keys + offsets + columns[None, :], mask=seen[:, None] & sized[None, :], other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            k_rest = tl.load(
+                keys + offsets + MAIN + rest_columns[None, :], mask=seen[:, None] & rest_sized[None, :], other=0.0
+            )
+            qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision="ieee")
+            v = k
+        else:
+            offsets = slots[:, None] * value_slot_stride + group * value_head_stride
+            v = tl.load(values + offsets + value_columns[None, :], mask=seen[:, None] & value_sized[None, :], other=0.0)
+        qk = qk * scale
         if CAPPED:
             qk = softcap * tanh(qk / softcap)
         qk = tl.where(seen[None, :], qk, -float("inf"))
@@ -147,14 +189,15 @@ def _decode(  # type: ignore[no-untyped-def]
         acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         l_i = l_i * alpha + tl.sum(p, axis=1)
         m_i = m_new
-    place = sequence * tl.num_programs(0) * SHARED + heads
+    place = sequence * (tl.num_programs(0) // TILES * SHARED) + heads
     if SPLITS > 1:
         place = place * SPLITS + split
-        tl.store(m_parts + place, m_i, mask=rows < SHARED)
-        tl.store(l_parts + place, l_i, mask=rows < SHARED)
+        tl.store(m_parts + place, m_i, mask=own)
+        tl.store(l_parts + place, l_i, mask=own)
     else:
         acc = acc / l_i[:, None]
-    tl.store(out + place[:, None] * SIZE + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    out_mask = own[:, None] & value_sized[None, :]
+    tl.store(out + place[:, None] * VALUE + value_columns[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
@@ -187,23 +230,24 @@ def paged_decode(
     sinks_H: torch.Tensor | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     splits: int | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
-    """Computes paged decode attention. `new` has the keys and values (B, G, D) of each sequence's last token if they
-    are not cached yet. The kernel then writes these keys and values to the cache."""
-    batch, heads, size = query_BHD.shape
-    groups = keys.shape[1]
-    shared = heads // groups
-    splits = splits or _splits(batch * groups, table_BM.shape[1] * block, query_BHD.device)
-    query = query_BHD if query_BHD.stride(2) == 1 else query_BHD.contiguous()
+    """Computes paged decode attention. `new` has the keys (B, G, D) and values (B, G, V) of each sequence's last token
+    if they are not cached yet. The kernel then writes them to the cache. If `values` are the first columns of `keys`
+    (latents), the kernel reads them once."""
+    batch, heads, _ = query_BHD.shape
+    groups, sizes = keys.shape[1], _sizes(keys, values)
+    launch = _launch(sizes, heads // groups)
+    programs = groups * -(-(heads // groups) // launch.rows)
+    splits = splits or _splits(batch * programs, table_BM.shape[1] * block, query_BHD.device)
+    query = _rows(query_BHD)
     new_keys, new_values = (query, query) if new is None else (_rows(part) for part in new)
-    out = torch.empty(batch, heads, size, dtype=query.dtype, device=query.device)
+    out = torch.empty(batch, heads, sizes.value, dtype=query.dtype, device=query.device)
     acc = m_parts = l_parts = out
     if splits > 1:
-        acc = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
+        acc = torch.empty(batch, heads, splits, sizes.value, dtype=torch.float32, device=query.device)
         m_parts, l_parts = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
-    padded = max(16, triton.next_power_of_2(size))
-    settings = NARROW if size <= 64 else WIDE
-    _decode[(groups, batch, splits)](
+    _decode[(programs, batch, splits)](
         query,
         keys,
         values,
@@ -217,28 +261,63 @@ def paged_decode(
         l_parts,
         scale,
         1.0 if softcap is None else float(softcap),
-        window or 2**30,
+        chunk or window or 2**30,
         *query.stride()[:2],
         *new_keys.stride()[:2],
         *new_values.stride()[:2],
         *keys.stride()[:2],
+        *values.stride()[:2],
         table_BM.stride(0),
-        SHARED=shared,
-        ROWS=max(16, triton.next_power_of_2(shared)),
-        SIZE=size,
-        PADDED=padded,
+        SHARED=heads // groups,
+        ROWS=launch.rows,
+        MAIN=sizes.main,
+        PADDED=_padded(sizes.main),
+        REST=sizes.rest,
+        PADDED_REST=_padded(sizes.rest),
+        VALUE=sizes.value,
+        PADDED_VALUE=_padded(sizes.value),
         BLOCK=block,
-        TILE=settings.tile,
+        TILE=launch.tile,
         SPLITS=splits,
+        CHUNKED=chunk is not None,
         NEW=new is not None,
         CAPPED=softcap is not None,
         SINKS=sinks_H is not None,
-        num_warps=settings.warps,
-        num_stages=settings.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )
     if splits > 1:
-        _merge[(batch * heads,)](acc, m_parts, l_parts, out, SIZE=size, PADDED=padded, SPLITS=splits, num_warps=1)
+        merged = {"SIZE": sizes.value, "PADDED": _padded(sizes.value), "SPLITS": splits}
+        _merge[(batch * heads,)](acc, m_parts, l_parts, out, **merged, num_warps=1)
     return out
+
+
+class _Sizes(NamedTuple):
+    """Columns of a key that the values share or that have no values (`main`), further columns of a latent key
+    (`rest`), and columns of a value."""
+
+    main: int
+    rest: int
+    value: int
+
+
+def _sizes(keys: torch.Tensor, values: torch.Tensor) -> _Sizes:
+    size, value = keys.shape[-1], values.shape[-1]
+    if keys.data_ptr() == values.data_ptr() and value < size:
+        return _Sizes(value, size - value, value)
+    return _Sizes(size, 0, value)
+
+
+def _launch(sizes: _Sizes, shared: int) -> Launch:
+    rows = max(16, triton.next_power_of_2(shared))
+    if sizes.rest:
+        return LATENT._replace(rows=min(rows, LATENT.rows))
+    settings = NARROW if max(sizes.main, sizes.value) <= 64 else WIDE
+    return settings._replace(rows=rows)
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
 
 
 def _rows(part: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.kernels.attention.layout import KVCache
+from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import sequence_keys
@@ -126,7 +126,7 @@ class NativeEngine(SharedWeights):
         refuse_moving_positions(text_config(model.config), longest, type(model).__name__)
         runner = self._runner(sequences, longest, sampling)
         cache, settings = runner.cache, self.settings
-        config, size = text_config(model.config), cache.slots.element_size()
+        config, size = text_config(model.config), cache.element_size
         scheduler = Scheduler(
             prefixes,
             sequences,
@@ -155,7 +155,7 @@ class NativeEngine(SharedWeights):
             return True
         if self.settings.free_cache is not None:
             return self.settings.free_cache
-        cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        cache_bytes = self._cache_kept.nbytes if self._cache_kept is not None else 0
         return not self.device.graph_capture or cache_bytes > kept_cache(self.device.memory().total)
 
     def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
@@ -277,21 +277,20 @@ class NativeEngine(SharedWeights):
 
     def block_bytes(self) -> int:
         """Returns the bytes of one KV-cache block."""
-        layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
-        return int(2 * layers * self.settings.block_tokens * heads * size * like.element_size())
+        elements = self.policy.decoder.cache_layout().token_elements
+        return int(elements * self.settings.block_tokens * like.element_size())
 
     def cache_room(self) -> float:
         """Returns the bytes available for the KV cache."""
         if self.settings.cache_gb is not None:
             return self.settings.cache_gb * 1e9
-        cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        cache_bytes = self._cache_kept.nbytes if self._cache_kept is not None else 0
         return FREE_SHARE * (self.device.memory().free + cache_bytes)
 
     def cache_of(self, blocks: int) -> KVCache:
-        layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
-        return KVCache(layers, blocks, self.settings.block_tokens, heads, size, like)
+        return KVCache(self.policy.decoder.cache_layout(), blocks, self.settings.block_tokens, like)
 
 
 def _completion(sequence: SequenceState, stop: str) -> Completion:

@@ -54,7 +54,7 @@ class LiveEngine:
         self.blocks = blocks_for(engine, longest)
         self.cache = engine.cache_of(self.blocks)
         config = text_config(policy.causal_lm.config)
-        budget = prefill_budget(settings, device, config, self.cache.slots.element_size())
+        budget = prefill_budget(settings, device, config, self.cache.element_size)
         block = settings.block_tokens
         self.scheduler = Scheduler([], [], blocks=self.blocks, block=block, rows=settings.max_sequences, budget=budget)
         self._mixed = MixedRunner(policy, self.cache, Sampling(0), device, 0, longest)

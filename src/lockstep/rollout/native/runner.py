@@ -12,11 +12,11 @@ import torch
 
 from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
-from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.kv_cache import KVCache
+from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
-from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
@@ -64,7 +64,7 @@ class Runner:
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
         """The device's fused decoder layers, or None if the device has no such layers."""
-        self.torch_device = cache.slots.device
+        self.torch_device = cache.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy that does not use the device's attention kernel uses the plain PyTorch sampler.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
@@ -177,8 +177,7 @@ class Runner:
         return run(state.tokens_B, state.positions_B, layout)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
-        decoder = inner_decoder(self.model)
-        return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
+        return self.policy.decoder.engine_states(ids, at, layout)
 
     def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []

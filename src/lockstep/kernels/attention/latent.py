@@ -1,0 +1,166 @@
+"""Multi-head latent attention (MLA): the KV cache holds one compressed latent and one rotary key per token.
+
+The modules of transformers expand the latents to keys and values of every head (`expand_kv`). In a pass of the engine
+they do not: attention gets latents and rotary keys. Decoding uses absorbed products: a query is multiplied by the key
+part of `kv_b_proj`, so that it attends to latents directly, and the attended latent by the value part.
+
+Shapes: T tokens, H query heads, R latent size, P size of the rotary key, N size of a key without its rotary part, V
+value size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
+from lockstep.kernels.attention.layout import DecodePass, Layout
+from lockstep.kernels.attention.masks import CALLS
+from lockstep.kernels.attention.paged import PrefillPass, paged_attention, store_keys
+from lockstep.kernels.attention.varlen import varlen_attention
+
+PROJECTIONS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Allowed error of absorbed products in the trial, relative to the largest number.
+TRIAL_ERROR = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+TRIAL_TOKENS = 7
+
+
+def latent_modules(attentions: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the attention modules whose KV cache can hold latents. They are found by their projections. A module
+    whose absorbed products differ from its own keys and values keeps full keys and values, with a warning."""
+    found = []
+    for module in dict.fromkeys(attentions):
+        if not _looks_latent(module):
+            continue
+        if (why := _trial(module)) is not None:
+            warnings.warn(f"{type(module).__name__} caches full keys and values: {why}", stacklevel=2)
+            continue
+        found.append(module)
+    return found
+
+
+def _looks_latent(module: Any) -> bool:
+    named = all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
+    sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)
+    return named and sized and callable(getattr(module, "expand_kv", None)) and len(getattr(module, CALLS)) == 1
+
+
+@torch.no_grad()
+def _trial(module: Any) -> str | None:
+    """Compares absorbed products with the keys and values of the module itself. Returns the difference, or None."""
+    like = next(module.kv_b_proj.parameters())
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(like)
+
+    latent, rope = drawn(1, 1, TRIAL_TOKENS, module.kv_lora_rank), drawn(1, 1, TRIAL_TOKENS, module.qk_rope_head_dim)
+    try:
+        key, value = module.expand_kv(latent, rope)
+        query_THD, rows_TL = drawn(2, *_sizes(key)), torch.cat((latent, rope), -1)[0, 0]
+        shares_THK = drawn(2, key.shape[1], TRIAL_TOKENS)
+        scores = absorbed_query(module, query_THD).float() @ rows_TL.float().T
+        out = expanded_output(module, (shares_THK.float() @ latent[0, 0].float()).to(like))
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        return f"its latents cannot be absorbed ({str(error).splitlines()[0]})"
+    pairs = (
+        (scores, torch.einsum("thd,hkd->thk", query_THD.float(), key[0].float())),
+        (out.float(), torch.einsum("thk,hkv->thv", shares_THK.float(), value[0].float())),
+    )
+    for absorbed, own in pairs:
+        off = float((absorbed - own).abs().max() / own.abs().max().clamp(min=1e-6))
+        if not off <= TRIAL_ERROR[like.dtype]:
+            return f"absorbed products are off by {off:.2g}"
+    return None
+
+
+def _sizes(key: torch.Tensor) -> tuple[int, int]:
+    return key.shape[1], key.shape[-1]
+
+
+def _weights(module: Any) -> torch.Tensor:
+    """Returns the weight of `kv_b_proj` as (H, N + V, R). An adapter on it is included."""
+    projection, size = module.kv_b_proj, module.qk_nope_head_dim + module.v_head_dim
+    if type(projection) is nn.Linear and projection.bias is None:
+        return projection.weight.view(-1, size, module.kv_lora_rank)
+    like = next(projection.parameters())
+    return projection(torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)).T.unflatten(0, (-1, size))
+
+
+def absorbed_query(module: Any, query_THD: torch.Tensor) -> torch.Tensor:
+    """Returns queries (T, H, R + P) that attend to latents with rotary keys."""
+    nope, rope = query_THD.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    keys_HNR = _weights(module)[:, : module.qk_nope_head_dim]
+    return torch.cat((torch.bmm(nope.transpose(0, 1), keys_HNR).transpose(0, 1), rope), -1)
+
+
+def expanded_output(module: Any, latent_THR: torch.Tensor) -> torch.Tensor:
+    """Returns the attention output (T, H, V) of attended latents."""
+    values_HVR = _weights(module)[:, module.qk_nope_head_dim :]
+    return torch.bmm(latent_THR.transpose(0, 1), values_HVR.transpose(1, 2)).transpose(0, 1)
+
+
+def latent_layout(layout: CacheLayout, modules: Sequence[Any]) -> CacheLayout:
+    """Returns the layout in which the calls of these modules cache latents instead of keys and values."""
+    calls, planes = list(layout.calls), list(layout.planes)
+    for module in modules:
+        (index,) = getattr(module, CALLS)
+        keys = calls[index].keys
+        planes[keys] = Plane(1, module.kv_lora_rank + module.qk_rope_head_dim)
+        calls[index] = CachedCall(keys, keys, writes_values=False, latent=module.kv_lora_rank)
+    used = sorted({plane for call in calls for plane in (call.keys, call.values)})
+    moved = {plane: place for place, plane in enumerate(used)}
+    return CacheLayout(
+        tuple(planes[plane] for plane in used),
+        tuple(
+            CachedCall(moved[call.keys], moved[call.values], call.writes_keys, call.writes_values, call.latent)
+            for call in calls
+        ),
+    )
+
+
+@contextmanager
+def latents_kept(modules: Sequence[Any]) -> Iterator[None]:
+    """Inside the `with` block, the modules pass latents and rotary keys to attention instead of keys and values."""
+    for module in modules:
+        module.expand_kv = _as_they_are
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.expand_kv
+
+
+def _as_they_are(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latent, rope
+
+
+def latent_attention(
+    module: Any,
+    query_THD: torch.Tensor,
+    latent_TR: torch.Tensor,
+    rope_TP: torch.Tensor,
+    step: PrefillPass | DecodePass,
+    call: int,
+    **limits: Any,
+) -> torch.Tensor:
+    """Stores the new latents in the KV cache and computes the attention of their tokens. `limits` are the scale, the
+    window, the chunk, the soft cap and the sinks."""
+    rows_T1L = torch.cat((latent_TR, rope_TP), -1)[:, None]
+    if isinstance(step, PrefillPass) and isinstance(step.where, Layout):
+        store_keys(rows_T1L, step, call)
+        # A prefill pass is limited by arithmetic, and keys and values of every head need less of it.
+        key, value = type(module).expand_kv(module, latent_TR[None, None], rope_TP[None, None])
+        key_THD, value_THV = (tensor[0].transpose(0, 1) for tensor in (key, value))
+        chunk = limits.pop("chunk")
+        where = step.where.chunked(chunk) if chunk else step.where
+        return varlen_attention(query_THD, key_THD, value_THV, where, **limits)
+    query_THL = absorbed_query(module, query_THD)
+    latent_THR = paged_attention(query_THL, rows_T1L, rows_T1L[..., : latent_TR.shape[-1]], step, call, **limits)
+    return expanded_output(module, latent_THR)

@@ -1,0 +1,53 @@
+"""Gives attention modules that scale their queries by position (Llama 4) the positions of packed tokens.
+
+Layers without rotary embedding scale the query of a token by its position. They count positions from the number of
+cached tokens, which they ask the cache. In a packed row or a decode batch this number differs between tokens. So a
+stand-in for the cache returns, for each token, the number that makes the position right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+# The keyword of the forward pass with the position of every token, (rows, tokens).
+POSITIONS = "token_positions"
+
+
+class PositionCache:
+    """Stands in for a transformers cache: holds no keys, and answers how many tokens are before each token."""
+
+    def __init__(self, positions_NT: torch.Tensor):
+        # The rows of a padded batch have the same positions.
+        positions_T = positions_NT[0]
+        self._before_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+
+    def get_seq_length(self, *_: Any) -> torch.Tensor:
+        return self._before_T
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
+def scales_by_position(module: nn.Module) -> bool:
+    """Returns whether an attention module scales its queries by the position of the token."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def give_positions(attentions: Iterable[nn.Module]) -> bool:
+    """Prepares the attention modules that scale queries by position. Returns whether there are any: the forward pass
+    then needs the keyword `POSITIONS`."""
+    scaling = [module for module in dict.fromkeys(attentions) if scales_by_position(module)]
+    for module in scaling:
+        module.register_forward_pre_hook(_with_positions, with_kwargs=True)
+    return bool(scaling)
+
+
+def _with_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # The hook runs inside the layer, so gradient checkpointing, which removes caches from a layer's arguments, keeps
+    # it. In a forward pass of transformers itself the keyword is missing.
+    positions = kwargs.pop(POSITIONS, None)
+    return args, kwargs if positions is None else {**kwargs, "past_key_values": PositionCache(positions)}
