@@ -14,6 +14,15 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
 from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.attention.masks import SHAPE, BeyondCausal, read_windows
+from lockstep.kernels.mixers import (
+    TOKENWISE_KINDS,
+    CallTrace,
+    PackedMixer,
+    install_mixers,
+    layer_kinds,
+    noting_calls,
+    recurrent_modules,
+)
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
@@ -36,6 +45,8 @@ class Decoder:
         """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
+        self.mixers: list[PackedMixer] = []
+        """The recurrent modules of the model."""
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
@@ -48,14 +59,22 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Their sliding windows are read first."""
-        found = read_windows(self.model, inner_decoder(self.model))
-        _refuse_other_layers(self.model, found)
+        """The attention modules of the model. Their sliding windows are read first, and packing is prepared in the
+        recurrent modules."""
+        decoder = inner_decoder(self.model)
+        stateful = recurrent_modules(decoder)
+        with noting_calls(decoder, "probe") if stateful else nullcontext(CallTrace()) as trace:
+            found = read_windows(self.model, decoder)
+        recurrent = [one for one in stateful if not any(part in found for part in one.modules())]
+        self.mixers = install_mixers(decoder, recurrent, trace)
+        _refuse_other_layers(self.model, found, recurrent)
         return found
 
     def cached_shape(self) -> tuple[int, int, int]:
         """Returns the number of layers, the number of heads and the head size of a KV cache. Raises NotImplementedError
         if the layers need KV caches of different shapes."""
+        if self.mixers:
+            raise NotImplementedError("its recurrent layers carry a state, and the engine caches only keys and values")
         layers: list[Any] = [module.layer_idx for module in self.attentions]
         if len(set(layers)) < len(layers):
             raise NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys")
@@ -81,7 +100,7 @@ class Decoder:
         """Computes the hidden states of the last layer."""
         decoder: Any = inner_decoder(self.model)
         own_T = None if batch.context is None else batch.context.local_T
-        assert self.attentions
+        assert self.attentions or self.mixers
         lines = sequences(
             self.moving, batch.lengths, batch.input_ids_NT.shape, batch.packed_index_E, batch.packed, own_T
         )
@@ -134,16 +153,20 @@ def own_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
-def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module]) -> None:
+def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module], recurrent: list[nn.Module]) -> None:
     """Raises `BeyondCausal` for layers that mix tokens without lockstep's attention, because they would mix packed
     sequences."""
-    if not called:
+    if not called and not recurrent:
         raise BeyondCausal(OUTSIDE)
-    if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
+    if called and "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
         raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
+    if layer_kinds(inner_decoder(model).config) & TOKENWISE_KINDS:
+        # Some layers mix no tokens. The comparison with transformers notices layers that do.
+        return
     names = set(model._no_split_modules or ())
     layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in names]
-    others = [layer for layer in layers if not any(part in called for part in layer.modules())]
+    mixing = {*called, *recurrent}
+    others = [layer for layer in layers if mixing.isdisjoint(layer.modules())]
     if others:
         inside = sorted({type(part).__name__ for layer in others for part in layer.children()})
         raise BeyondCausal(
