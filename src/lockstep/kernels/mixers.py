@@ -27,7 +27,8 @@ from lockstep.kernels.attention.varlen import to_slots, to_tokens
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"})
 TOKENWISE_KINDS = frozenset({"mlp", "moe"})
 # Parameters of a module's forward that only a module with a state between tokens has.
-STATE_PARAMETERS = frozenset({"cache_params", "past_key_values", "past_key_value", "use_cache"})
+CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value")
+STATE_PARAMETERS = frozenset({*CACHE_PARAMETERS, "use_cache"})
 
 # Attribute of a linear layer with a LoRA adapter.
 ADAPTER = "lora_A"
@@ -47,6 +48,13 @@ class PackedMixer:
         self.module, self.original_forward = module, module.forward
         self.parameter_names = tuple(inspect.signature(module.forward).parameters)
         self.input_name = self.parameter_names[0]
+        self.cache_name = next((name for name in CACHE_PARAMETERS if name in self.parameter_names), None)
+        self.number = 0
+        """Index of this module among the recurrent modules of the decoder."""
+        self.cache: Any = None
+        """A cache that the module's next calls use, while the shapes of its states are measured."""
+        self.continues: bool | None = None
+        """Whether the module continues from its state on several tokens at once. None if this is not known yet."""
         self.carried: Any = None
         """The layout that an outer module received, while that module runs."""
 
@@ -56,14 +64,22 @@ class PackedMixer:
         if layout is None:
             return self.original_forward(*args, **named)
         named |= zip(self.parameter_names, args, strict=False)
+        if self.cache is not None:
+            return self.run(named, self.cache)
         if isinstance(layout, Layout):
             return self._packed(layout, named)
-        if hasattr(layout, "mix"):
-            return layout.mix(self, named)
+        states = getattr(layout, "states", None)
+        if states is not None:
+            return states.mix(self, named)
         raise NotImplementedError(
             f"{type(self.module).__name__} carries a state from token to token, so its tokens cannot be divided over "
             "processes"
         )
+
+    def run(self, named: dict[str, Any], cache: Any) -> Any:
+        """Runs the module's own forward with the states of `cache`, which the module updates."""
+        assert self.cache_name is not None
+        return self.original_forward(**{**named, self.cache_name: cache})
 
     def _packed(self, layout: Layout, named: dict[str, Any]) -> Any:
         inputs_NTH = named[self.input_name]
@@ -193,6 +209,8 @@ def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: Call
             raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
         if outer != name:
             _carry(decoder.get_submodule(outer))
+    for number, mixer in enumerate(mixers):
+        mixer.number = number
     return mixers
 
 

@@ -14,6 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
 from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.attention.masks import SHAPE, BeyondCausal, read_windows
+from lockstep.kernels.mixer_states import ModuleShapes, measured_shapes
 from lockstep.kernels.mixers import (
     TOKENWISE_KINDS,
     CallTrace,
@@ -73,9 +74,12 @@ class Decoder:
     def cached_shape(self) -> tuple[int, int, int]:
         """Returns the number of layers, the number of heads and the head size of a KV cache. Raises NotImplementedError
         if the layers need KV caches of different shapes."""
-        if self.mixers:
-            raise NotImplementedError("its recurrent layers carry a state, and the engine caches only keys and values")
+        if not self.attentions:
+            # A model without attention caches no keys, but its sequences still own blocks of the smallest size.
+            return 1, 1, 1
         layers: list[Any] = [module.layer_idx for module in self.attentions]
+        if min(layers) < 0:
+            raise NotImplementedError("several of its layers share an attention module, which has no layer index")
         if len(set(layers)) < len(layers):
             raise NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys")
         shapes = {getattr(module, SHAPE) for module in self.attentions}
@@ -84,6 +88,20 @@ class Decoder:
             raise NotImplementedError(f"its keys and values have several sizes ({sizes}), and the KV cache holds one")
         heads, size, _ = shapes.pop()
         return max(layers) + 1, heads, size
+
+    @torch.inference_mode()
+    def state_shapes(self) -> list[ModuleShapes]:
+        """Returns the states of each recurrent module for one sequence. Raises NotImplementedError if a module keeps
+        its state in another way than in a cache."""
+        assert self.attentions or self.mixers
+        if not self.mixers:
+            return []
+        device = self.model.get_input_embeddings().weight.device
+        numbers = torch.arange(2, device=device)[None]
+        layout, decoder = make_layout([2], device, self.kernel), inner_decoder(self.model)
+        return measured_shapes(
+            self.mixers, lambda: decoder(input_ids=numbers, position_ids=numbers, use_cache=False, layout=layout)
+        )
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -245,6 +246,8 @@ class DecodePass:
     slots_T: torch.Tensor
     table_BM: torch.Tensor
     lengths_B: torch.Tensor
+    states: Any = None
+    """The states of recurrent layers (`DecodeStates`), or None if the model has no such layers."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
 
@@ -271,8 +274,14 @@ class KVCache:
     def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
         self.blocks, self.block, self.spare = blocks, block, blocks
         shape = (2, layers, (blocks + 1) * block, heads, size)
+        self.states: Any = None
+        """The states of recurrent layers (`StateSlots`), or None if the model has no such layers."""
         # The cache is zero-filled, because a masked slot is multiplied by 0, and 0 * inf would be NaN.
         self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.slots.nbytes + (0 if self.states is None else self.states.nbytes))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.slots[0, index], self.slots[1, index]

@@ -8,6 +8,7 @@ size + position in the block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,6 +30,8 @@ class PrefillPass:
     slots_T: torch.Tensor
     where: Layout | tuple[Chunk, ...]
     kernel: str = "gather"
+    states: Any = None
+    """The states of recurrent layers (`PrefillStates`), or None if the model has no such layers."""
 
 
 def paged_attention(
