@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import Recorder, prompts, run, slow_sample
+from transformers import LlamaConfig
 
 from hybrid_models import DAILY, FURTHER, hybrid_config
 from lockstep.device.base import Device
@@ -15,9 +16,10 @@ from lockstep.device.cpu import Cpu
 from lockstep.kernels import mixer_states
 from lockstep.kernels.mixer_states import EMPTY, RESERVED, PrefillStates, StateSlots
 from lockstep.model.check import build_miniature
-from lockstep.model.miniature import VOCABULARY
+from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.policy import Policy
 from lockstep.model.trials import Unfit
+from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import check_engine_architecture
 from lockstep.rollout.native.native_engine import NativeEngine
@@ -156,6 +158,21 @@ def test_the_empty_state_stays_empty_and_all_slots_are_free_at_the_end(
     # Six prompts with two samples each: a slot per sample, one per prompt, and one to spare.
     assert states.slots == 12 + 6 + 1
     assert states.nbytes == (states.slots + RESERVED) * mixer_states.slot_bytes(policy.decoder.state_shapes())
+
+
+@pytest.mark.parametrize("family", [name for name in (*DAILY, *FURTHER) if name != "recurrent_gemma"])
+def test_the_size_of_states_is_known_before_weights_load(family: str) -> None:
+    small = build_miniature(hybrid_config(family), "sdpa", CPU)
+    held = mixer_states.slot_bytes(small.policy.decoder.state_shapes())
+    assert state_bytes(miniature_config(hybrid_config(family)), torch.float32) == held > 0
+
+
+def test_the_memory_plan_counts_states() -> None:
+    """Qwen3-Next has 36 linear layers with 32 heads of 128 x 128 numbers in fp32, and a convolution of 4 tokens over
+    two groups of 16 x 128 keys and one of 32 x 128 values in bf16."""
+    layer = 4 * 32 * 128 * 128 + 2 * 4 * (2 * 16 * 128 + 32 * 128)
+    assert state_bytes(hybrid_config("qwen3_next"), torch.bfloat16) == 36 * layer
+    assert state_bytes(LlamaConfig(), torch.bfloat16) == 0
 
 
 def test_fewer_sequences_run_at_once_if_memory_is_short() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lockstep.errors import Refusal
@@ -29,10 +30,10 @@ def plan_states(size: int, room: float, rows: int, samples_per_prompt: int, key:
     sequences run at once. `key` is the setting of the memory limit."""
     if not size:
         return StatePlan(rows)
-    most = int(STATE_SHARE * room // size) - RESERVED
-    # A prompt keeps the states after its last token until its last sample ends.
-    fitting = (most - 2) * samples_per_prompt // (samples_per_prompt + 1)
-    rows = min(rows, fitting)
+    if math.isfinite(room):
+        most = int(STATE_SHARE * room // size) - RESERVED
+        # A prompt keeps the states after its last token until its last sample ends.
+        rows = min(rows, (most - 2) * samples_per_prompt // (samples_per_prompt + 1))
     if rows < 1:
         raise Refusal.at(
             key,
