@@ -21,8 +21,10 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from lockstep.device.base import Device, Memory
@@ -43,7 +45,7 @@ from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")
-# Biases before and after attention, norms of heads, soft caps, windows, three feed-forwards, tied heads.
+# Biases before and after attention, norms of heads, soft caps, windows, three feed-forwards, tied heads, recurrences.
 MODELS: Mapping[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(tie_word_embeddings=True),
     "llama with biases": LlamaConfig(attention_bias=True, mlp_bias=True),
@@ -52,6 +54,8 @@ MODELS: Mapping[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(),
     "gemma3": Gemma3TextConfig(num_attention_heads=8, num_key_value_heads=4),
     "mixtral": MixtralConfig(),
+    "qwen3_next": Qwen3NextConfig(),
+    "qwen3_5": Qwen3_5TextConfig(),
     "qwen3_moe": Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, decoder_sparse_step=2),
 }
 
@@ -176,3 +180,4 @@ if __name__ == "__main__":
         check_that_faults_show(every.tensor)
         # Room for a few blocks of one head is none for blocks of all heads.
         check_engine(MODELS["qwen3"], Uneven(here.rank), CPU, every.tensor, whole_on=Cpu())
+        check_engine(MODELS["qwen3_next"], Cpu(), CPU, every.tensor)

@@ -37,6 +37,9 @@ UNKNOWN = {*(("phi3", kind) for kind in ROPES if kind != "longrope"), ("glm4", "
 LAYERS = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
 }
 MORE = {

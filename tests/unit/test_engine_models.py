@@ -62,6 +62,10 @@ SUPPORTED: dict[str, Any] = {
     "cohere2-windowed": Cohere2Config(
         **SIZES, logit_scale=0.25, sliding_window=5, bos_token_id=None, eos_token_id=None, pad_token_id=None
     ),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "bamba": BambaConfig(
+        **SIZES, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8
+    ),
     "gpt2": GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.4),
 }
 
@@ -119,22 +123,14 @@ def refused(folder: Path) -> str:
     return str(refusal.value)
 
 
-HYBRID = {
-    "mamba": MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.4),
-    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
-    "bamba": BambaConfig(
-        **SIZES, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HYBRID)
-def test_layers_with_a_state_of_their_own_are_refused(name: str, tmp_path: Path, tiny_folder: Path) -> None:
-    folder = write_model(tmp_path / "model", HYBRID[name], tiny_folder)
+def test_layers_that_hide_their_state_are_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    """Mamba-1 does not pass the keywords of the forward pass to its layers, so nothing says where a sequence starts."""
+    config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.4)
+    folder = write_model(tmp_path / "model", config, tiny_folder)
     said = refused(folder)
     assert f"model.path {folder}" in said
     assert "[unsupported-model]" in said
-    assert "attention" in said
+    assert "MambaMixer" in said
 
 
 class Off(HfEngine):

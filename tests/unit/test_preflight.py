@@ -14,7 +14,7 @@ import pytest
 import torch
 from moving_models import longrope
 from small_models import SIZES, write_model
-from transformers import MixtralConfig
+from transformers import Lfm2Config, MixtralConfig
 
 from conftest import write_jsonl
 from lockstep.commands.plan import show_plan
@@ -91,6 +91,14 @@ def context_ranks(broken: Broken) -> list[str]:
     return ["parallel.context_parallel=2"]
 
 
+def context_division(broken: Broken) -> list[str]:
+    """The layers of Lfm2 with a convolution carry a state from token to token."""
+    one_process(broken)
+    broken.patch.setattr("lockstep.preflight.checks.refuse_ranks", lambda *_: None)
+    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])
+    return [broken.other_model(config), "parallel.context_parallel=2"]
+
+
 def tensor_division(broken: Broken) -> list[str]:
     one_process(broken)
     return ["parallel.tensor_parallel=3"]
@@ -160,6 +168,7 @@ Case = tuple[str, Callable[[Broken], list[str]]]
 # For each check: the method of the recipe, and a function that breaks it and returns its changes.
 CASES: dict[str, Case] = {
     "parallel.context_ranks": ("sft", context_ranks),
+    "parallel.context_division": ("sft", context_division),
     "parallel.device_mesh": ("sft", lambda broken: ["parallel.shard=2"]),
     "parallel.offloaded_weights": ("sft", lambda broken: ["parallel.offload=params"]),
     "parallel.tensor_division": ("sft", tensor_division),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.kernels.mixer_states import EMPTY, RESERVED
 from lockstep.rollout.native.scheduler import BlockPool, CachedSpan, Scheduler, SequenceState, SharedPrompt, Work
 
 
@@ -30,6 +31,8 @@ class Pretender:
     lengths: dict[tuple[int, int], int]
     passes: int
     slots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    states: dict[int, tuple[int, ...]] = field(default_factory=lambda: {EMPTY: ()})
+    """The tokens that the state of each slot has seen."""
     prefilled: int = 0
     finished: list[tuple[int, int]] = field(default_factory=list)
     most_blocks: int = 0
@@ -56,6 +59,8 @@ class Pretender:
             for place in range(block):
                 if (source, place) in held:
                     self.slots[target, place] = held[source, place]
+        for origin, slot in work.state_copies:
+            self.states[slot] = self.states[origin]
         assert sum(stop - part.cached for part, stop in work.prefill) <= self.scheduler.budget
         assert len({id(part) for part, _ in work.prefill}) == len(work.prefill)
         for part, stop in work.prefill:
@@ -69,6 +74,9 @@ class Pretender:
     def write(self, part: CachedSpan, start: int, stop: int) -> None:
         """A token's keys stand for everything before it, so a slot holds the whole history of its token."""
         block = self.scheduler.block
+        if self.scheduler.states.used:
+            assert not start or self.states[part.slot] == tuple(part.tokens[:start]), "another state than its own"
+            self.states[part.slot] = tuple(part.tokens[:stop])
         for place in range(stop):
             slot = (part.blocks[place // block], place % block)
             history = tuple(part.tokens[: place + 1])
@@ -88,8 +96,16 @@ class Pretender:
                 self.finished.append(sample.order)
                 return
 
+    def check_slots(self) -> None:
+        """Every slot is free or held by one."""
+        held = [part.slot for part in [*self.prefixes, *self.samples] if part.slot]
+        free = list(self.scheduler.states._free)
+        assert sorted(held + free) == list(range(RESERVED, RESERVED + len(held) + len(free)))
+        assert not self.scheduler.states.used or all(sample.slot for sample in self.scheduler.running)
+
     def check_blocks(self) -> None:
         """Every block is free or held; only whole blocks of a prefix are held by several."""
+        self.check_slots()
         pool, block = self.scheduler.pool, self.scheduler.block
         holders: dict[int, int] = {}
         for part in [*self.prefixes, *self.samples]:
@@ -104,7 +120,9 @@ class Pretender:
             assert all(holders[number] == 1 for number in sample.blocks[whole:]), "a written block is shared"
 
 
-def pretend(jobs: list[Job], *, blocks: int, block: int, rows: int, budget: int, passes: int = 1) -> Pretender:
+def pretend(
+    jobs: list[Job], *, blocks: int, block: int, rows: int, budget: int, passes: int = 1, slots: int | None = None
+) -> Pretender:
     prefixes, samples, lengths = [], [], {}
     for request, job in enumerate(jobs):
         tokens = [1000 * (request + 1) + i for i in range(job.prompt)]
@@ -114,7 +132,7 @@ def pretend(jobs: list[Job], *, blocks: int, block: int, rows: int, budget: int,
                 SequenceState(list(tokens), request=request, number=number, prompt=job.prompt, limit=job.limit)
             )
             lengths[request, number] = length
-    scheduler = Scheduler(prefixes, samples, blocks=blocks, block=block, rows=rows, budget=budget)
+    scheduler = Scheduler(prefixes, samples, blocks=blocks, block=block, rows=rows, budget=budget, slots=slots)
     return Pretender(scheduler, prefixes, samples, lengths, passes)
 
 
@@ -136,13 +154,17 @@ def jobs_strategy(draw: st.DrawFn) -> list[Job]:
     rows=st.integers(1, 8),
     budget=st.integers(1, 40),
     passes=st.sampled_from([1, 3, 8]),
+    prefix_slots=st.one_of(st.none(), st.integers(1, 4)),
 )
 def test_everything_is_finished_once_and_nothing_is_mixed_up(
-    jobs: list[Job], block: int, spare: int, rows: int, budget: int, passes: int
+    jobs: list[Job], block: int, spare: int, rows: int, budget: int, passes: int, prefix_slots: int | None
 ) -> None:
+    """Also with recurrent layers, which have a slot per row and a few for prefixes."""
     least = Scheduler.least_blocks(max(job.limit for job in jobs), block)
-    played = pretend(jobs, blocks=least + spare, block=block, rows=rows, budget=budget, passes=passes)
+    slots = None if prefix_slots is None else rows + prefix_slots
+    played = pretend(jobs, blocks=least + spare, block=block, rows=rows, budget=budget, passes=passes, slots=slots)
     played.run()
+    assert len(played.scheduler.states._free) == (slots or 0)
     assert sorted(played.finished) == sorted(played.lengths)
     assert played.scheduler.pool.free == least + spare
     assert all(not part.blocks and not part.cached for part in [*played.prefixes, *played.samples])

@@ -21,6 +21,7 @@ from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.attention.masks import BeyondCausal
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
+from lockstep.kernels.mixers import RECURRENT_KINDS, TOKENWISE_KINDS, layer_kinds
 from lockstep.model.decoder import OUTSIDE
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
@@ -89,11 +90,11 @@ def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int
 def _refuse_other_kinds(config: Any) -> None:
     if reason := no_language_model(config):
         raise Unfit(reason)
-    text = text_config(config)
-    kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
-    others = sorted(kind for kind in kinds if not kind.endswith(("attention", "_sparse")) or "linear" in kind)
+    known = RECURRENT_KINDS | TOKENWISE_KINDS
+    kinds = [kind for kind in layer_kinds(text_config(config)) if kind not in known]
+    others = sorted(kind for kind in kinds if "attention" not in kind and not kind.endswith("_sparse"))
     if others:
-        raise Unfit(f"its layers of kind {', '.join(others)} are neither full nor sliding-window attention")
+        raise Unfit(f"its layers of kind {', '.join(others)} are neither attention nor a known recurrence")
 
 
 def _build(config: Any, divisor: int) -> Any:

@@ -12,12 +12,22 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
-from lockstep.kernels.attention.kv_cache import CacheLayout
+from lockstep.kernels.attention.kv_cache import CacheLayout, uniform_layout
 from lockstep.kernels.attention.latent import latent_layout, latent_modules, latents_kept
 from lockstep.kernels.attention.layout import DecodePass, Layout, make_layout, padded_layout
 from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, OwnMask, read_windows
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.attention.rows import RowPass, RowProbe, engine_rows, padded_rows, read_rows, row_mask
+from lockstep.kernels.mixer_states import ModuleShapes, measured_shapes
+from lockstep.kernels.mixers import (
+    TOKENWISE_KINDS,
+    CallTrace,
+    PackedMixer,
+    install_mixers,
+    layer_kinds,
+    noting_calls,
+    recurrent_modules,
+)
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.model.text_model import text_config
@@ -43,6 +53,8 @@ class Decoder:
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
         self._positions_needed = False
+        self.mixers: list[PackedMixer] = []
+        """The recurrent modules of the model."""
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
@@ -55,22 +67,30 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Their sliding windows are read first."""
+        """The attention modules of the model. Their sliding windows are read first, and packing is prepared in the
+        recurrent modules."""
         return self._probe.called
 
     @cached_property
     def _probe(self) -> MaskProbe:
         decoder = inner_decoder(self.model)
-        try:
-            found = read_windows(self.model, decoder)
-        except OwnMask as own:
-            found = read_rows(self.model, decoder, own.seen)
-        _refuse_other_layers(self.model, found.called)
+        stateful = recurrent_modules(decoder)
+        with noting_calls(decoder, "probe") if stateful else nullcontext(CallTrace()) as trace:
+            try:
+                found = read_windows(self.model, decoder)
+            except OwnMask as own:
+                found = read_rows(self.model, decoder, own.seen)
+        recurrent = [one for one in stateful if not any(part in found.called for part in one.modules())]
+        self.mixers = install_mixers(decoder, recurrent, trace)
+        _refuse_other_layers(self.model, found.called, recurrent)
         self._positions_needed = give_positions(found.called)
         return found
 
     def cache_layout(self) -> CacheLayout:
         """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
+        if not self.attentions:
+            # A model without attention caches no keys, but its sequences still own blocks of the smallest size.
+            return uniform_layout(1, 1, 1)
         return latent_layout(self._probe.layout, self._latent_modules)
 
     @cached_property
@@ -80,6 +100,20 @@ class Decoder:
     def keywords(self, position_ids_NT: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns further keywords of a forward pass over tokens with these positions."""
         return {POSITIONS: position_ids_NT} if self._positions_needed else {}
+
+    @torch.inference_mode()
+    def state_shapes(self) -> list[ModuleShapes]:
+        """Returns the states of each recurrent module for one sequence. Raises NotImplementedError if a module keeps
+        its state in another way than in a cache."""
+        assert self.attentions or self.mixers
+        if not self.mixers:
+            return []
+        device = self.model.get_input_embeddings().weight.device
+        numbers = torch.arange(2, device=device)[None]
+        layout, decoder = make_layout([2], device, self.kernel), inner_decoder(self.model)
+        return measured_shapes(
+            self.mixers, lambda: decoder(input_ids=numbers, position_ids=numbers, use_cache=False, layout=layout)
+        )
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""
@@ -94,7 +128,7 @@ class Decoder:
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""
-        assert self.attentions
+        assert self.attentions or self.mixers
         if isinstance(self._probe, RowProbe):
             return self._in_rows(batch, self._probe)
         own_T = None if batch.context is None else batch.context.local_T
@@ -179,16 +213,20 @@ def own_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
-def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module]) -> None:
+def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module], recurrent: list[nn.Module]) -> None:
     """Raises `BeyondCausal` for layers that mix tokens without lockstep's attention, because they would mix packed
     sequences."""
-    if not called:
+    if not called and not recurrent:
         raise BeyondCausal(OUTSIDE)
-    if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
+    if called and "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
         raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
+    if layer_kinds(inner_decoder(model).config) & TOKENWISE_KINDS:
+        # Some layers mix no tokens. The comparison with transformers notices layers that do.
+        return
     names = set(model._no_split_modules or ())
     layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in names]
-    others = [layer for layer in layers if not any(part in called for part in layer.modules())]
+    mixing = {*called, *recurrent}
+    others = [layer for layer in layers if mixing.isdisjoint(layer.modules())]
     if others:
         inside = sorted({type(part).__name__ for layer in others for part in layer.children()})
         raise BeyondCausal(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.kernels.mixers import layer_kinds
 from lockstep.model.text_model import is_nested, text_config
 
 VOCABULARY = 96
@@ -24,6 +25,8 @@ ORIGINAL_LENGTH = 2 * LIMIT
 POSITIONS = 8 * ORIGINAL_LENGTH
 
 WIDTH = HEADS * HEAD_SIZE
+# Size of a Mamba head of the small model.
+MAMBA_HEAD = 8
 # Intermediate width of the small model's MLPs.
 INNER = 96
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -61,9 +64,10 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
     # The Mamba width is twice the hidden size, in heads of size 8. A config may have `mamba_n_heads` even if no layer
     # uses it.
-    "mamba_n_heads": 2 * WIDTH // 8,
+    "mamba_n_heads": 2 * WIDTH // MAMBA_HEAD,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    "mamba_num_heads": 8,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "heads_per_ngram": 2,
     "encoder_hash_byte_group_vocab": VOCABULARY,
@@ -73,7 +77,7 @@ SIZES: dict[str, int] = {
 # POSITION_COUNTS and WIDTHS are set exactly, even if the original value is smaller: test sequences must fit, and the
 # head size follows from the width.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
-WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim", "embed_dim")
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim", "embed_dim", "lru_width")
 # Attention limits of the small model, reduced so that the test sequences are longer.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
@@ -81,6 +85,8 @@ LIMITS: dict[str, int] = {
         ("attention_chunk_size", "index_topk", "keep_window_size", "local_attention", "floor_scale"), LIMIT
     ),
     **dict.fromkeys(("index_block_size", "index_topk_blocks"), LIMIT // 4),
+    # Chunks in which a recurrence is computed.
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), LIMIT),
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
@@ -100,7 +106,9 @@ def miniature_config(config: Any, divisor: int = 1, *, towers: bool = True) -> A
     kept = {} if towers else {name: data.pop(name) for name in _towers(config) if name in data}
     _shrink(data)
     _widen(data, divisor)
-    return type(config).from_dict({**data, **kept})
+    small = type(config).from_dict({**data, **kept})
+    _refuse_lost_kinds(config, small)
+    return small
 
 
 def _towers(config: Any) -> list[str]:
@@ -110,6 +118,17 @@ def _towers(config: Any) -> list[str]:
     if not is_nested(config):
         return []
     return [name for name in config.sub_configs if getattr(config, name, None) is not text]
+
+
+def _refuse_lost_kinds(config: Any, small: Any) -> None:
+    """Raises ValueError if the small model lacks a layer kind, because the check of the small model would miss it."""
+    try:
+        texts = [one.get_text_config(decoder=True) for one in (config, small)]
+    except ValueError:
+        return  # it is not one language model, and is refused for that
+    lost = layer_kinds(texts[0]) - layer_kinds(texts[1])
+    if lost:
+        raise ValueError(f"a small model would have no layer of kind {', '.join(sorted(lost))}")
 
 
 def _shrink(data: dict[str, Any]) -> None:
@@ -154,8 +173,24 @@ def _shrink(data: dict[str, Any]) -> None:
     if data.get("index_block_size") and data.get("index_n_heads"):
         # Indexers that select blocks of tokens do so for each key/value head.
         data["index_n_heads"] = data["num_key_value_heads"]
+    _fit_mamba(data)
     for rope in ropes:
         _shrink_rope(rope, data)
+
+
+def _fit_mamba(data: dict[str, Any]) -> None:
+    """Makes the numbers and sizes of Mamba heads consistent with the width of the small model."""
+    if data.get("mamba_n_heads") and "mamba_d_head" in data:
+        inner = 2 * WIDTH if data.get("mamba_d_ssm") else data["mamba_expand"] * WIDTH
+        data["mamba_d_head"], data["mamba_n_heads"] = MAMBA_HEAD, inner // MAMBA_HEAD
+        if data.get("mamba_d_ssm"):
+            data["mamba_d_ssm"] = inner
+    if data.get("state_size") and data.get("num_heads") and data.get("expand"):
+        data["num_heads"] = data["expand"] * WIDTH // data["head_dim"]
+    if "mamba_headdim" in data:
+        # The config derives these sizes from the others, unless they are given.
+        for name in ("mamba_headdim", "attention_head_dim", "head_dim", "attention_hidden_size", "hybrid_layer_ids"):
+            data.pop(name, None)
 
 
 def _widen(data: dict[str, Any], divisor: int) -> None:
@@ -174,7 +209,7 @@ def _widen(data: dict[str, Any], divisor: int) -> None:
 def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
     """Returns the indices of the layers to keep: one of each layer type, at least two, and the last layer, because
     experts often begin in late layers."""
-    kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
+    kinds = next((data[name] for name in ("layer_types", "layers_block_type", "block_types") if data.get(name)), None)
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
@@ -184,6 +219,8 @@ def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
 def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> list[Any]:
     if name == "mrope_section":
         return [HEAD_SIZE // 2 - 2 * (HEAD_SIZE // 6), *[HEAD_SIZE // 6] * 2][: len(value)]
+    if name == "attn_layer_indices":
+        return [LAYERS - 1] if value else []
     if len(value) == total and len(value) > max(layers):
         value = [value[index] for index in layers]
     return [
@@ -207,6 +244,8 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
         return min(value, SIZES[name])
     if name.endswith(("_pattern", "_interval", "_period", "_step")):
         return min(value, LAYERS)
+    if name.endswith("_layer_offset"):
+        return min(value, LAYERS - 1)
     if name.endswith("_token_id") and value >= VOCABULARY:
         return value % VOCABULARY
     return value

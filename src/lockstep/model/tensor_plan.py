@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
+from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.text_model import layer_sizes, model_on_meta, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
@@ -26,6 +27,9 @@ STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated
 EXPERTS = "moe_tp_experts"
 DIVIDED_EXPERTS: dict[str, Style] = {EXPERTS: "experts"}
 LEFT_WHOLE = ("embed_tokens",)
+# The style of projections in recurrent modules (linear attention). transformers splits their weights and gathers their
+# output. lockstep does not split them: recurrent modules run undivided on every rank of the group.
+GATHERED = "colwise_gather_output"
 KEY = "parallel.tensor_parallel"
 REMEDY = (
     "set parallel.tensor_parallel=1 and shard the model instead (parallel.shard), "
@@ -63,6 +67,8 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
     experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
     # The plan's entries inside the experts are dropped, because each expert is assigned to one rank and not split.
     plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
+    if layer_kinds(decoder.config) & RECURRENT_KINDS:
+        plan = {name: how for name, how in plan.items() if how != GATHERED}
     styles = STYLES | DIVIDED_EXPERTS if experts else STYLES
     unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
     if unknown:

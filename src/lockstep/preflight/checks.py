@@ -220,6 +220,9 @@ def _writes_run(context: Context) -> bool:
 CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
     "parallel": (
         PreflightCheck(context_ranks, CheckStage.SETTINGS),
+        PreflightCheck(
+            model.context_division, CheckStage.MODEL, lambda context: context.recipe.parallel.context_parallel > 1
+        ),
         PreflightCheck(device_mesh, CheckStage.SETTINGS),
         PreflightCheck(offloaded_weights, CheckStage.SETTINGS),
         PreflightCheck(

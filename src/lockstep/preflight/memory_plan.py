@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +24,14 @@ from lockstep.preflight.model_sizes import (
     kv_bytes,
     loaded_beside,
 )
+from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
+from lockstep.rollout.native.state_plan import LEAST, plan_states
 
 # Device bytes per parameter while an offloaded optimizer updates it: master weight, two moments and gradient in fp32.
 UPDATED_BYTES = 16
@@ -361,9 +364,12 @@ def _with_online_parts(
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
     token = kv_bytes(config, size)
-    cached = sequences * engine.longest * token // recipe.parallel.tensor_parallel
+    slot = state_bytes(config, DTYPES[recipe.model.dtype])
+    states = plan_states(slot, math.inf, sequences, recipe.rollout.n, "memory").bytes
+    cached = sequences * engine.longest * token // recipe.parallel.tensor_parallel + states
     block = recipe.rollout.block_tokens
     least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor_parallel
+    least += LEAST * slot
     cache = engine.cache(recipe, cached, least)
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases

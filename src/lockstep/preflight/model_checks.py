@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.data.encode.chat_template import with_template
 from lockstep.errors import Problem, Refusal, shortened
+from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
 from lockstep.model.heads import refuse_no_classifier
@@ -165,6 +166,22 @@ def tensor_division(context: Context) -> Iterator[Problem]:
     """Reports models, trained or frozen, that tensor parallelism cannot divide."""
     for path in model_folders(context.recipe).values():
         yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
+
+
+def context_division(context: Context) -> Iterator[Problem]:
+    """Reports models with recurrent layers, whose tokens context parallelism cannot divide."""
+    for key, path in model_folders(context.recipe).items():
+        config = load_config(path)
+        recurrent = sorted(layer_kinds(text_config(config)) & RECURRENT_KINDS)
+        if recurrent:
+            yield Problem(
+                "parallel.context_parallel",
+                f"{key} {path} ({config.model_type}) has layers of kind {', '.join(recurrent)}, which carry a state "
+                "from token to token, so one sequence cannot be divided over several processes",
+                "set parallel.context_parallel=1, and save memory with model.gradient_checkpointing, "
+                "model.activation_offload or parallel.shard",
+                code="unsupported-combination",
+            )
 
 
 def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:

@@ -212,7 +212,7 @@ def _equal_elements(config: Any) -> int:
 
 
 def _projected_elements(config: Any) -> int:
-    model = model_on_meta(LanguageModel, config)
+    model = model_on_meta(config)
     text = text_config(model.config)
     kinds = getattr(text, "layer_types", None) or ()
     modules = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,8 @@ class KVCache:
 
     def __init__(self, layout: CacheLayout, blocks: int, block: int, like: torch.Tensor):
         self.layout, self.blocks, self.block, self.spare = layout, blocks, block, blocks
+        self.states: Any = None
+        """The states of recurrent layers (`StateSlots`), or None if the model has no such layers."""
         # Planes of the same shape are in one tensor (planes, slots, heads, size), so that few operations copy blocks.
         # The tensors are zero-filled, because a masked slot is multiplied by 0, and 0 * inf would be NaN.
         counts: dict[Plane, int] = {}
@@ -86,7 +88,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        states = 0 if self.states is None else int(self.states.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors) + states
 
     def plane(self, index: int) -> torch.Tensor:
         return self._planes[index]

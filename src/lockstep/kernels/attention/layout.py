@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -264,6 +265,8 @@ class DecodePass:
     slots_T: torch.Tensor
     table_BM: torch.Tensor
     lengths_B: torch.Tensor
+    states: Any = None
+    """The states of recurrent layers (`DecodeStates`), or None if the model has no such layers."""
     turns: Counter[int] = field(default_factory=Counter)
     """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
     _masks: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,6 +33,8 @@ class PrefillPass:
     slots_T: torch.Tensor
     where: Layout | tuple[Chunk, ...]
     kernel: str = "gather"
+    states: Any = None
+    """The states of recurrent layers (`PrefillStates`), or None if the model has no such layers."""
     turns: Counter[int] = field(default_factory=Counter)
     """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
 

@@ -58,7 +58,7 @@ def _buckets(
 ) -> torch.Tensor:
     """Reference implementation: right-pads sequences of similar length to a grid. Plain causal attention is exact on a
     right-padded grid."""
-    query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
+    query, key, value = (to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
     # The backward of `split` concatenates the gradients of the buckets. The backward of slicing would zero-fill and add
     # a full row for each bucket.
     sizes = [bucket.count * bucket.width for bucket in layout.buckets]
@@ -81,7 +81,7 @@ def _buckets(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _to_tokens(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout)
+    return to_tokens(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout)
 
 
 def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
@@ -199,7 +199,8 @@ def _expand(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
     return rows_T if sharing is None else _Spread.apply(rows_T, sharing.packed_index_E, None, sharing.packed_index_E)
 
 
-def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
+def to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Regroups the tokens of a packed row by sequence length (see `Layout`). Its backward sums copies of a prefix."""
     if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
         return rows_T
     if layout.sharing is not None:
@@ -207,7 +208,8 @@ def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
     return _Take.apply(rows_T, layout.tokens_of_slots, layout.slots_of_tokens)
 
 
-def _to_tokens(rows_S: torch.Tensor, layout: Layout) -> torch.Tensor:
+def to_tokens(rows_S: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Restores the order of the packed row after `to_slots`."""
     if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
         return rows_S
     return _Take.apply(rows_S, layout.slots_of_tokens, layout.tokens_of_slots)

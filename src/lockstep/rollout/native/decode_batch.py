@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
+from lockstep.kernels.mixer_states import SPARE
 from lockstep.rollout.native.scheduler import SequenceState
 
 
@@ -28,12 +29,21 @@ class DecodeState:
     table_BM: torch.Tensor
     done_B: torch.Tensor
     logprobs_B: torch.Tensor
+    slots_B: torch.Tensor
+    """Slot with the states of recurrent layers, or 0."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceState], width: int, device: torch.device) -> DecodeState:
         """Creates the state of the sequences, with block tables of `width` blocks."""
         rows = [
-            [sequence.tokens[-1], len(sequence.tokens) - 1, sequence.prompt, sequence.limit, *sequence.keys]
+            [
+                sequence.tokens[-1],
+                len(sequence.tokens) - 1,
+                sequence.prompt,
+                sequence.limit,
+                *sequence.keys,
+                sequence.slot,
+            ]
             for sequence in sequences
         ]
         tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence in sequences]
@@ -43,10 +53,11 @@ class DecodeState:
             positions_B=numbers[:, 1].contiguous(),
             prompts_B=numbers[:, 2].contiguous(),
             limits_B=numbers[:, 3].contiguous(),
-            keys_B2=numbers[:, 4:].to(torch.int32),
+            keys_B2=numbers[:, 4:6].to(torch.int32),
             table_BM=_numbers(tables, device),
             done_B=torch.zeros(len(sequences), dtype=torch.bool, device=device),
             logprobs_B=torch.zeros(len(sequences), device=device),
+            slots_B=numbers[:, 6].contiguous(),
         )
 
     @classmethod
@@ -62,6 +73,7 @@ class DecodeState:
             table_BM=torch.full((rows, width), block, dtype=torch.long, device=device),
             done_B=torch.ones(rows, dtype=torch.bool, device=device),
             logprobs_B=torch.zeros(rows, device=device),
+            slots_B=torch.full_like(zeros, SPARE),
         )
 
     def first(self, rows: int) -> DecodeState:

@@ -14,6 +14,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.decode_layers import GeneratingLayers, generating_layers
+from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.decoder import inner_decoder
@@ -24,6 +25,7 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Further, SharedWeights, why_ended
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
+from lockstep.rollout.native.state_plan import StatePlan, plan_states
 from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def kept_cache(memory: int) -> int:
 class NativeEngine(SharedWeights):
     """The native engine. `decode` converts token ids to text for stop strings."""
 
-    instead = "set rollout.engine=hf: the built-in engine keeps no state other than keys and values between tokens"
+    instead = "set rollout.engine=hf: the built-in engine does not keep the state of this model between tokens"
 
     def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
@@ -114,6 +116,8 @@ class NativeEngine(SharedWeights):
         self._weights: tuple[int, ...] = ()
         self._layers: GeneratingLayers | None = None
         self._layers_tried = False
+        self._plan = StatePlan(settings.max_sequences)
+        self._shapes: list[ModuleShapes] | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests:
@@ -132,8 +136,9 @@ class NativeEngine(SharedWeights):
             sequences,
             blocks=cache.blocks,
             block=cache.block,
-            rows=settings.max_sequences,
+            rows=min(settings.max_sequences, self._plan.rows),
             budget=prefill_budget(settings, self.device, config, size),
+            slots=None if cache.states is None else cache.states.slots,
         )
         training = self.policy.training
         self.policy.eval()
@@ -173,8 +178,7 @@ class NativeEngine(SharedWeights):
             # the host reads these tokens. Sequences that have ended stay in the next round without effect: their blocks
             # are not yet reused.
             work = scheduler.schedule_ahead(runner.passes)
-            if work.copies:
-                runner.cache.copy_blocks(work.copies)
+            runner.copy(work)
             ahead = runner.schedule_ahead(now, work.decode)
             for sequence, tokens, logprobs in zip(now.sequences, *now.read(), strict=True):
                 if sequence.stop:
@@ -193,8 +197,7 @@ class NativeEngine(SharedWeights):
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
         work = scheduler.next(runner.passes)
-        if work.copies:
-            runner.cache.copy_blocks(work.copies)
+        runner.copy(work)
         if work.prefill:
             runner.prefill(work.prefill)
         return runner.decode(work.decode) if work.decode else None
@@ -224,7 +227,8 @@ class NativeEngine(SharedWeights):
         # With tensor parallelism, each call creates a new KV cache, which has the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
-        if kept is None or addresses != self._weights or kept.blocks < self._blocks(sequences, longest):
+        self._plan = self.state_plan(sequences)
+        if kept is None or addresses != self._weights or not self._fits(kept, self._blocks(sequences, longest)):
             kept = None
             self.release_memory()
         # A CUDA graph does not depend on these three sampling settings, which only the host uses.
@@ -232,17 +236,41 @@ class NativeEngine(SharedWeights):
         rows = self.settings.max_sequences
         runner = self._runners.get(graph_sampling)
         if runner is None or not runner.fits(rows, longest):
-            kept = kept or self.cache_of(self._blocks(sequences, longest))
+            kept = kept or self.cache_of(self._blocks(sequences, longest), self._plan)
             runner = Runner(self.policy, kept, graph_sampling, self.device, rows, longest)
             self._cache_kept, self._weights = kept, addresses
             self._runners[graph_sampling] = runner
         runner.layers = layers
         return runner
 
+    def _fits(self, kept: KVCache, blocks: int) -> bool:
+        slots = 0 if kept.states is None else kept.states.slots
+        return kept.blocks >= blocks and slots >= (self._plan.slots or 0)
+
+    def state_plan(self, sequences: Sequence[SequenceState] | None = None) -> StatePlan:
+        """Returns how many sequences run at once, and the slots for the states of recurrent layers. Without `sequences`
+        the number and grouping of sequences are not known."""
+        if self._shapes is None:
+            self._shapes = self.policy.decoder.state_shapes()
+        rows, samples = self.settings.max_sequences, 1
+        if sequences is not None and self.further is None:
+            rows = min(rows, len(sequences))
+            samples = max(1, len(sequences) // len({sequence.request for sequence in sequences}))
+        key = "rollout.cache_gb" if self.settings.cache_gb is not None else "memory"
+        plan = plan_states(slot_bytes(self._shapes), self.cache_room(), rows, samples, key)
+        if self._group is None or plan.slots is None:
+            return plan
+        # All tensor-parallel ranks must run the same schedule.
+        like = self.policy.causal_lm.get_input_embeddings().weight
+        rows, slots = (self._group.least(number, like.device) for number in (plan.rows, plan.slots))
+        return StatePlan(rows, slots, plan.bytes)
+
     def ready_layers(self) -> GeneratingLayers | None:
         """Returns the device's fused decoder layers with current weights, or None if the device has no such layers."""
-        # A policy that does not use the device's attention kernel also uses no fused layers.
-        if not self._layers_tried and self.policy.kernel == self.device.attention and self._group is None:
+        # A policy that does not use the device's attention kernel also uses no fused layers. No fused layer is
+        # recurrent.
+        plain = self.policy.kernel == self.device.attention and self._group is None
+        if not self._layers_tried and plain and not self.policy.decoder.mixers:
             decoder = inner_decoder(self.policy.causal_lm)
             self._layers = generating_layers(decoder, self.device.generating_layers)
         self._layers_tried = True
@@ -254,7 +282,8 @@ class NativeEngine(SharedWeights):
         """Returns the number of KV-cache blocks: as many as the sequences can use at once, within the memory limit."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
-        block_bytes, room, configured = self.block_bytes(), self.cache_room(), self.settings.cache_gb
+        block_bytes, configured = self.block_bytes(), self.settings.cache_gb
+        room = self.cache_room() - self._plan.bytes
         useful = _useful_blocks(sequences, self.settings.max_sequences, block)
         if self.device.graph_capture:
             # Round up, so that a later call with slightly longer prompts can keep the graphs.
@@ -288,9 +317,13 @@ class NativeEngine(SharedWeights):
         cache_bytes = self._cache_kept.nbytes if self._cache_kept is not None else 0
         return FREE_SHARE * (self.device.memory().free + cache_bytes)
 
-    def cache_of(self, blocks: int) -> KVCache:
+    def cache_of(self, blocks: int, plan: StatePlan) -> KVCache:
         like = self.policy.causal_lm.get_input_embeddings().weight
-        return KVCache(self.policy.decoder.cache_layout(), blocks, self.settings.block_tokens, like)
+        cache = KVCache(self.policy.decoder.cache_layout(), blocks, self.settings.block_tokens, like)
+        if plan.slots is not None:
+            assert self._shapes is not None
+            cache.states = StateSlots(self._shapes, plan.slots, like.device)
+        return cache
 
 
 def _completion(sequence: SequenceState, stop: str) -> Completion:

@@ -51,12 +51,15 @@ class LiveEngine:
     def __init__(self, engine: NativeEngine, longest: int):
         self.engine, self.longest = engine, longest
         settings, device, policy = engine.settings, engine.device, engine.policy
-        self.blocks = blocks_for(engine, longest)
-        self.cache = engine.cache_of(self.blocks)
+        plan = engine.state_plan()
+        self.blocks = blocks_for(engine, longest, engine.cache_room() - plan.bytes)
+        self.cache = engine.cache_of(self.blocks, plan)
         config = text_config(policy.causal_lm.config)
         budget = prefill_budget(settings, device, config, self.cache.element_size)
         block = settings.block_tokens
-        self.scheduler = Scheduler([], [], blocks=self.blocks, block=block, rows=settings.max_sequences, budget=budget)
+        self.scheduler = Scheduler(
+            [], [], blocks=self.blocks, block=block, rows=plan.rows, budget=budget, slots=plan.slots
+        )
         self._mixed = MixedRunner(policy, self.cache, Sampling(0), device, 0, longest)
         self._captured: dict[Sampling, Runner] = {}
         policy.eval()
@@ -104,8 +107,7 @@ class LiveEngine:
         """Runs one round; returns the new tokens of each sequence. Sets `stop` of the sequences that have finished."""
         passes = self._passes()
         work = self.scheduler.next(passes)
-        if work.copies:
-            self.cache.copy_blocks(work.copies)
+        self._mixed.copy(work)
         if work.prefill:
             self._mixed.prefill(work.prefill)
         decoding = [sequence for sequence in work.decode if isinstance(sequence, LiveSample)]
@@ -234,9 +236,9 @@ def _graph_sampling(sequence: LiveSample) -> Sampling | None:
     return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())
 
 
-def blocks_for(engine: NativeEngine, longest: int) -> int:
-    """Returns the number of cache blocks for a full batch of sequences of `longest` tokens, within the memory limit."""
-    settings, size, room = engine.settings, engine.block_bytes(), engine.cache_room()
+def blocks_for(engine: NativeEngine, longest: int, room: float) -> int:
+    """Returns the number of cache blocks for a full batch of sequences of `longest` tokens, within `room` bytes."""
+    settings, size = engine.settings, engine.block_bytes()
     least = Scheduler.least_blocks(longest, settings.block_tokens)
     blocks = min(least * settings.max_sequences, int(room // size))
     if blocks < least:
@@ -253,4 +255,5 @@ def blocks_for(engine: NativeEngine, longest: int) -> int:
 def longest_that_fits(engine: NativeEngine, wanted: int) -> int:
     """Returns the largest sequence length, at most `wanted`, whose KV cache fits in memory."""
     block = engine.settings.block_tokens
-    return min(wanted, (int(engine.cache_room() // engine.block_bytes()) - 1) * block)
+    room = engine.cache_room() - engine.state_plan().bytes
+    return min(wanted, (int(room // engine.block_bytes()) - 1) * block)

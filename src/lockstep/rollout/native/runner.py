@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
+from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import CachedSpan, SequenceState
+from lockstep.rollout.native.scheduler import CachedSpan, SequenceState, Work
 from lockstep.types import Sampling
 
 # Number of decode passes per round with CUDA graphs. The host does not synchronize between these passes.
@@ -82,6 +84,13 @@ class Runner:
         """Returns whether batches of this size and length fit the CUDA graphs."""
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
+    def copy(self, work: Work) -> None:
+        """Copies the KV-cache blocks and the states of recurrent layers with which sequences start."""
+        if work.copies:
+            self.cache.copy_blocks(work.copies)
+        if work.state_copies:
+            self.cache.states.copy(work.state_copies)
+
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
         """For each (span of tokens, position) in `work`, computes and caches keys and values up to this position."""
@@ -92,7 +101,7 @@ class Runner:
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if unchunked else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
-        step = PrefillPass(self.cache, to, where, self.device.paged_attention)
+        step = PrefillPass(self.cache, to, where, self.device.paged_attention, self._prefill_states(work))
         if self.layers is not None:
             self.layers.prefill(ids, at, step)
         else:
@@ -172,12 +181,24 @@ class Runner:
         block = self.cache.block
         blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
         slots = blocks * block + state.positions_B % block
-        layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B)
+        held = self.cache.states
+        states = None if held is None else DecodeStates(held, state.slots_B)
+        layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B, states)
         run = self._hidden if self.layers is None else self.layers.decode
         return run(state.tokens_B, state.positions_B, layout)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
         return self.policy.decoder.engine_states(ids, at, layout)
+
+    def _prefill_states(self, work: Sequence[tuple[CachedSpan, int]]) -> PrefillStates | None:
+        if self.cache.states is None:
+            return None
+        counts = [stop - part.cached for part, stop in work]
+        chunks = [
+            StateChunk(first, count, part.slot, fresh=part.cached == 0)
+            for first, count, (part, _) in zip(accumulate([0, *counts]), counts, work, strict=False)
+        ]
+        return PrefillStates(self.cache.states, chunks)
 
     def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []

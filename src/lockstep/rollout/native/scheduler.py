@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lockstep.kernels.mixer_states import EMPTY, RESERVED
+
 
 @dataclass(eq=False)
 class CachedSpan:
@@ -15,6 +17,8 @@ class CachedSpan:
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
+    slot: int = 0
+    """The slot with the states of recurrent layers after the cached tokens, or 0 if there is none."""
 
 
 @dataclass(eq=False)
@@ -82,6 +86,26 @@ class BlockPool:
                 self._free.append(block)
 
 
+class StatePool:
+    """Slots for the states of recurrent layers. `count` slots follow the reserved ones. A model without recurrent
+    layers has `count` None, and every part uses slot 0."""
+
+    def __init__(self, count: int | None):
+        self.used = count is not None
+        self._free = deque(range(RESERVED, RESERVED + (count or 0)))
+
+    def has_room(self, beyond: int = 0) -> bool:
+        """Returns whether a slot is free besides `beyond` others."""
+        return not self.used or len(self._free) > beyond
+
+    def take(self) -> int:
+        return self._free.popleft() if self.used else 0
+
+    def drop(self, slot: int) -> None:
+        if slot:
+            self._free.append(slot)
+
+
 # Continuous batching over a KV cache of limited size.
 #
 # A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. The sequences of the
@@ -94,12 +118,14 @@ class BlockPool:
 
 @dataclass
 class Work:
-    """The work of one round: first the KV-cache blocks to copy, then the token spans to prefill up to a position, then
-    the sequences to decode."""
+    """The work of one round: first the KV-cache blocks and states to copy, then the token spans to prefill up to a
+    position, then the sequences to decode."""
 
     budget: int
     """Number of tokens that can still be prefilled in this round."""
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    """The states of recurrent layers to copy, as (source, target) slots."""
     prefill: list[tuple[CachedSpan, int]] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
 
@@ -124,6 +150,7 @@ class Scheduler:
         block: int,
         rows: int,
         budget: int,
+        slots: int | None = None,
     ):
         self.prefixes: dict[int, SharedPrompt] = {}
         self.num_requests = 0
@@ -131,6 +158,7 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.pool = BlockPool(blocks)
+        self.states = StatePool(slots)
         self.block, self.rows, self.budget = block, rows, budget
         self.preempted = 0
         self.add(prefixes, sequences)
@@ -255,16 +283,17 @@ class Scheduler:
             if prefix.ready or prefix.blocks:
                 continue
             blocks = -(-len(prefix.tokens) // self.block)
-            if len(prefix.tokens) > work.budget or self.pool.free < needed + blocks:
+            if len(prefix.tokens) > work.budget or self.pool.free < needed + blocks or not self._has_prefix_slot():
                 return
             self._grow(prefix, len(prefix.tokens))
+            prefix.slot = self.states.take()
             work.compute(prefix, len(prefix.tokens))
 
     def _start(self, sequence: SequenceState, prefix: SharedPrompt, work: Work, tokens: int) -> bool:
         """Starts the sequence on the blocks of its prefix; returns False if the cache has no room."""
         stop = self._stop_after(sequence, tokens)
         filled, partial = divmod(prefix.cached, self.block)
-        if not self._has_room(-(-stop // self.block) - filled, sequence.request):
+        if not self._has_room(-(-stop // self.block) - filled, sequence.request) or not self.states.has_room():
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda s: s.order)
@@ -273,6 +302,10 @@ class Scheduler:
         sequence.blocks, sequence.cached = prefix.blocks[:filled], prefix.cached
         self.pool.share(sequence.blocks)
         self._grow(sequence, stop)
+        if self.states.used:
+            sequence.slot = self.states.take()
+            # The states after an empty prefix are those before the first token.
+            work.state_copies.append((prefix.slot or EMPTY, sequence.slot))
         if partial:
             # The last block of the prefix is partly filled; each sequence continues in a copy.
             work.copies.append((prefix.blocks[filled], sequence.blocks[filled]))
@@ -286,8 +319,18 @@ class Scheduler:
         """Allocates the blocks of the prefix; returns False if the cache has no room."""
         if not self._has_room(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
             return False
+        if not prefix.slot:
+            while not self.running and not self._has_prefix_slot() and self._evict_prefix(request):
+                pass
+            if not self._has_prefix_slot():
+                return False
+            prefix.slot = self.states.take()
         self._grow(prefix, len(prefix.tokens))
         return True
+
+    def _has_prefix_slot(self) -> bool:
+        """Returns whether a prefix may take a slot. One slot per row stays free for sequences."""
+        return self.states.has_room(beyond=max(0, self.rows - len(self.running)))
 
     def _has_room(self, blocks: int, request: int) -> bool:
         """Returns whether `blocks` blocks can be allocated so that one free block per running sequence remains, to
@@ -346,4 +389,5 @@ class Scheduler:
 
     def _release(self, part: CachedSpan) -> None:
         self.pool.drop(part.blocks)
-        part.blocks, part.cached = [], 0
+        self.states.drop(part.slot)
+        part.blocks, part.cached, part.slot = [], 0, 0

@@ -1,0 +1,294 @@
+"""The states of recurrent modules during generation: one slot per sequence, next to the KV cache.
+
+A recurrent module reads and writes its states through the cache interface of transformers. `StateCache` implements this
+interface for one call of a module. The states of the sequences of the call are copied from their slots before the call
+and back to their slots after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from lockstep.device.base import sent
+from lockstep.kernels.mixers import PackedMixer
+
+# A state of a module: its kind, and its number if the module has several states of this kind.
+StateKey = tuple[str, int]
+CONVOLUTION, RECURRENT = "convolution", "recurrent"
+# Slots that no sequence owns. Idle rows of a batch write to SPARE. EMPTY holds the state before the first token: zeros.
+SPARE, EMPTY = 0, 1
+RESERVED = 2
+
+
+class StateCache:
+    """The states that a recurrent module reads and writes in one call, with the methods of transformers' caches."""
+
+    def __init__(self, states: dict[StateKey, torch.Tensor] | None = None):
+        self.states = {} if states is None else states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get((CONVOLUTION, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get((RECURRENT, state_idx))
+
+    def update_conv_state(
+        self, new: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Stores the last inputs of the convolution. Returns its inputs, with those of earlier calls in front."""
+        key = (CONVOLUTION, state_idx)
+        before = self.states.get(key)
+        width = new.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        if before is not None:
+            full, width = torch.cat([before, new], -1), before.shape[-1]
+        else:
+            full = pad(new, (max(0, width - new.shape[-1]), 0))
+        self.states[key] = full[..., full.shape[-1] - width :]
+        return full
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        self.states[RECURRENT, state_idx] = new
+        return new
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """transformers records earlier states only for assisted generation."""
+        return False
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
+        self.update_recurrent_state(new, layer_idx)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Shape and dtype of a state of one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+ModuleShapes = dict[StateKey, StateShape]
+
+
+def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) -> list[ModuleShapes]:
+    """Returns the states of each module. `run` runs the decoder on a few tokens of one sequence."""
+    stateless = next((mixer for mixer in mixers if mixer.cache_name is None), None)
+    if stateless is not None:
+        raise NotImplementedError(f"{type(stateless.module).__name__} keeps its state in the module, not in a cache")
+    for mixer in mixers:
+        mixer.cache = StateCache()
+    try:
+        run()
+        return [
+            {key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in mixer.cache.states.items()}
+            for mixer in mixers
+        ]
+    finally:
+        for mixer in mixers:
+            mixer.cache = None
+
+
+class StateSlots:
+    """The states of all recurrent modules, indexed by slot. Two slots are reserved: `SPARE` and `EMPTY`."""
+
+    def __init__(self, shapes: Sequence[ModuleShapes], slots: int, device: torch.device):
+        self.slots = slots
+        self.modules = [
+            {
+                key: torch.zeros((RESERVED + slots, *one.shape), dtype=one.dtype, device=device)
+                for key, one in shape.items()
+            }
+            for shape in shapes
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for states in self.modules for state in states.values())
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies states in every module. `pairs` lists (source, target) slots."""
+        if pairs and self.modules:
+            device = next(iter(self.modules[0].values())).device
+            source, target = (sent(torch.tensor(side), device) for side in zip(*pairs, strict=True))
+            for states in self.modules:
+                for state in states.values():
+                    state.index_copy_(0, target, state.index_select(0, source))
+
+    def read(self, mixer: PackedMixer, slots_B: torch.Tensor) -> StateCache:
+        return StateCache({key: state.index_select(0, slots_B) for key, state in self.modules[mixer.number].items()})
+
+    def write(self, mixer: PackedMixer, slots_B: torch.Tensor, cache: StateCache) -> None:
+        for key, state in self.modules[mixer.number].items():
+            state.index_copy_(0, slots_B, cache.states[key].to(state.dtype))
+
+
+def slot_bytes(shapes: Iterable[ModuleShapes]) -> int:
+    """Returns the bytes of the states of one sequence."""
+    return sum(one.bytes for shape in shapes for one in shape.values())
+
+
+@dataclass(frozen=True)
+class DecodeStates:
+    """The states of a decode pass with one token of each of B sequences."""
+
+    states: StateSlots
+    slots_B: torch.Tensor
+
+    def mix(self, mixer: PackedMixer, named: dict[str, Any]) -> Any:
+        shape = tuple(named[mixer.input_name].shape[:2])
+        cache = self.states.read(mixer, self.slots_B)
+        result = _step(mixer, _per_token(named, shape, lambda value: value.transpose(0, 1)), cache)
+        self.states.write(mixer, self.slots_B, cache)
+        return _results(result, lambda value: value.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class StateChunk:
+    """The tokens `first` to `first + count` of a packed row, which continue the sequence of a slot. If `fresh`, they
+    are the first tokens of the sequence."""
+
+    first: int
+    count: int
+    slot: int
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class PrefillStates:
+    """The states of a prefill pass over chunks of several sequences in one packed row."""
+
+    states: StateSlots
+    chunks: Sequence[StateChunk]
+
+    def mix(self, mixer: PackedMixer, named: dict[str, Any]) -> Any:
+        results: dict[int, Any] = {}
+        for group in self._groups():
+            parts = self._run(mixer, named, group)
+            for row, chunk in enumerate(group):
+                results[chunk.first] = _results(parts, partial(_row, row))
+        ordered = [results[chunk.first] for chunk in self.chunks]
+        if isinstance(ordered[0], tuple):
+            return tuple(_along_tokens(parts) for parts in zip(*ordered, strict=True))
+        return _along_tokens(ordered)
+
+    def _groups(self) -> Iterable[list[StateChunk]]:
+        """Fresh sequences of equal length run together. Padding would change the final state."""
+        groups: dict[tuple[int, int], list[StateChunk]] = {}
+        for chunk in self.chunks:
+            groups.setdefault((chunk.count, 0 if chunk.fresh else 1 + chunk.first), []).append(chunk)
+        return groups.values()
+
+    def _run(self, mixer: PackedMixer, named: dict[str, Any], group: Sequence[StateChunk]) -> Any:
+        inputs = named[mixer.input_name]
+        shape, device = tuple(inputs.shape[:2]), inputs.device
+        slots_B = sent(torch.tensor([chunk.slot for chunk in group]), device)
+
+        def rows(start: int, stop: int) -> dict[str, Any]:
+            return _per_token(
+                named, shape, lambda value: torch.cat([value[:, c.first + start : c.first + stop] for c in group])
+            )
+
+        count, fresh = group[0].count, group[0].fresh
+        cache = StateCache() if fresh else self.states.read(mixer, slots_B)
+        if fresh or (count > 1 and _continues(mixer, rows(0, count), cache)):
+            result = mixer.run(rows(0, count), cache)
+        else:
+            steps = [_step(mixer, rows(place, place + 1), cache) for place in range(count)]
+            result = (
+                tuple(_along_tokens(parts) for parts in zip(*steps, strict=True))
+                if isinstance(steps[0], tuple)
+                else _along_tokens(steps)
+            )
+        self.states.write(mixer, slots_B, cache)
+        return result
+
+
+def _continues(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> bool:
+    """Returns whether the module continues from its recurrent state on several tokens at once. Some modules of
+    transformers ignore the state then, so they run token by token. Tested once per module, by changing the state."""
+    if mixer.continues is None:
+        recurrent = [key for key in cache.states if key[0] == RECURRENT]
+        outputs = []
+        for factor in (1, 2):
+            states = {key: state.clone() for key, state in cache.states.items()}
+            for key in recurrent:
+                states[key] = states[key] * factor + (factor - 1)
+            result = mixer.run(named, StateCache(states))
+            outputs.append(result[0] if isinstance(result, tuple) else result)
+        mixer.continues = not recurrent or not torch.equal(*outputs)
+    return mixer.continues
+
+
+def _step(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> Any:
+    """Runs a module on one token of each sequence, with the limits of the time step."""
+    with _limited_time_step(mixer.module):
+        return mixer.run(named, cache)
+
+
+@contextmanager
+def _limited_time_step(module: Any) -> Iterator[None]:
+    """Applies the limits of a Mamba-2 module's time step, softplus(dt + bias). transformers applies them to several
+    tokens, but not to a single one. The last outputs of the input projection are dt, one per head."""
+    limits = getattr(module, "time_step_limit", None)
+    if limits is None or tuple(limits) == (0.0, math.inf):
+        yield
+        return
+    low, high = (_inverse_softplus(limit) for limit in limits)
+
+    def limit(_: Any, inputs: Any, projected: torch.Tensor) -> torch.Tensor:
+        bias = module.dt_bias.to(projected.dtype)
+        rest, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
+        return torch.cat([rest, torch.maximum(torch.minimum(dt, high - bias), low - bias)], -1)
+
+    hook = module.in_proj.register_forward_hook(limit)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _inverse_softplus(value: float) -> float:
+    if value <= 0:
+        return -math.inf
+    return value + math.log(-math.expm1(-value)) if math.isfinite(value) else math.inf
+
+
+def _per_token(
+    named: dict[str, Any], shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """Applies `change` to the arguments that have one entry per token."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(changed(part) for part in value)
+        return change(value) if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
+
+    return {name: changed(value) for name, value in named.items()}
+
+
+def _results(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(result, tuple):
+        return tuple(change(part) if isinstance(part, torch.Tensor) else part for part in result)
+    return change(result)
+
+
+def _row(row: int, value: torch.Tensor) -> torch.Tensor:
+    return value[row : row + 1]
+
+
+def _along_tokens(parts: Sequence[Any]) -> Any:
+    return torch.cat(list(parts), 1) if all(isinstance(part, torch.Tensor) for part in parts) else None
