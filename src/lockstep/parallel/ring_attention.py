@@ -101,8 +101,8 @@ class RingLayout(DividedLayout):
 def _chosen(
     chunks: Sequence[tuple[int, int]], used: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
-    """Returns the indices of the tokens in the used chunks of the sequences that have both queries and keys, or None
-    for all tokens."""
+    """Selects the sequences that have at least one query and one key (`met`), and of their two chunks those that are
+    `used`. Returns the indices of the tokens in these chunks, or None if these are all tokens."""
     flags = [part and both for both in met for part in used]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))

@@ -119,7 +119,10 @@ class RunSettings(Section):
         description="Whether operators that the device lacks may run on the CPU. The run counts and lists the "
         "operators that ran on the CPU. With `false`, the first operator that the device lacks stops the run. The "
         "run checks its operators in the first step.",
-        effect=Effect("harmless", "an operator that the device lacks runs on the CPU or stops the run"),
+        effect=Effect(
+            "harmless",
+            "decides only whether an operator that the device lacks runs on the CPU (true) or stops the run (false)",
+        ),
         resumable=True,
     )
     export: bool = Field(

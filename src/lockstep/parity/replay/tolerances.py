@@ -65,9 +65,9 @@ class Limits:
     forward: Mapping[str, Bound]
     backward: Mapping[str, Bound]
     gradient: Bound
-    """The limit of the slope of each parameter's gradient."""
+    """Tolerance of the statistic `slope` (see the top of this file) for the gradient of one parameter."""
     gradients: Bound
-    """The limit of the slope of the gradients of all parameters together."""
+    """Tolerance of the statistic `slope` for the gradients of all parameters, as one vector."""
     movement: Bound
     logprob_slope: Bound
     logprob_offset: Bound
