@@ -32,8 +32,8 @@ from refusals import refuses
 
 
 class NumberedRows:
-    """Encodes the row `{"n": 7}` as the token 7, twice if `copies` is 2. Drops rows with a negative number, and refuses
-    rows without a number."""
+    """Encodes the row `{"n": 7}` as the token 7, twice if `copies` is 2, and drops so many items as `drop` says. Drops
+    rows with a negative number, and refuses rows without a number."""
 
     split_rows = special_rows = unseparated_rows = unusable = 0
 
@@ -47,7 +47,7 @@ class NumberedRows:
         if number < 0:
             return [None]
         kept = Kept[Example].of(Example([number, 0], bytes([0, 1]), origin), False)
-        return [kept] * int(row.get("copies", 1))
+        return [*[None] * int(row.get("drop", 0)), *[kept] * int(row.get("copies", 1))]
 
     def found(self) -> str:
         return "numbers"
@@ -90,6 +90,12 @@ def test_an_epoch_visits_every_row_once_in_a_new_order(tmp_path: Path) -> None:
     assert numbers(streamed(tmp_path, shuffle=False).between(0, 60)) == [*range(50), *range(10)]
 
 
+def test_the_rows_of_one_file_come_in_a_new_order_too(tmp_path: Path) -> None:
+    stream = streamed(write_numbers(tmp_path, [range(8)]))
+    orders = [tuple(numbers(stream.between(start, start + 8))) for start in range(0, 40, 8)]
+    assert len(set(orders)) == 5
+
+
 def test_a_window_holds_the_rows_of_consecutive_files(tmp_path: Path) -> None:
     """For some order of the files, each run of 8 rows in this order is shuffled within itself."""
     visited = numbers(streamed(write_numbers(tmp_path, FIVE_FILES)).between(0, 50))
@@ -116,7 +122,7 @@ def test_updates_do_not_depend_on_their_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_stream_continues_at_every_position(tmp_path: Path, shuffle: bool, copies: int) -> None:
-    write_numbers(tmp_path, [[*range(10), -1], [-1, -2], range(10, 24)], copies=copies)
+    write_numbers(tmp_path, [[*range(10), -1], [-1, -2], range(10, 24)], copies=copies, drop=copies - 1)
     whole = streamed(tmp_path, shuffle=shuffle)
     rows, total = [], 30 * copies
     for step in range(total):
@@ -125,9 +131,9 @@ def test_a_stream_continues_at_every_position(tmp_path: Path, shuffle: bool, cop
         again = streamed(tmp_path, shuffle=shuffle)
         again.restore(state)
         assert again.progress(step + 1, "train") == whole.progress(step + 1, "train")
-        assert numbers(again.between(step + 1, step + 9)) == numbers(
-            streamed(tmp_path, shuffle=shuffle).between(step + 1, step + 9)
-        )
+        fresh = streamed(tmp_path, shuffle=shuffle)
+        assert numbers(again.between(step + 1, step + 9)) == numbers(fresh.between(step + 1, step + 9))
+        assert again.progress(step + 9, "train") == fresh.progress(step + 9, "train")
     assert sorted(set(numbers(rows))) == list(range(24))
 
 
@@ -202,6 +208,19 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes, co
 
 
 # --- bounded memory ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_leave_memory_when_they_are_encoded(tmp_path: Path) -> None:
+    stream = streamed(write_numbers(tmp_path, [range(20)]))
+    resident = []
+    for position in range(20):
+        stream.between(position, position + 1)
+        resident.append(stream.pools[0].resident_rows)
+    assert resident == [7, 6, 5, 4, 3, 2, 1, 0, 7, 6, 5, 4, 3, 2, 1, 0, 3, 2, 1, 0]
+    again = streamed(tmp_path)
+    again.restore(stream.state(13))
+    again.between(13, 14)
+    assert again.pools[0].resident_rows == 2
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
-Check = Callable[[Sequence[Any]], Iterable[Problem]]
+ItemCheck = Callable[[Sequence[Any]], Iterable[Problem]]
 """Returns the problems of the items of an update, which a data set in memory reports before training."""
 
 SAMPLED_ROWS = 256
@@ -44,7 +44,7 @@ _STATE = "stream/"
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamCursor:
     """A position in the rows of a pool: the start of a window, and the position in the window."""
 
     epoch: int = 0
@@ -78,16 +78,16 @@ class ShardPool(Generic[T]):
         """`key` seeds the order of the rows."""
         self.shards, self._key = shards, key
         self._shuffle, self._buffer, self._drop_bad = data.shuffle, data.shuffle_buffer, data.bad_rows == "drop"
-        self.go_to(Place())
+        self.go_to(StreamCursor())
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: StreamCursor) -> None:
         self.place = place
         self._rows: Iterator[tuple[int, int, OriginRow]] | None = None
         self._window: list[tuple[int, OriginRow] | None] | None = None
         self._window_end = place.shard, place.row
         self._items: deque[Kept[T]] = deque()
         # None: the start of the epoch was not seen, so it is unknown whether the epoch gave items.
-        self._given_before: int | None = place.given if place == Place() else None
+        self._given_before: int | None = place.given if place == StreamCursor() else None
 
     @property
     def resident_rows(self) -> int:
@@ -146,7 +146,7 @@ class ShardPool(Generic[T]):
                 code="no-rows",
             )
         counts = {"given": place.given, "dropped": place.dropped, "truncated": place.truncated}
-        self.place = Place(epoch=place.epoch + 1, **counts)
+        self.place = StreamCursor(epoch=place.epoch + 1, **counts)
         self._rows, self._given_before = None, place.given
 
     def _visits(self, epoch: int) -> list[int]:
@@ -189,11 +189,13 @@ class RowStream(Generic[T]):
     """Selects the rows of each update from pools of files. Several pools are mixed by their weights: the next item
     comes from the pool that is furthest behind its share."""
 
-    def __init__(self, pools: Sequence[ShardPool[T]], weights: Sequence[float], *, rows_per_update: int, check: Check):
+    def __init__(
+        self, pools: Sequence[ShardPool[T]], weights: Sequence[float], *, rows_per_update: int, check: ItemCheck
+    ):
         self.pools, self._weights, self._check = pools, weights, check
         self.rows_per_update, self.position = rows_per_update, 0
         self._recent: OrderedDict[int, T] = OrderedDict()
-        self._places: OrderedDict[int, list[Place]] = OrderedDict()
+        self._places: OrderedDict[int, list[StreamCursor]] = OrderedDict()
 
     def take(self, step: int) -> list[T]:
         """Returns the rows of update `step`, counted from 0."""
@@ -212,11 +214,11 @@ class RowStream(Generic[T]):
         """Continues at an earlier or later position. Without a known place, all items before it are read again."""
         places = self._places.get(position)
         if places is not None or position < self.position:
-            self._set(position if places else 0, places or [Place()] * len(self.pools))
+            self._set(position if places else 0, places or [StreamCursor()] * len(self.pools))
         while self.position < position:
             self._next()
 
-    def _set(self, position: int, places: Sequence[Place]) -> None:
+    def _set(self, position: int, places: Sequence[StreamCursor]) -> None:
         for pool, place in zip(self.pools, places, strict=True):
             pool.go_to(place)
         self.position = position
@@ -239,7 +241,7 @@ class RowStream(Generic[T]):
             self._places.popitem(last=False)
         return item
 
-    def _now(self) -> list[Place]:
+    def _now(self) -> list[StreamCursor]:
         return [pool.place for pool in self.pools]
 
     def state(self, position: int) -> dict[str, float]:
@@ -258,8 +260,8 @@ class RowStream(Generic[T]):
             return
         places = []
         for number in range(len(self.pools)):
-            numbers = {one.name: int(carried[f"{_STATE}{number}/{one.name}"]) for one in fields(Place)}
-            places.append(Place(**numbers))
+            numbers = {one.name: int(carried[f"{_STATE}{number}/{one.name}"]) for one in fields(StreamCursor)}
+            places.append(StreamCursor(**numbers))
         self._places.clear()
         self._set(int(carried[f"{_STATE}position"]), places)
 
@@ -278,7 +280,7 @@ def stream_rows(
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
-    check: Check,
+    check: ItemCheck,
 ) -> LoadedT:
     """Opens the files of the sources, and encodes the first row of every file and the first rows of every source.
 

@@ -39,7 +39,7 @@ from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.reward.trl_signature import TrlFunction, batch_call
 from lockstep.types import Failure, Question
 
-Answer = Given | GivenAll | Raised
+FunctionReply = Given | GivenAll | Raised
 # A call of a function with TRL's signature scores at most this many responses, but always all responses to a prompt.
 BATCH_RESPONSES = 64
 
@@ -71,7 +71,7 @@ class Target:
         return Raised(why, log=self.shown_log(index))
 
 
-class FunctionWorker(PoolWorker[dict[str, Any], Answer]):
+class FunctionWorker(PoolWorker[dict[str, Any], FunctionReply]):
     """A worker process that calls the user function of a `Target`."""
 
     def __init__(self, target: Target, index: int, on_loaded: Callable[[Loaded], None] = lambda loaded: None):
@@ -93,7 +93,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Answer]):
             raise LostProcess.at(where, reply.why, remedy, code=reply.code)
         raise Refusal.at(where, reply.why, reply.remedy, code=reply.code)
 
-    def call(self, call: dict[str, Any]) -> Answer:
+    def call(self, call: dict[str, Any]) -> FunctionReply:
         try:
             pickled = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
@@ -129,7 +129,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Answer]):
 
 def reward_pool(
     target: Target, workers: int, on_loaded: Callable[[Loaded], None] = lambda loaded: None
-) -> ProcessPool[dict[str, Any], Answer]:
+) -> ProcessPool[dict[str, Any], FunctionReply]:
     """Returns a pool of processes that call the function of the target. Raises `Refusal` if the function cannot be
     loaded or called. `on_loaded` gets the reply of each process that has loaded the function."""
     return ProcessPool(
@@ -144,7 +144,7 @@ def reward_pool(
 @dataclass(frozen=True)
 class _Job:
     call: dict[str, Any]
-    future: Future[Answer]
+    future: Future[FunctionReply]
 
 
 class LocalCalls:
@@ -161,7 +161,7 @@ class LocalCalls:
         self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
         self._supervisor.start()
 
-    def submit(self, call: dict[str, Any]) -> Future[Answer]:
+    def submit(self, call: dict[str, Any]) -> Future[FunctionReply]:
         """Queues a call and returns its future at once. The future never raises and cannot be cancelled."""
         job = _Job(call, running_future())
         with self._submit_lock:
@@ -184,7 +184,7 @@ class LocalCalls:
         if self._calls is not None:
             self._calls.put(None)
 
-    def _answer(self, call: dict[str, Any]) -> Answer:
+    def _answer(self, call: dict[str, Any]) -> FunctionReply:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self._calls,), name="reward-function", daemon=True).start()
@@ -201,7 +201,7 @@ class LocalCalls:
         while (job := calls.get()) is not None:
             job.future.set_result(self._called(job.call))
 
-    def _called(self, call: dict[str, Any]) -> Answer:
+    def _called(self, call: dict[str, Any]) -> FunctionReply:
         try:
             # The function gets a copy of the row, as in another process, so that it cannot change the row.
             copied = pickle.dumps(call)
@@ -244,7 +244,7 @@ class FunctionPart(RewardPart):
         self._waiting: list[_WaitingResponse] = []
         self._lock = threading.Lock()
         function = local_callable(reference)
-        self._pool: ProcessPool[dict[str, Any], Answer] | LocalCalls
+        self._pool: ProcessPool[dict[str, Any], FunctionReply] | LocalCalls
         if function is not None:
             usable = _usable(function, reference, key, tuple(arguments))
             self._batched = isinstance(usable, TrlFunction)
@@ -287,7 +287,7 @@ class FunctionPart(RewardPart):
             call = batch_call([(one.question, one.text) for one in batch], self.progress, self._arguments)
             self._pool.submit(call).add_done_callback(partial(self._settle, batch))
 
-    def _settle(self, batch: Sequence[_WaitingResponse], done: Future[Answer]) -> None:
+    def _settle(self, batch: Sequence[_WaitingResponse], done: Future[FunctionReply]) -> None:
         answer = done.result()
         scores = answer.scores if isinstance(answer, GivenAll) else [None] * len(batch)
         for response, score in zip(batch, scores, strict=True):
@@ -305,7 +305,7 @@ class FunctionPart(RewardPart):
             response.future.set_result(self._outcome(_CLOSED))
         self._pool.close()
 
-    def _outcome(self, answer: Answer) -> PartOutcome:
+    def _outcome(self, answer: FunctionReply) -> PartOutcome:
         if isinstance(answer, GivenAll):
             answer = _INVALID
         if isinstance(answer, Raised):
