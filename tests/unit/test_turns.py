@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from conversations import conversations
+from lockstep.data.array_store import Store, stored
 from lockstep.data.encode.builtin_templates import builtin_text
 from lockstep.data.encode.chat_template import with_arguments
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.preference_rows import RankingRows
+from lockstep.data.encode.prompt_rows import PromptRows
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
@@ -300,6 +302,23 @@ def test_arguments_of_a_row_take_precedence(rows: Rows) -> None:
 def test_bad_arguments_of_a_row_are_refused(rows: Rows, columns: Row, problem: tuple[str, ...]) -> None:
     with refuses("rows.jsonl row 7", *problem):
         rows(QWEN3, chat(user("a"), bot("B"), **columns))
+
+
+def test_prompts_of_online_methods_have_arguments_too(rows: Rows) -> None:
+    tokenizer: Any = load_tokenizer(str(rows.folder))
+    tokenizer.chat_template = QWEN3
+    finder = ColumnFinder(Source(path="x"), Data(train=["x"]), ["prompt", "ground_truth", "enable_thinking"])
+    reader = PromptRows(finder, tokenizer, 5000)
+    made = [
+        reader({"prompt": "a", "ground_truth": "1", "enable_thinking": thinks}, ORIGIN)[0]
+        for thinks in (False, True, None)
+    ]
+    prompts = [kept.item for kept in made if kept is not None]
+    texts = [tokenizer.decode(prompt.ids) for prompt in prompts]
+    assert texts == [f"{USER}a<|im_end|>\n{BOT}{block}" for block in ("<think>\n\n</think>\n\n", "", "")]
+    data = stored(prompts, [0, 1, 2], {}, lambda number: ORIGIN)
+    assert data is not None
+    assert list(Store(data, lambda number: ORIGIN)) == prompts  # also in the row cache
 
 
 def test_a_marked_template_refuses_arguments_too(rows: Rows) -> None:

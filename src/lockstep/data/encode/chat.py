@@ -57,15 +57,16 @@ def render_chat(
     append-only version of the template. `remedy` is the advice if a template changes a turn when later ones follow.
     """
     given = (tokenizer, messages, origin, inputs, roles)
-    version = append_only_version(tokenizer) if append_only else None
-    if version is None:
+    if not append_only:
         return _rendered(*given, remedy=remedy)
     try:
         return _rendered(*given, remedy=None)
     except Refusal as refusal:
         if refusal.problems[0].code not in _REWRITTEN:
             raise
-    spans = None
+    version, spans = append_only_version(tokenizer), None
+    if version is None:
+        return _rendered(*given, remedy=remedy)
     try:
         spans = _rendered(*given, version, remedy)
     except Refusal as refusal:

@@ -155,8 +155,11 @@ class Encoder:
         encoded = self.encoding.chat(messages, origin, inputs)
         self.special_rows += self.special_text.inside([messages])
         self.split_rows += any(one.split for one in encoded)
-        self.tally.update({_CHATS: 1, _TURNS: sum(turn["role"] in self.encoding.train_roles for turn in messages)})
-        self.tally.update({version for one in encoded if (version := one.spans.version)})
+        roles = self.encoding.train_roles
+        self.tally[_CHATS] += 1
+        self.tally[_TURNS] += sum([turn["role"] in roles for turn in messages])
+        for version in {one.spans.version for one in encoded} - {""}:
+            self.tally[version] += 1
         return [one.example for one in encoded]
 
     def _pair(self, row: Row, origin: Origin) -> list[Example]:

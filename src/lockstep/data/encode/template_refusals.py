@@ -53,7 +53,10 @@ def not_after_prompt(
         return closed, before, chat.upto(count + 1, open_turn=False)
 
     def works(turn: Message = turn, inputs: TemplateInputs = inputs, template: str | None = template) -> bool:
-        _, before, after = rendered(turn, inputs, template)
+        try:
+            _, before, after = rendered(turn, inputs, template)
+        except Refusal:
+            return False
         return after.startswith(before) and contains_turn(after, len(before), len(after), turn)
 
     closed, before, after = rendered(turn, inputs, template)
@@ -99,13 +102,16 @@ def refuse_changed_turn(
     turn, (text, start, end) = messages[index], spans
     if turn["role"] != "assistant":
         return
-    number = sum(message["role"] == "assistant" for message in messages[: index + 1])
-    where = f"assistant turn {number} (message {index + 1})"
+
+    def where() -> str:
+        number = sum(message["role"] == "assistant" for message in messages[: index + 1])
+        return f"assistant turn {number} (message {index + 1})"
+
     if not contains_turn(text, start, end, turn):
         stripped = _CLOSE in str(turn["content"]) and _CLOSE not in text[start:end]
         raise Refusal.at(
             origin,
-            f"the chat template drops or changes {where}" + (": it strips the reasoning" if stripped else ""),
+            f"the chat template drops or changes {where()}" + (": it strips the reasoning" if stripped else ""),
             _KEEPS if stripped else "use a template that renders assistant content as it is (data.template)",
             code="template-changes-chat",
         )
@@ -117,7 +123,7 @@ def refuse_changed_turn(
         helps = dropped in turn and contains_turn(shown, 0, len(shown), written)
         raise Refusal.at(
             origin,
-            f"the chat template drops the {dropped} from the trained text of {where}",
+            f"the chat template drops the {dropped} from the trained text of {where()}",
             "use a template that renders it (data.template)"
             + (", write it as <think>...</think> into the content" if helps else "")
             + ", or remove it from the row",
