@@ -168,6 +168,8 @@ def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
 
 
 def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> list[Any]:
+    if name == "cross_attention_layers":
+        return [len(layers) - 1] if value else value  # the last layer of the small model attends to images
     if len(value) == total and len(value) > max(layers):
         value = [value[index] for index in layers]
     return [
