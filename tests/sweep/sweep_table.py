@@ -20,10 +20,16 @@ dtype: log-probs and the gradient of every parameter, packed and padded, on sequ
 original length, and the engine's greedy tokens. A model that differs is rejected with the reason. The result is cached
 (`~/.cache/lockstep`, or `LOCKSTEP_CACHE`) for this configuration, these packages, this code and this kind of device.
 
-The sweep builds a small model of every causal language model class of transformers {version}, also with windows, layers
+The sweep builds a small model of every text-generating class of transformers {version}, also with windows, layers
 and rotary scalings that are off by default (`llama+yarn`). It compares each accepted model with transformers once more,
 with other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
 {unbuilt} of classes that cannot be built small. The sweep fails if an accepted model is wrong.
+
+Models with images, video or audio (nested configs: `text_config`, `vision_config`) train on text. lockstep builds the
+class that `architectures` names without its towers (encoders and projectors), so these need no memory. LoRA adapts only
+the language model. The export copies the tensors of the towers byte by byte, and the processor files, so that
+`AutoModelForImageTextToText` loads it. Rows with placeholders of images or audio are rejected. A reward model is
+exported without towers, as the classifier of the text config; if transformers has no such class, `rm` is rejected.
 
 Mixture-of-experts models: `model.aux_loss_coef` weighs the load-balancing loss, which is computed over the full update
 for any packing. Router noise in training is rejected, because it depends on the packing.

@@ -1,4 +1,4 @@
-"""Every causal language model class of transformers is right here or refused, and docs/models.md says which."""
+"""Every class of transformers that generates text is right here or refused, and docs/models.md says which."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ SAMPLE = (
     "falcon",
     "whisper",
     "bert",
+    "llava",
+    "qwen2_5_vl",
 )
 CASES = {str(case): case for case in all_cases()}
 

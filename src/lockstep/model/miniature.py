@@ -221,6 +221,8 @@ def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> 
         return [HEAD_SIZE // 2 - 2 * (HEAD_SIZE // 6), *[HEAD_SIZE // 6] * 2][: len(value)]
     if name == "attn_layer_indices":
         return [LAYERS - 1] if value else []
+    if name == "cross_attention_layers":
+        return [len(layers) - 1] if value else value  # the last layer of the small model attends to images
     if len(value) == total and len(value) > max(layers):
         value = [value[index] for index in layers]
     return [
@@ -261,7 +263,8 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
             pairs = _rotated_pairs(rope, data)
             rope[name] = [value[index * len(value) // pairs] for index in range(pairs)]
         elif name == "mrope_section":
-            rope[name] = _shrink_list(name, value, [], 0)
+            pairs = _rotated_pairs(rope, data)
+            rope[name] = [pairs - 2 * (pairs // 3), *[pairs // 3] * 2][: len(value)]
         elif name == "rope_type" and value == "dynamic":
             # Dynamic NTK changes only sequences beyond the model's context length, so the test sequences must exceed
             # it.

@@ -100,17 +100,27 @@ def multimodal_class(config: Any) -> type | None:
         return None
     mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
     found = [_get_model_class(config, mapping) for mapping in mappings if type(config) in mapping]
-    found = [kind for kind in found if kind.config_class is type(config)]
+    # For some configs a mapping names the class of the text config, which has no towers.
+    found = [kind for kind in found if kind.config_class is not type(text_config(config))]
     named = [kind for kind in found if kind.__name__ in (config.architectures or ())]
     return next(iter(named or found), None)
 
 
+def _auto_class(config: Any) -> Any:
+    """Returns the Auto class of a flat config. transformers lists the causal LM of Mistral 4 only as a model of images
+    and text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    other = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    listed = type(config) in AutoModelForCausalLM._model_mapping
+    causal = other is not None and other.__name__.endswith("ForCausalLM")
+    return AutoModelForImageTextToText if causal and not listed else AutoModelForCausalLM
+
+
 def no_language_model(config: Any) -> str:
     """Returns why transformers has no language model for this config, or an empty string if it has one."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     try:
-        if multimodal_class(config) is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if multimodal_class(config) is not None or type(config) in _auto_class(config)._model_mapping:
             return ""
     except (ValueError, AttributeError, ImportError) as error:
         return f"{config.model_type}: it is not one language model: {first_line(error)}"
@@ -122,24 +132,22 @@ class LanguageModel:
 
     @classmethod
     def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
-        from transformers import AutoModelForCausalLM
-
         kind = multimodal_class(config)
         if kind is None:
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **how)
-        return cls._built(kind)._from_config(config, **how)
+            return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **how)
+        return cls._built(kind)._from_config(config, **_for_text(config, how))
 
     @classmethod
     def from_pretrained(cls, path: str, *, config: Any = None, trust_remote_code: bool = False, **how: Any) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         if config is None:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         kind = multimodal_class(config)
         if kind is None:
             how["trust_remote_code"] = trust_remote_code
-            return AutoModelForCausalLM.from_pretrained(path, config=config, **how)
-        return cls._built(kind).from_pretrained(path, config=config, **how)
+            return _auto_class(config).from_pretrained(path, config=config, **how)
+        return cls._built(kind).from_pretrained(path, config=config, **_for_text(config, how))
 
     @staticmethod
     def _built(kind: Any) -> Any:
@@ -168,6 +176,16 @@ def model_on_meta(config: Any, kind: Any = LanguageModel) -> Any:
         ) from error
 
 
+def _for_text(config: Any, how: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keywords `how`, with an attention implementation only for the language model. The classes of towers
+    may not know it."""
+    chosen, text = how.get("attn_implementation"), text_config(config)
+    if not isinstance(chosen, str):
+        return how
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {**how, "attn_implementation": dict.fromkeys(["", *names], chosen)}
+
+
 @cache
 def without_towers(kind: Any) -> Any:
     """Returns a subclass of the multimodal class `kind` that has only the language model and its output head. Its text
@@ -192,11 +210,8 @@ def without_towers(kind: Any) -> Any:
 
         def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
             """Sets the attention of the language model. The configs of the towers keep theirs."""
-            text = text_config(self.config)
-            names = [name for name in self.config.sub_configs if getattr(self.config, name, None) is text]
-            if not isinstance(attn_implementation, dict):
-                attn_implementation = dict.fromkeys(["", *names], attn_implementation)
-            super().set_attn_implementation(attn_implementation, **how)
+            chosen = _for_text(self.config, {"attn_implementation": attn_implementation})
+            super().set_attn_implementation(**chosen, **how)
 
     # transformers writes the class name to `architectures` and looks up the names of stored tensors by it.
     TextOnly.__name__, TextOnly.__qualname__, TextOnly.__module__ = kind.__name__, kind.__qualname__, kind.__module__
@@ -236,6 +251,8 @@ def _drop_towers(module: nn.Module, kept: list[nn.Module], prefix: str = "") -> 
     for tensors in (module._parameters, module._buffers):
         dropped += [prefix + name for name in tensors]
         tensors.update(dict.fromkeys(tensors))
+    # transformers must not initialise the dropped parameters.
+    module._is_hf_initialized = True  # type: ignore[assignment]
     for name, child in module.named_children():
         if any(child is one for one in kept):
             continue
