@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from lockstep.device.cpu import Cpu
-from lockstep.kernels.attention import latent, rows
+from lockstep.kernels.attention import latent, rows, varlen
 from lockstep.kernels.attention.kv_cache import CacheLayout, KVCache, Plane
 from lockstep.kernels.attention.layout import Layout, make_layout
 from lockstep.kernels.attention.masks import Seen
@@ -25,7 +25,7 @@ from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.model.check import Miniature, build_miniature, packed_row, tokens, try_architecture
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.trials import Unfit
-from lockstep.preflight.model_sizes import cached_elements
+from lockstep.preflight.model_sizes import cached_elements, kv_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import try_engine
 from lockstep.rollout.native.native_engine import NativeEngine
@@ -56,7 +56,7 @@ def small(name: str) -> Miniature:
 def test_the_cache_holds_what_a_hand_counts_and_the_memory_plan_says_so(name: str) -> None:
     layout = small(name).policy.decoder.cache_layout()
     assert layout.token_elements == KINDS[name]
-    assert cached_elements(miniature_config(AutoConfig.for_model(name))) == KINDS[name]
+    assert sum(cached_elements(miniature_config(AutoConfig.for_model(name)))) == KINDS[name]
     cache = KVCache(layout, 3, 4, torch.zeros(()))
     assert cache.nbytes == 4 * 4 * 4 * layout.token_elements
 
@@ -72,7 +72,7 @@ def test_shared_keys_and_values_are_cached_once() -> None:
     assert not last.writes_values
     assert {plane for call in layout.calls for plane in (call.keys, call.values)} == set(range(len(layout.planes)))
     assert len({plane.size for plane in layout.planes}) > 1
-    assert cached_elements(miniature_config(config)) == layout.token_elements
+    assert sum(cached_elements(miniature_config(config))) == layout.token_elements
 
 
 def broken_layout(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[CacheLayout], CacheLayout]) -> None:
@@ -131,6 +131,54 @@ def test_groups_and_preemption_keep_the_latents() -> None:
     tight, preempted = made(cache_gb=10.5 * 4 * 48 * 4 / 1e9)
     assert preempted
     assert tight == roomy
+
+
+class Adapted(torch.nn.Module):
+    """A projection with an adapter."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base, self.more = base, torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.more(x)
+
+
+def test_an_adapter_of_the_absorbed_projection_is_included() -> None:
+    made = build_miniature(AutoConfig.for_model("deepseek_v3"), "sdpa", CPU)
+    for module in made.policy.decoder.attentions:
+        module.kv_b_proj = Adapted(module.kv_b_proj)
+    assert made.policy.decoder.cache_layout().token_elements == KINDS["deepseek_v3"]
+    try_engine(made, Cpu())
+
+
+def test_tensor_parallel_ranks_all_hold_the_latents() -> None:
+    assert kv_bytes(AutoConfig.for_model("deepseek_v3"), 2, 4) == 61 * (512 + 64) * 2
+    config = AutoConfig.for_model("mimo_v2_flash")
+    assert kv_bytes(config, 2, 4) == kv_bytes(config, 2) // 4
+
+
+# -- keys and values of different sizes
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (16, 8)])
+def test_kernels_that_need_equal_sizes_get_them(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def equal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, *given: Any) -> torch.Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        asked.append(q.shape[-1])
+        return varlen._buckets(q, k, v, layout, *given, 0.0, None, None)
+
+    monkeypatch.setitem(varlen.KERNELS, "flash_varlen", varlen.Fused(equal, lambda *_: True))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, size) for heads, size in ((4, sizes[0]), (2, sizes[0]), (2, sizes[1])))
+    found, wanted = (
+        varlen_attention(q, k, v, make_layout([5, 4], CPU, kernel), scale=0.3, window=3)
+        for kernel in ("flash_varlen", "sdpa")
+    )
+    assert asked == [16]
+    torch.testing.assert_close(found, wanted)
 
 
 # -- chunks

@@ -359,10 +359,10 @@ def _with_online_parts(
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
-    token = kv_bytes(config, size)
-    cached = sequences * engine.longest * token // recipe.parallel.tensor_parallel
+    token = kv_bytes(config, size, recipe.parallel.tensor_parallel)
+    cached = sequences * engine.longest * token
     block = recipe.rollout.block_tokens
-    least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor_parallel
+    least = Scheduler.least_blocks(engine.longest, block) * block * token
     cache = engine.cache(recipe, cached, least)
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
