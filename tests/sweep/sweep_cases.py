@@ -47,6 +47,15 @@ MORE = {
         "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
         "granitemoe": {"logits_scaling": 8.0},
     },
+    # The last layers read the keys and values of earlier ones; global layers have other heads, and values from keys.
+    "shared kv": {
+        "gemma4_text": {
+            "num_kv_shared_layers": 4,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    },
 }
 
 

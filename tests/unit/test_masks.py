@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import transformers_attention
 from lockstep.kernels.attention.layout import make_layout
-from lockstep.kernels.attention.masks import WINDOW, BeyondCausal, read_mask
+from lockstep.kernels.attention.masks import CHUNK, WINDOW, BeyondCausal, Seen, read_mask
 from lockstep.model.policy import Policy
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -39,9 +39,11 @@ def test_a_causal_mask_has_no_window() -> None:
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 128, 8192])
-def test_chunks_are_told_by_name(chunk: int) -> None:
-    with pytest.raises(BeyondCausal, match=f"chunks of {chunk} tokens"):
-        read_mask(chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long)), heads=3)
+def test_chunks_are_read_off_their_mask(chunk: int) -> None:
+    nothing = torch.zeros(1, dtype=torch.long)
+    assert read_mask(chunked_causal_mask_function(chunk, nothing), heads=3) == Seen(None, chunk)
+    with pytest.raises(BeyondCausal, match=r"not causal attention within a window: token \d+ sees token 0"):
+        read_mask(or_masks(chunked_causal_mask_function(chunk, nothing), first_token_too), heads=3)
 
 
 def first_token_too(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -149,11 +151,11 @@ def test_each_layer_gets_its_own_window(name: str, tmp_path: Path, tiny_folder: 
     assert bool(seen[-1]) == (None in wanted)
 
 
-def test_a_chunked_model_is_refused_by_name(tmp_path: Path, tiny_folder: Path) -> None:
+def test_the_chunks_of_a_model_are_read(tmp_path: Path, tiny_folder: Path) -> None:
     config = Llama4TextConfig(**SIZES, **EXPERTS, attention_chunk_size=16, intermediate_size_mlp=48)
-    folder = write_model(tmp_path / "model", config, tiny_folder)
-    with pytest.raises(Refusal, match="Llama4ForCausalLM: its attention is chunked"):
-        load(folder)
+    policy = load(write_model(tmp_path / "model", config, tiny_folder))
+    kinds = {"chunked_attention": 16, "full_attention": None}
+    assert [getattr(module, CHUNK) for module in policy.decoder.attentions] == [kinds[k] for k in config.layer_types]
 
 
 class Layer(torch.nn.Module):

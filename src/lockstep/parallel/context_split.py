@@ -157,8 +157,8 @@ def refuse_undivided(root: nn.Module, group: ContextGroup | None, path: str) -> 
 def _problem(attentions: list[Any], group: ContextGroup, path: str) -> Problem | None:
     key, layout = "parallel.context_layout", group.layout
     for module in attentions:
-        chunk = getattr(module, CHUNK)
-        if chunk is not None or getattr(module, ROWS):
+        chunk = getattr(module, CHUNK, None)
+        if chunk is not None or getattr(module, ROWS, False):
             kind = "selects tokens with an indexer" if chunk is None else f"attends within chunks of {chunk} tokens"
             return Problem(
                 "parallel.context_parallel",

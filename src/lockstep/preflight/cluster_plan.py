@@ -98,7 +98,7 @@ class Outlook:
         if plan.cache >= plan.wanted_cache or not fits:
             return None
         size = DTYPES[self.recipe.model.dtype].itemsize
-        each = kv_bytes(self.models.config, size) / self.recipe.parallel.tensor_parallel
+        each = kv_bytes(self.models.config, size, self.recipe.parallel.tensor_parallel)
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:

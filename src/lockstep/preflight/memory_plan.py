@@ -363,13 +363,12 @@ def _with_online_parts(
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
-    token = kv_bytes(config, size)
+    token = kv_bytes(config, size, recipe.parallel.tensor_parallel)
     slot = state_bytes(config, DTYPES[recipe.model.dtype])
     states = plan_states(slot, math.inf, sequences, recipe.rollout.n, "memory").bytes
-    cached = sequences * engine.longest * token // recipe.parallel.tensor_parallel + states
+    cached = sequences * engine.longest * token + states
     block = recipe.rollout.block_tokens
-    least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor_parallel
-    least += LEAST * slot
+    least = Scheduler.least_blocks(engine.longest, block) * block * token + LEAST * slot
     cache = engine.cache(recipe, cached, least)
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases

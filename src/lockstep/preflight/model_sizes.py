@@ -187,21 +187,31 @@ def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
     return chunk + (4 * sizes.vocabulary * sizes.hidden if head_trained else 0)
 
 
-def kv_bytes(config: Any, size: int) -> int:
-    """Returns the KV cache bytes of one token in all layers."""
-    return cached_elements(config) * size
+def kv_bytes(config: Any, size: int, tensor: int = 1) -> int:
+    """Returns the KV cache bytes of one token in all layers, on one of `tensor` tensor-parallel ranks."""
+    found = cached_elements(config)
+    return (found.by_head // tensor + found.common) * size
 
 
-def cached_elements(config: Any) -> int:
-    """Returns the number of elements that the KV cache holds per token. They are counted in the attention modules of
-    the model, because their sizes may differ. If these have other projections, all layers count as equal."""
+class CachedElements(NamedTuple):
+    """The number of elements that the KV cache holds per token: of keys and values that belong to heads, which tensor
+    parallelism divides, and of latents and indexer keys, which every rank has."""
+
+    by_head: int
+    common: int
+
+
+def cached_elements(config: Any) -> CachedElements:
+    """Counts the elements in the attention modules of the model, because their sizes may differ. If these have other
+    projections, all layers count as equal."""
     key = config.to_json_string(use_diff=False)
     if key not in _ELEMENTS:
-        _ELEMENTS[key] = _projected_elements(config) or _equal_elements(config)
+        found = _projected_elements(config)
+        _ELEMENTS[key] = found if any(found) else CachedElements(_equal_elements(config), 0)
     return _ELEMENTS[key]
 
 
-_ELEMENTS: dict[str, int] = {}
+_ELEMENTS: dict[str, CachedElements] = {}
 # Kinds of layers that keep other state than keys and values, by a part of their names in `layer_types`.
 WITHOUT_KEYS = ("linear", "mamba", "conv", "recurrent")
 
@@ -211,7 +221,7 @@ def _equal_elements(config: Any) -> int:
     return 2 * sizes.layers * sizes.key_heads * sizes.head_size
 
 
-def _projected_elements(config: Any) -> int:
+def _projected_elements(config: Any) -> CachedElements:
     model = model_on_meta(config)
     text = text_config(model.config)
     kinds = getattr(text, "layer_types", None) or ()
@@ -220,11 +230,11 @@ def _projected_elements(config: Any) -> int:
         for module in inner_decoder(model).modules()
         if not any(other in _kind(module, kinds) for other in WITHOUT_KEYS)
     ]
-    found = [elements for elements in map(_module_elements, modules) if elements]
+    found = [elements for elements in map(_module_elements, modules) if any(elements)]
     if getattr(text, "H_cycles", None):
         # Recurrent stacks run their layers several times and cache every run.
-        return found[0] * int(text.num_layers_per_stack * text.H_cycles * (text.L_cycles + 1))
-    return sum(found)
+        found = found[:1] * int(text.num_layers_per_stack * text.H_cycles * (text.L_cycles + 1))
+    return CachedElements(sum(each.by_head for each in found), sum(each.common for each in found))
 
 
 def _kind(module: Any, kinds: Sequence[str]) -> str:
@@ -232,17 +242,17 @@ def _kind(module: Any, kinds: Sequence[str]) -> str:
     return str(kinds[index]) if isinstance(index, int) and index < len(kinds) else ""
 
 
-def _module_elements(module: Any) -> int:
+def _module_elements(module: Any) -> CachedElements:
     """Returns the elements per token that one module caches: of an attention module its latent, or its keys and values;
     of an indexer its keys."""
     if hasattr(module, "kv_a_proj_with_mqa"):
-        return int(module.kv_a_proj_with_mqa.out_features)
+        return CachedElements(0, int(module.kv_a_proj_with_mqa.out_features))
     key = getattr(module, "k_proj", None) or getattr(module, "wk", None)
     if key is None or getattr(module, "is_kv_shared_layer", False):
-        return 0
+        return CachedElements(0, 0)
     if not hasattr(module, "v_proj"):
-        return int(key.out_features)
+        return CachedElements(0, int(key.out_features))
     # A module without a projection of values computes the values from its keys. Differential attention (`lambda_q1`)
     # reads the values in two arrangements and caches both.
     value = int((module.v_proj or key).out_features)
-    return int(key.out_features) + value * (2 if hasattr(module, "lambda_q1") else 1)
+    return CachedElements(int(key.out_features) + value * (2 if hasattr(module, "lambda_q1") else 1), 0)

@@ -88,7 +88,7 @@ def transformers_attention(
     # N rows of equal width are flattened to one packed row. Right-padded batches are flattened too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window: int | None = getattr(module, WINDOW)
-    chunk: int | None = getattr(module, CHUNK)
+    chunk: int | None = getattr(module, CHUNK, None)
     dropout = dropout if module.training else 0.0
     if isinstance(layout, Layout):
         layout = layout.chunked(chunk) if chunk else layout

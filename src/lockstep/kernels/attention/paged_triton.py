@@ -25,9 +25,9 @@ class Launch(NamedTuple):
     rows: int = 16
 
 
-# Launch parameters for head sizes up to 64 (NARROW) and for larger head sizes (WIDE). Tiles larger than these would
-# leave no shared memory for other programs.
-NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
+# Launch parameters for head sizes up to 64 (NARROW), up to 256 (WIDE) and above (WIDEST). Tiles larger than these
+# would leave no shared memory for other programs.
+NARROW, WIDE, WIDEST = Launch(64, 2, 3), Launch(32, 4, 3), Launch(16, 4, 2)
 # Launch parameters for latents (MLA), whose heads share one wide key. More rows would spill the accumulator.
 LATENT = Launch(32, 4, 2, 16)
 # BUSY is the number of programs that fill one multiprocessor. If there are fewer programs than fill the device, each
@@ -312,7 +312,8 @@ def _launch(sizes: _Sizes, shared: int) -> Launch:
     rows = max(16, triton.next_power_of_2(shared))
     if sizes.rest:
         return LATENT._replace(rows=min(rows, LATENT.rows))
-    settings = NARROW if max(sizes.main, sizes.value) <= 64 else WIDE
+    size = max(sizes.main, sizes.value)
+    settings = NARROW if size <= 64 else WIDE if size <= 256 else WIDEST
     return settings._replace(rows=rows)
 
 

@@ -32,7 +32,7 @@ class RowPass:
 
     mask: torch.Tensor
     """The causal mask (N, 1, L, K) of transformers: 0 where a token is seen, else the lowest number."""
-    cache: RowCache | None = None
+    cache: RowKVCache | None = None
 
 
 def row_mask(seen: Seen, queries_NL: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
@@ -108,6 +108,10 @@ class RowProbe(MaskProbe):
             raise NotImplementedError(f"layer {layer} writes its {kind} to the cache more than once in a pass")
         return super().layout
 
+    def add(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
+        # What is cached is written before attention.
+        self.called.append(module)
+
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> Any:
         self._event("keys", layer, key, value)
         return key, value
@@ -117,8 +121,8 @@ class RowProbe(MaskProbe):
         return key
 
     @property
-    def layers(self) -> _Layers:
-        return _Layers(self)
+    def layers(self) -> _CacheLayers:
+        return _CacheLayers(self)
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
@@ -133,17 +137,17 @@ class RowProbe(MaskProbe):
 
 
 @dataclass(frozen=True)
-class _Layers:
+class _CacheLayers:
     """The `layers` of a cache, for indexers that write their keys to the cache of one layer."""
 
     cache: Any
 
-    def __getitem__(self, layer: int) -> _Layer:
-        return _Layer(self.cache, layer)
+    def __getitem__(self, layer: int) -> _CacheLayer:
+        return _CacheLayer(self.cache, layer)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _CacheLayer:
     cache: Any
     layer: int
 
@@ -221,7 +225,7 @@ def padded_rows(
 
 
 @dataclass(frozen=True)
-class RowCache:
+class RowKVCache:
     """The KV cache of the engine behind the cache interface of transformers. It writes the new tokens of every row, and
     returns all tokens of every row, padded on the right."""
 
@@ -241,8 +245,8 @@ class RowCache:
         return self._rows(key, call.keys) if key.dim() == 4 else self._rows(key[:, None], call.keys)[:, 0]
 
     @property
-    def layers(self) -> _Layers:
-        return _Layers(self)
+    def layers(self) -> _CacheLayers:
+        return _CacheLayers(self)
 
     def _rows(self, new_NGLD: torch.Tensor, plane: int) -> torch.Tensor:
         slots = self.step.cache.plane(plane)
@@ -264,7 +268,7 @@ def engine_rows(
     else:
         rows, slots_NL, slots_NK = _prefill_rows(ids_T, at_T, step)
     mask = row_mask(probe.seen, rows.position_ids_NL, slots_NK.shape[1], step.cache.tensors[0].dtype)
-    cache = RowCache(step, probe.events, slots_NL, slots_NK)
+    cache = RowKVCache(step, probe.events, slots_NL, slots_NK)
     output = decoder(
         input_ids=rows.input_ids_NL,
         position_ids=rows.position_ids_NL,

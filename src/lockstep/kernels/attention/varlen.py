@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lockstep.kernels.attention.explicit import causal_attention
 from lockstep.kernels.attention.flash import flash_fits, flash_shared, flash_varlen, flash_with_sinks
@@ -32,17 +32,29 @@ def varlen_attention(
     `softcap` c replaces a score s by c * tanh(s / c). `sinks_H` are attention sinks: one logit per head that takes a
     part of the probability mass.
     """
-    run = _fused(query_THD, value_TGD, layout, dropout, softcap, sinks_H)
+    value_size = value_TGD.shape[-1]
+    size = max(query_THD.shape[-1], value_size)
+    # In latent attention (MLA) and some other models, keys and values have different sizes, but the kernels support
+    # only equal sizes. Further columns of zeros change neither the scores nor the output.
+    query = _widened(query_THD, size)
+    run = _fused(query, layout, dropout, softcap, sinks_H)
     if run is None:
         return _buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout, softcap, sinks_H)
+    key, value = _widened(key_TGD, size), _widened(value_TGD, size)
     unbounded = window is None or layout.longest <= window
     shared = _shared(layout) if unbounded and sinks_H is None else None
     if shared is not None:
-        return shared(query_THD, key_TGD, value_TGD, layout.cascade, scale)
+        return shared(query, key, value, layout.cascade, scale)[..., :value_size]
     sharing = layout.sharing
-    qkv = (_expand(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
+    qkv = (_expand(rows, sharing) for rows in (query, key, value))
     out = run(*qkv, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
-    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.packed_index_E)
+    out = out if sharing is None else _Take.apply(out, sharing.first_T, sharing.packed_index_E)
+    return out[..., :value_size]
+
+
+def _widened(rows_THD: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - rows_THD.shape[-1]
+    return pad(rows_THD, (0, missing)) if missing else rows_THD
 
 
 def _buckets(
@@ -113,16 +125,14 @@ KERNELS: dict[str, Fused | None] = {
 
 def _fused(
     query_THD: torch.Tensor,
-    value_TGD: torch.Tensor,
     layout: Layout,
     dropout: float,
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> Callable[..., torch.Tensor] | None:
-    """Returns the device's kernel if it supports these inputs, else None."""
+    """Returns the device's kernel if it supports these inputs with keys and values of equal size, else None."""
     fused = KERNELS[layout.kernel]
-    # In latent attention (MLA), keys and values have different sizes, but the kernels support only equal sizes.
-    if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
+    if fused is None:
         return None
     if softcap is not None or not fused.fits(query_THD, layout, dropout):
         return None
