@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lockstep.model.miniature import miniature_config, randomise
 
 # What a class needs besides its defaults to have both recurrent and attention layers.
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -36,3 +41,16 @@ FURTHER = (
 
 def hybrid_config(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **SWITCHES.get(model_type, {}))
+
+
+def write_hybrid(folder: Path, model_type: str, tokenizer_from: Path) -> Path:
+    """Writes a small random model of the class, with the tokenizer of another folder."""
+    config = miniature_config(hybrid_config(model_type))
+    config.vocab_size, config.max_position_embeddings = 259, 512
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer_from / name, folder)
+    return folder
