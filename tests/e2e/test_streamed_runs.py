@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -131,3 +132,32 @@ def test_a_plan_counts_rows_and_is_refused(recipe_file: Path, capfd: pytest.Capt
     assert run("plan", recipe_file, "data.streaming=true") != 0
     assert "data.streaming [unsupported-combination]" in " ".join(capfd.readouterr().err.split())
     assert run("data", "show", recipe_file, "data.streaming=true", "--rows", "1") == 0
+
+
+def test_preference_pairs_are_streamed(recipe_file: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": f"{n}+1?", "chosen": f"#### {n + 1}", "rejected": f"{n} or so"} for n in range(24)
+    ]
+    settings = ["method=dpo", f"data.train={shards(tmp_path / 'pairs', rows)}", "data.val=[]", "run.export=false"]
+    assert run("train", recipe_file, *settings, "run.steps=4", *STREAMED) == 0
+    losses = dict(facts(tmp_path / "runs" / "run"))
+    assert losses[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses[4]["data/streamed"] == 32.0
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["memory", "streamed"])
+def test_a_split_text_trains_alike_in_any_packing(recipe_file: Path, tmp_path: Path, streaming: bool) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"What is {n} plus {n}? It is {2 * n}. " for n in range(60)) + "\nShort.\n")
+    settings = [f"data.train={text}", "data.val=[]", "data.long_text=split", "data.max_tokens=48", "run.export=false"]
+    settings += ["run.steps=3", *(STREAMED if streaming else [])]
+    packings = {"packed": ["batch.tokens=48"], "wide": ["batch.tokens=300"]}
+    packings["padded"] = ["batch.tokens=null", "batch.micro_batch_size=2"]
+    found = {}
+    for name, keys in packings.items():
+        assert run("train", recipe_file, f"run.name={name}", *settings, *keys) == 0
+        found[name] = dict(facts(tmp_path / "runs" / name))
+    for step in (1, 2, 3):
+        for name in ("wide", "padded"):
+            assert found[name][step]["train/trained_tokens"] == found["packed"][step]["train/trained_tokens"]
+            assert found[name][step]["train/loss"] == pytest.approx(found["packed"][step]["train/loss"], rel=2e-6)

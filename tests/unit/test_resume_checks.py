@@ -129,6 +129,17 @@ def test_another_path_of_the_same_role_is_compared_by_content_where_there_are_fi
         refuse_changed_recipe(state(before), resolved(now), model_paths(now))
 
 
+def test_a_checkpoint_of_an_earlier_version_lacks_newer_keys() -> None:
+    """The default of a new key is the earlier behaviour; another value is a change."""
+    before = state(recipe())
+    for key in ("streaming", "long_text", "sample_by", "shuffle_buffer"):
+        del before.recipe["data"][key]
+    assert refuse_changed_recipe(before, resolved(recipe()), {}) == []
+    now = recipe(data={"train": "rows.jsonl", "long_text": "split"})
+    with pytest.raises(Refusal, match=r"data\.long_text"):
+        refuse_changed_recipe(before, resolved(now), {})
+
+
 def test_another_number_of_reward_models_is_refused() -> None:
     before, now = recipe("grpo", reward={"model": "one"}), recipe("grpo", reward={"model": ["one", "two"]})
     told = {key: {"path": "one", "files": {}} for key in model_paths(before)}

@@ -275,3 +275,26 @@ def test_rows_keep_their_columns_only_for_such_functions(tmp_path: Path, tiny_fo
 
     assert columns(fields) == rows
     assert columns(frozenset()) == [{}, {}]
+
+
+def test_a_run_scores_whole_groups_and_tells_the_step(online_file: Path, tmp_path: Path) -> None:
+    from conftest import run, write_jsonl
+
+    seen = tmp_path / "seen.txt"
+    (tmp_path / "reward.py").write_text(
+        "def letters(completions, index, trainer_state, **kwargs):\n"
+        f"    with open({str(seen)!r}, 'a') as file:\n"
+        "        print(trainer_state.global_step, trainer_state.max_steps, *index, file=file)\n"
+        "    return [len(set(text)) / 20 for text in completions]\n"
+    )
+    rows: list[dict[str, object]] = [{"prompt": f"{n}+{n}?", "index": n} for n in range(8)]
+    train = write_jsonl(tmp_path / "texts.jsonl", rows)
+    settings = [f"data.train={train}", "data.shuffle=false", "run.steps=2", "run.export=false"]
+    assert run("train", online_file, *settings) == 0
+    tested, *steps = seen.read_text().splitlines()
+    assert tested.startswith("0 2 ")
+    # Two steps of four prompts, each with three responses.
+    expected = [range(4), range(4, 8)]
+    assert steps == [
+        f"{step} 2 {' '.join(str(n) for n in prompts for _ in range(3))}" for step, prompts in enumerate(expected)
+    ]

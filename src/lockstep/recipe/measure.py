@@ -39,6 +39,12 @@ def facts_of(key: str) -> Facts:
     return facts
 
 
+def is_default(key: str, value: Any) -> bool:
+    """Returns whether a value is the default of a dotted key."""
+    fields = list(_fields_along(key))
+    return bool(fields) and bool(fields[-1].get_default(call_default_factory=True, validated_data={}) == value)
+
+
 def _fields_along(key: str) -> Iterator[FieldInfo]:
     section: type[Section] | None = Recipe
     for name in (part for part in key.split(".") if not part.isdigit()):

@@ -18,7 +18,7 @@ from lockstep.model.resolve import adapter_folder, model_folder
 from lockstep.preflight.model_checks import has_critic
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import resolved
-from lockstep.recipe.measure import facts_of
+from lockstep.recipe.measure import facts_of, is_default
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Optim
@@ -63,7 +63,9 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     # Secrets are masked before the comparison.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
-    unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    # An earlier lockstep version does not know a newer key, whose default is the behaviour of that version.
+    newer = {key for key in new.keys() - old.keys() if is_default(key, new[key])}
+    unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in newer]
     return [Changed(key, old.get(key), new.get(key)) for key in unlike]
 
 
