@@ -4,11 +4,14 @@ the template; every remedy that a refusal advises is tried."""
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from conftest import run, write_jsonl
 from conversations import conversations
 from lockstep.data.array_store import Store, stored
 from lockstep.data.encode.builtin_templates import builtin_text
@@ -238,6 +241,7 @@ def test_a_message_that_the_template_changes_is_not_trained(rows: Rows) -> None:
         bot("B", reasoning_content="r"),
         bot("B", reasoning_content="\nr\n"),
         bot("B", reasoning="r"),
+        bot("B", reasoning_content=[{"type": "text", "text": "r"}]),
         bot("B", thinking="r"),
     ],
 )
@@ -259,6 +263,7 @@ def test_empty_reasoning_is_an_empty_block(rows: Rows, turn: Row) -> None:
     [
         (bot("<think>r</think>B", reasoning_content="s"), ("invalid-chat", "message 2 (assistant)", "twice")),
         (bot("B", reasoning_content="s", thinking="t"), ("invalid-chat", "reasoning_content and in thinking")),
+        (bot("B", reasoning_content={"text": "s"}), ("not-text", "reasoning_content of message 2 (assistant) is dict")),
         (bot("Well <think>r</think>B"), ("template-changes-chat", "assistant turn 1 (message 2)")),
         (bot("<think>r</think>B</think>C"), ("template-changes-chat", "assistant turn 1 (message 2)")),
     ],
@@ -266,6 +271,11 @@ def test_empty_reasoning_is_an_empty_block(rows: Rows, turn: Row) -> None:
 def test_reasoning_that_would_be_lost_is_refused(rows: Rows, turn: Row, problem: tuple[str, ...]) -> None:
     with refuses("rows.jsonl row 7", *problem):
         rows(QWEN3, chat(user("a"), turn))
+
+
+def test_special_tokens_in_reasoning_are_counted(rows: Rows) -> None:
+    rows(QWEN3, chat(user("a"), bot("B", reasoning_content="r")), chat(user("a"), bot("B", thinking="<|im_end|>")))
+    assert rows.reader.special_rows == 1
 
 
 # -- arguments of the template, per row --------------------------------------------------------------------------------
@@ -401,3 +411,31 @@ def test_a_template_that_fails_names_the_message(rows: Rows, marks: str) -> None
     row = chat({"role": "system", "content": "S"}, user("a"), bot("B"), user("c"), user("d"), bot("E"))
     told = refused(rows, GEMMA.replace("bos_token }}", f"bos_token }}}}{marks}"), row)
     assert "[template-error]: the chat template refuses this chat at message 5: roles must alternate" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", ["all", "each"])
+def test_a_run_reports_turns_and_template_and_keeps_the_template(
+    turns: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    shutil.copytree(tiny_folder, "model")
+    Path("model/chat_template.jinja").write_text(QWEN3)
+    made = conversations(12, tools=False, seed=2)
+    write_jsonl(Path("rows.jsonl"), [{"messages": one.messages, **one.inputs} for one in made])
+    count = sum(turn["role"] == "assistant" for one in made for turn in one.messages)
+    settings = {
+        "model": {"path": "model"},
+        "device": "cpu",
+        "data": {"train": "rows.jsonl", "turns": turns},
+        "batch": {"tokens": 2048, "rows_per_update": 4},
+        "run": {"name": "chats", "folder": "runs", "steps": 1},
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(settings))
+    assert run("train", "recipe.yaml") == 0
+    told = " ".join("".join(capsys.readouterr()).split())
+    assert f"; {count} turns trained" in told
+    assert ("rows use the append-only template qwen3" in told) == (turns == "all")
+    assert ("one sequence per turn" in told) == (turns == "each")
+    assert Path("runs/chats/export/chat_template.jinja").read_text() == QWEN3

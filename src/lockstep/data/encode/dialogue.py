@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.encode.messages import as_messages, is_message
+from lockstep.data.encode.messages import REASONING, as_messages, is_message
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
@@ -241,11 +241,12 @@ class SpecialText:
         self._any = re.compile("|".join(map(re.escape, sorted(names))) or r"(?!)")
 
     def inside(self, turns: Iterable[Turns]) -> bool:
-        """Returns whether a text or a message content contains a special token."""
+        """Returns whether a text, or the content or reasoning of a message, contains a special token."""
         return any(
-            self._in(str(message.get("content") or ""))
+            self._in(str(message.get(key) or ""))
             for one in turns
             for message in ([{"content": one}] if isinstance(one, str) else one)
+            for key in (("content",) if len(message) <= 2 else ("content", *REASONING))
         )
 
     def _in(self, text: str) -> bool:

@@ -78,12 +78,22 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     ]
     if written == "function_call":
         calls, content = _written_calls(content, where, origin), ""
+    _read_reasoning(fields, where, origin)
     weight = _weight(fields, role, number, origin)
     found: Message = {**fields, **weight, "role": role, "content": content}
     if calls:
         found[_CALLS] = [_call(call, f"call {i} of {where}", origin) for i, call in enumerate(calls, 1)]
         found["content"] = "" if content is None else content
     return found
+
+
+def _read_reasoning(fields: dict[str, Any], where: str, origin: Origin) -> None:
+    """Writes the reasoning of a message as text. Templates would ignore anything else."""
+    for key in fields.keys() & set(REASONING):
+        fields[key] = _content(fields[key], where, origin)
+        if not isinstance(fields[key], str):
+            kind = type(fields[key]).__name__
+            raise Refusal.at(origin, f"{key} of {where} is {kind}, not text", "write it as text", code="not-text")
 
 
 def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> dict[str, int]:
