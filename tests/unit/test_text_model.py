@@ -181,6 +181,8 @@ def test_sizes_come_from_the_text_config() -> None:
     # Layers of several widths: the widest counts.
     widths = Gemma3nConfig(text_config={"num_hidden_layers": 2, "intermediate_size": [16, 32]})
     assert text_sizes(widths).inner == 32
+    # transformers refuses to read a size that differs between layers. Full attention has heads of 512 here.
+    assert text_sizes(AutoConfig.for_model("gemma4")).head_size == 512
 
 
 def test_the_class_is_the_one_that_architectures_names() -> None:

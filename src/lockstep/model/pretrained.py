@@ -25,6 +25,7 @@ SETTINGS = ("config.json", "tokenizer_config.json", GENERATION, "special_tokens_
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Config keys that can make transformers download kernels from the hub and run them.
 _KERNELS = frozenset({"attn_implementation", "experts_implementation"})
+NEWER = "update transformers if the model is newer than the installed version, or copy the model folder again"
 NO_CODE = "use a model that transformers supports without remote code, or convert this model to one"
 
 
@@ -45,7 +46,7 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
             raise Refusal.at(where, why, NO_CODE, code="untrusted-code") from error
         damage = _damaged_file(Path(path))
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
-        remedy = "copy or download the damaged file again" if damage else ""
+        remedy = "copy or download the damaged file again" if damage else NEWER
         raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy, code="unreadable") from error
 
 
