@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from lockstep.device.select import select
 from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.sampling import sequence_keys
+from lockstep.model.check import build_miniature, try_architecture
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
+from lockstep.rollout.engine_check import try_engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.sampler import choose
 from lockstep.run.console import Console
@@ -61,6 +64,18 @@ def test_paged_decode_equals_its_twin(dtype, heads, groups, size, window, block)
             torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
             assert torch.equal(poor[0], keys)
             assert torch.equal(poor[1], values)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", "deepseek_v32", "gemma4_text", "mimo_v2_flash", "diffllama", "llama4_text", "minimax_m3_vl_text"],
+)
+def test_the_engine_equals_transformers(name: str) -> None:
+    """Latents, indexers, shared planes, several sizes, several calls and chunks with the kernels of the device."""
+    device = select("cuda")
+    miniature = build_miniature(AutoConfig.for_model(name), device.attention, torch.device("cuda"))
+    try_architecture(miniature)
+    try_engine(miniature, device)
 
 
 WAYS: list[dict[str, Any]] = [

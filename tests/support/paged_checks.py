@@ -8,26 +8,49 @@ BLOCK = 4
 
 
 def _agree(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, **more
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    chunk: int | None = None,
 ) -> None:
-    """The kernel with and without splits, reading the last token from the cache or writing it there."""
+    """The kernel with and without splits, in single and on a device in half precision, reading the last token from the
+    cache or writing it there."""
+    dtypes = (torch.float32, torch.bfloat16) if query.is_cuda else (torch.float32,)
+    for dtype in dtypes:
+        latent = values.data_ptr() == keys.data_ptr()
+        cached = keys.to(dtype)
+        own = cached[..., : values.shape[-1]] if latent else values.to(dtype)
+        _agree_in(query.to(dtype), cached, own, table, lengths, chunk)
+
+
+def _agree_in(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    chunk: int | None,
+) -> None:
     from lockstep.kernels.attention.paged import gathered_decode
     from lockstep.kernels.attention.paged_triton import paged_decode
 
     latent = values.data_ptr() == keys.data_ptr()
+    close = {"rtol": 1e-4, "atol": 1e-5} if query.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     common = (table, lengths, BLOCK, 0.2, None)
-    twin = gathered_decode(query, keys, values, *common, **more)
+    twin = gathered_decode(query, keys, values, *common, chunk=chunk)
     last = table.gather(1, ((lengths - 1) // BLOCK)[:, None])[:, 0] * BLOCK + (lengths - 1) % BLOCK
     new = keys[last].clone(), values[last].clone()
     for splits in (1, 2):
-        found = paged_decode(query, keys, values, *common, splits=splits, **more)
-        torch.testing.assert_close(found, twin, rtol=1e-4, atol=1e-5)
+        found = paged_decode(query, keys, values, *common, splits=splits, chunk=chunk)
+        torch.testing.assert_close(found, twin, **close)
         poor_keys, poor_values = keys.clone(), values.clone()
         if latent:
             poor_values = poor_keys[..., : values.shape[-1]]
         poor_keys[last], poor_values[last] = 9.0, 9.0
-        found = paged_decode(query, poor_keys, poor_values, *common, new=new, splits=splits, **more)
-        torch.testing.assert_close(found, twin, rtol=1e-4, atol=1e-5)
+        found = paged_decode(query, poor_keys, poor_values, *common, new=new, splits=splits, chunk=chunk)
+        torch.testing.assert_close(found, twin, **close)
         assert torch.equal(poor_keys, keys)
         assert torch.equal(poor_values, values)
 

@@ -64,6 +64,8 @@ def page(outcomes: Mapping[Case, Outcome]) -> str:
         _names(case for case, one in outcomes.items() if one.status == "supported"),
     ]
     for status, (title, about) in SECTIONS.items():
+        if not counts[status]:
+            continue
         lines += ["", f"## {title}", ""]
         if about:
             lines += [about, ""]

@@ -152,7 +152,7 @@ class Decoder:
         width = rows.input_ids_NL.shape[1]
         mask = row_mask(probe.seen, rows.position_ids_NL, width, self.model.get_input_embeddings().weight.dtype)
         with sequences(self.moving, batch.lengths, rows.input_ids_NL.shape, None, False, None):
-            output = self._run(rows.input_ids_NL, rows.position_ids_NL, layout=RowPass(mask), attention_mask=mask)
+            output = self._run(rows.input_ids_NL, rows.position_ids_NL, layout=RowPass(), attention_mask=mask)
         if self.records_router_logits:
             shape = rows.input_ids_NL.shape
             self.router_logits = tuple(rows.back(logits.view(*shape, -1))[0] for logits in output.router_logits)

@@ -28,15 +28,13 @@ TOKENS, BLOCKS = SELECTIONS
 
 @dataclass(frozen=True)
 class RowPass:
-    """A forward pass over right-padded rows whose modules build their own masks."""
-
-    mask: torch.Tensor
-    """The causal mask (N, 1, L, K) of transformers: 0 where a token is seen, else the lowest number."""
-    cache: RowKVCache | None = None
+    """The layout of a forward pass over right-padded rows, whose modules get a causal mask and build their own masks
+    from it."""
 
 
 def row_mask(seen: Seen, queries_NL: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the causal mask (N, 1, L, keys) of queries at these positions."""
+    """Returns the causal mask (N, 1, L, keys) of queries at these positions as transformers builds it: 0 where a token
+    is seen, else the lowest number."""
     positions = torch.arange(keys, device=queries_NL.device)
     shown = seen.sees(queries_NL[:, :, None], positions[None, None, :])
     mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
@@ -275,7 +273,7 @@ def engine_rows(
         attention_mask=mask,
         past_key_values=cache,
         use_cache=False,
-        layout=RowPass(mask, cache),
+        layout=RowPass(),
     )
     return rows.back(output.last_hidden_state)[0]
 
