@@ -25,6 +25,12 @@ and rotary scalings that are off by default (`llama+yarn`). It compares each acc
 with other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
 {unbuilt} of classes that cannot be built small. The sweep fails if an accepted model is wrong.
 
+Hybrid models (gated delta rule, Mamba, lightning attention, short convolutions): in a packed row every sequence starts
+with an empty state, and the built-in engine keeps one state per sequence next to the KV cache. The modules' own code
+runs on grids of sequences of similar length, so transformers uses flash-linear-attention, causal-conv1d and mamba-ssm
+if they are installed; without them it uses plain torch, which is slower. Context parallelism is rejected, and tensor
+parallelism leaves the recurrent layers undivided.
+
 Mixture-of-experts models: `model.aux_loss_coef` weighs the load-balancing loss, which is computed over the full update
 for any packing. Router noise in training is rejected, because it depends on the packing.
 """
