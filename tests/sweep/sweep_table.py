@@ -31,6 +31,12 @@ the language model. The export copies the tensors of the towers byte by byte, an
 `AutoModelForImageTextToText` loads it. Rows with placeholders of images or audio are rejected. A reward model is
 exported without towers, as the classifier of the text config; if transformers has no such class, `rm` is rejected.
 
+Hybrid models (gated delta rule, Mamba, lightning attention, short convolutions): in a packed row every sequence starts
+with an empty state, and the built-in engine keeps one state per sequence next to the KV cache. The modules' own code
+runs on grids of sequences of similar length, so transformers uses flash-linear-attention, causal-conv1d and mamba-ssm
+if they are installed; without them it uses plain torch, which is slower. Context parallelism is rejected, and tensor
+parallelism leaves the recurrent layers undivided.
+
 Mixture-of-experts models: `model.aux_loss_coef` weighs the load-balancing loss, which is computed over the full update
 for any packing. Router noise in training is rejected, because it depends on the packing.
 """

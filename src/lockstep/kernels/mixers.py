@@ -30,6 +30,8 @@ TOKENWISE_KINDS = frozenset({"mlp", "moe"})
 CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value")
 STATE_PARAMETERS = frozenset({*CACHE_PARAMETERS, "use_cache"})
 
+# Optional packages whose kernels transformers uses in recurrent modules.
+RECURRENCE_PACKAGES = ("flash-linear-attention", "causal-conv1d", "mamba-ssm")
 # Attribute of a linear layer with a LoRA adapter.
 ADAPTER = "lora_A"
 

@@ -25,6 +25,7 @@ from lockstep.device.base import EMULATED
 from lockstep.device.select import DEVICES
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.fused import KERNEL_PACKAGES
+from lockstep.kernels.mixers import RECURRENCE_PACKAGES
 from lockstep.run.caches import VERIFIED, cache_home
 from lockstep.run.console import Console
 from lockstep.version import PACKAGE_FOLDER
@@ -221,7 +222,8 @@ def fingerprint(config: Any, *more: str) -> str:
     """Returns a hash of the model config, the versions of packages and lockstep's code. The hash does not depend on
     weights and paths."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    versions = [torch.__version__, version("transformers"), *map(_version, KERNEL_PACKAGES), _code()]
+    packages = (*KERNEL_PACKAGES, *RECURRENCE_PACKAGES)
+    versions = [torch.__version__, version("transformers"), *map(_version, packages), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
