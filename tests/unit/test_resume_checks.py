@@ -140,6 +140,15 @@ def test_a_checkpoint_of_an_earlier_version_lacks_newer_keys() -> None:
         refuse_changed_recipe(before, resolved(now), {})
 
 
+@pytest.mark.parametrize("key", ["overlong", "bad_rows"])
+def test_rows_that_would_have_stopped_the_run_may_be_dropped_from_now_on(key: str) -> None:
+    strict, lenient = (recipe(data={"train": "rows.jsonl", key: value}) for value in ("error", "drop"))
+    (change,) = refuse_changed_recipe(state(strict), resolved(lenient), {})
+    assert (change.key, change.now) == (f"data.{key}", "drop")
+    with pytest.raises(Refusal, match=key):
+        refuse_changed_recipe(state(lenient), resolved(strict), {})
+
+
 def test_another_number_of_reward_models_is_refused() -> None:
     before, now = recipe("grpo", reward={"model": "one"}), recipe("grpo", reward={"model": ["one", "two"]})
     told = {key: {"path": "one", "files": {}} for key in model_paths(before)}

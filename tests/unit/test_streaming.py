@@ -22,8 +22,8 @@ from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.row_reader import Kept
 from lockstep.data.sources.read import read_rows
-from lockstep.data.sources.shards import open_shards
-from lockstep.data.streaming import RowStream, stream_rows
+from lockstep.data.sources.shards import Shard, open_shards
+from lockstep.data.streaming import SAMPLED_ROWS, RowStream, _first_rows, stream_rows
 from lockstep.errors import Problem, Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data
@@ -269,6 +269,28 @@ def test_bad_rows_are_refused_or_dropped_and_counted(tmp_path: Path) -> None:
     stream.between(300, 301)
     progress = stream.progress(301, "train")
     assert progress == {"train/epoch": 1.0, "data/streamed": 301.0, "data/dropped": 2.0, "data/truncated": 0.0}
+
+
+def test_a_new_column_with_a_meaning_is_refused(tmp_path: Path) -> None:
+    """A reader finds its columns before training, so it would ignore the tools of a later row."""
+    write_numbers(tmp_path, [range(300)])
+    with (tmp_path / "part-0.jsonl").open("a") as file:
+        file.write('{"n": 300, "id": 1}\n{"n": 301, "tools": []}\n')
+    with refuses("part-0.jsonl line 302", "mixed-rows", "'tools'", remedy="null"):
+        streamed(tmp_path, shuffle=False).between(0, 302)
+    # The column is known if the first rows have it.
+    (tmp_path / "part-1.jsonl").write_text('{"n": 302, "tools": null}\n')
+    assert numbers(streamed(tmp_path, shuffle=False).between(0, 303)) == list(range(303))
+
+
+def test_text_files_are_not_all_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(300):
+        (tmp_path / f"{number:03}.txt").write_text(f"text {number}")
+    opened: list[str] = []
+    rows = Shard.rows
+    monkeypatch.setattr(Shard, "rows", lambda self, first=0: opened.append(self.name) or rows(self, first))
+    shards, _ = open_shards(str(tmp_path), "document")
+    assert len(list(_first_rows(shards))) == SAMPLED_ROWS == len(opened)
 
 
 def test_bad_first_rows_are_refused_before_training(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 The order of rows depends only on the files and `run.seed`. In each epoch the files are visited in a new order. The
 rows of the files, in this order, are divided into windows of `data.shuffle_buffer` rows, and the rows of a window are
-shuffled. So only one window of rows is in memory. The position in a window and the place where the window starts are
-enough to continue: a checkpoint stores them as numbers (`RowStream.state`).
+shuffled. So only one window of rows is in memory. To continue, a run needs only the start of the window and the
+position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
 
 Every rank reads all rows, and an update has the same rows for any number of ranks (`data/updates.py` divides them).
 """
@@ -22,9 +22,11 @@ from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import OverLimit
 from lockstep.data.row_reader import Kept, RowReader
 from lockstep.data.sources.mix import permutation
+from lockstep.data.sources.rowset import FORMAT_COLUMNS, OPTIONAL
 from lockstep.data.sources.shards import OriginRow, Shard, open_shards
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.keys_data import Data, Source
+from lockstep.types import Origin, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,10 +67,24 @@ class StreamCursor:
 
 @dataclass(frozen=True)
 class SourceShard(Generic[T]):
-    """A file and the reader that encodes its rows."""
+    """A file, the reader that encodes its rows, and the columns that the reader knows."""
 
     shard: Shard
     reader: RowReader[T]
+    columns: frozenset[str]
+
+    def encoded(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]:
+        """Encodes a row. Refuses a row with a column that changes its meaning and that the first rows lack: the reader
+        would ignore the column."""
+        unknown = sorted((row.keys() - self.columns) & (FORMAT_COLUMNS | OPTIONAL))
+        if unknown:
+            raise Refusal.at(
+                origin,
+                f"has the column {unknown[0]!r}, which the first rows of the source lack",
+                f"add {unknown[0]!r} to the first row of the file, as null if it has no value",
+                code="mixed-rows",
+            )
+        return self.reader(row, origin)
 
 
 class ShardPool(Generic[T]):
@@ -80,43 +96,42 @@ class ShardPool(Generic[T]):
         self._shuffle, self._buffer, self._drop_bad = data.shuffle, data.shuffle_buffer, data.bad_rows == "drop"
         self.go_to(StreamCursor())
 
-    def go_to(self, place: StreamCursor) -> None:
-        self.place = place
+    def go_to(self, cursor: StreamCursor) -> None:
+        self.cursor = cursor
         self._rows: Iterator[tuple[int, int, OriginRow]] | None = None
         self._window: list[tuple[int, OriginRow] | None] | None = None
-        self._window_end = place.shard, place.row
+        self._window_end = cursor.shard, cursor.row
         self._items: deque[Kept[T]] = deque()
         # None: the start of the epoch was not seen, so it is unknown whether the epoch gave items.
-        self._given_before: int | None = place.given if place == StreamCursor() else None
+        self._given_before: int | None = cursor.given if cursor == StreamCursor() else None
 
     @property
     def resident_rows(self) -> int:
         """Number of rows in memory that are not encoded yet."""
         return sum(row is not None for row in self._window or ())
 
-    @property
-    def epoch(self) -> float:
-        """Number of epochs up to the window, in files."""
-        return self.place.epoch + self.place.shard / len(self.shards)
+    def epochs(self, cursor: StreamCursor) -> float:
+        """Returns the number of epochs up to the window of the cursor. A visited file is a fraction of an epoch."""
+        return cursor.epoch + cursor.shard / len(self.shards)
 
     def take(self) -> T:
         while not self._items:
             if self._window is None:
                 self._read_window()
-            elif self.place.used == len(self._window):
+            elif self.cursor.used == len(self._window):
                 self._next_window()
             else:
                 self._encode_row(self._window)
         kept = self._items.popleft()
-        place = self.place
-        at = {"item": place.item + 1} if self._items else {"used": place.used + 1, "item": 0}
-        self.place = replace(place, **at, given=place.given + 1, truncated=place.truncated + kept.truncated)
+        cursor = self.cursor
+        at = {"item": cursor.item + 1} if self._items else {"used": cursor.used + 1, "item": 0}
+        self.cursor = replace(cursor, **at, given=cursor.given + 1, truncated=cursor.truncated + kept.truncated)
         return kept.item
 
     def _read_window(self) -> None:
-        place = self.place
+        cursor = self.cursor
         if self._rows is None:
-            self._rows = self._rows_from(place.epoch, place.shard, place.row)
+            self._rows = self._rows_from(cursor.epoch, cursor.shard, cursor.row)
         read = list(islice(self._rows, self._buffer))
         if not read:
             self._next_epoch()
@@ -125,29 +140,29 @@ class ShardPool(Generic[T]):
         self._window_end = last_shard, last_row + 1
         order: Iterable[int] = range(len(read))
         if self._shuffle:
-            order = permutation(len(read), *self._key, _WINDOW, place.epoch, place.window).tolist()
-        visits = self._visits(place.epoch)
+            order = permutation(len(read), *self._key, _WINDOW, cursor.epoch, cursor.window).tolist()
+        visits = self._visits(cursor.epoch)
         self._window = [(visits[read[number][0]], read[number][2]) for number in order]
-        self._window[: place.used] = [None] * place.used
+        self._window[: cursor.used] = [None] * cursor.used
 
     def _next_window(self) -> None:
         shard, row = self._window_end
-        self.place = replace(self.place, window=self.place.window + 1, shard=shard, row=row, used=0, item=0)
+        self.cursor = replace(self.cursor, window=self.cursor.window + 1, shard=shard, row=row, used=0, item=0)
         self._window = None
 
     def _next_epoch(self) -> None:
-        place = self.place
-        if place.given == self._given_before:
+        cursor = self.cursor
+        if cursor.given == self._given_before:
             names = self.shards[0].shard.name + (f" and {len(self.shards) - 1} more files" * (len(self.shards) > 1))
             raise Refusal.at(
                 names,
-                f"no row of an epoch can be trained: {place.dropped:,} were dropped",
+                f"no row of an epoch can be trained: {cursor.dropped:,} were dropped",
                 "check data.overlong, data.bad_rows and data.max_tokens (online methods: data.max_prompt_tokens)",
                 code="no-rows",
             )
-        counts = {"given": place.given, "dropped": place.dropped, "truncated": place.truncated}
-        self.place = StreamCursor(epoch=place.epoch + 1, **counts)
-        self._rows, self._given_before = None, place.given
+        counts = {"given": cursor.given, "dropped": cursor.dropped, "truncated": cursor.truncated}
+        self.cursor = StreamCursor(epoch=cursor.epoch + 1, **counts)
+        self._rows, self._given_before = None, cursor.given
 
     def _visits(self, epoch: int) -> list[int]:
         """Returns the order in which the epoch visits the files."""
@@ -165,24 +180,24 @@ class ShardPool(Generic[T]):
 
     def _encode_row(self, window: list[tuple[int, OriginRow] | None]) -> None:
         """Encodes the next row of the window into `_items`. A row without items is counted and skipped."""
-        place = self.place
-        visited = window[place.used]
+        cursor = self.cursor
+        visited = window[cursor.used]
         assert visited is not None
         which, (origin, row) = visited
-        window[place.used] = None
+        window[cursor.used] = None
         try:
-            found = self.shards[which].reader(row, origin)
+            found = self.shards[which].encoded(row, origin)
         except Refusal as refusal:
             of_row = refusal.problems[0].where == str(origin) and not isinstance(refusal, OverLimit)
             if not (self._drop_bad and of_row):
                 raise Refusal(with_drop_hint(refusal.problems)) from refusal
             found = [None]
         kept = [one for one in found if one is not None]
-        if place.item == 0:
-            self.place = place = replace(place, dropped=place.dropped + len(found) - len(kept))
+        if cursor.item == 0:
+            self.cursor = cursor = replace(cursor, dropped=cursor.dropped + len(found) - len(kept))
         if not kept:
-            self.place = replace(place, used=place.used + 1)
-        self._items.extend(kept[place.item :])
+            self.cursor = replace(cursor, used=cursor.used + 1)
+        self._items.extend(kept[cursor.item :])
 
 
 class RowStream(Generic[T]):
@@ -195,7 +210,7 @@ class RowStream(Generic[T]):
         self.pools, self._weights, self._check = pools, weights, check
         self.rows_per_update, self.position = rows_per_update, 0
         self._recent: OrderedDict[int, T] = OrderedDict()
-        self._places: OrderedDict[int, list[StreamCursor]] = OrderedDict()
+        self._cursors: OrderedDict[int, list[StreamCursor]] = OrderedDict()
 
     def take(self, step: int) -> list[T]:
         """Returns the rows of update `step`, counted from 0."""
@@ -211,16 +226,16 @@ class RowStream(Generic[T]):
         return items
 
     def _go_to(self, position: int) -> None:
-        """Continues at an earlier or later position. Without a known place, all items before it are read again."""
-        places = self._places.get(position)
-        if places is not None or position < self.position:
-            self._set(position if places else 0, places or [StreamCursor()] * len(self.pools))
+        """Continues at an earlier or later position. Without a known cursor, all items before it are read again."""
+        cursors = self._cursors.get(position)
+        if cursors is not None or position < self.position:
+            self._set(position if cursors else 0, cursors or [StreamCursor()] * len(self.pools))
         while self.position < position:
             self._next()
 
-    def _set(self, position: int, places: Sequence[StreamCursor]) -> None:
-        for pool, place in zip(self.pools, places, strict=True):
-            pool.go_to(place)
+    def _set(self, position: int, cursors: Sequence[StreamCursor]) -> None:
+        for pool, cursor in zip(self.pools, cursors, strict=True):
+            pool.go_to(cursor)
         self.position = position
         self._recent.clear()
 
@@ -229,48 +244,49 @@ class RowStream(Generic[T]):
             pool = self.pools[0]
         else:
             due = [(self.position + 1) * share / sum(self._weights) for share in self._weights]
-            behind = [wanted - one.place.given for wanted, one in zip(due, self.pools, strict=True)]
+            behind = [wanted - one.cursor.given for wanted, one in zip(due, self.pools, strict=True)]
             pool = self.pools[behind.index(max(behind))]
-        self._places[self.position] = self._now()
+        self._cursors[self.position] = self._now()
         item = pool.take()
         self._recent[self.position] = item
         self.position += 1
         while len(self._recent) > _KEPT_UPDATES * self.rows_per_update:
             self._recent.popitem(last=False)
-        while len(self._places) > _KEPT_UPDATES * self.rows_per_update:
-            self._places.popitem(last=False)
+        while len(self._cursors) > _KEPT_UPDATES * self.rows_per_update:
+            self._cursors.popitem(last=False)
         return item
 
     def _now(self) -> list[StreamCursor]:
-        return [pool.place for pool in self.pools]
+        return [pool.cursor for pool in self.pools]
 
     def state(self, position: int) -> dict[str, float]:
         """Returns the numbers with which a resumed run continues at `position`."""
-        places = self._now() if position == self.position else self._places.get(position)
-        if places is None:
+        cursors = self._now() if position == self.position else self._cursors.get(position)
+        if cursors is None:
             return {}  # the resumed run then reads all items before `position` again
         numbers = {"position": position}
-        for number, place in enumerate(places):
-            numbers |= {f"{number}/{key}": value for key, value in asdict(place).items()}
+        for number, cursor in enumerate(cursors):
+            numbers |= {f"{number}/{key}": value for key, value in asdict(cursor).items()}
         return {f"{_STATE}{key}": float(value) for key, value in numbers.items()}
 
     def restore(self, carried: Mapping[str, float]) -> None:
         """Continues at the position of a checkpoint."""
         if f"{_STATE}position" not in carried:
             return
-        places = []
+        cursors = []
         for number in range(len(self.pools)):
             numbers = {one.name: int(carried[f"{_STATE}{number}/{one.name}"]) for one in fields(StreamCursor)}
-            places.append(StreamCursor(**numbers))
-        self._places.clear()
-        self._set(int(carried[f"{_STATE}position"]), places)
+            cursors.append(StreamCursor(**numbers))
+        self._cursors.clear()
+        self._set(int(carried[f"{_STATE}position"]), cursors)
 
     def progress(self, position: int, group: str) -> dict[str, float]:
         """Returns the number of epochs of the source with the fewest epochs, and the counts of the rows so far."""
-        places = self._now()
+        # Asynchronous rollouts read ahead of `position`.
+        cursors = self._cursors.get(position) or self._now()
         names = {"streamed": "given", "dropped": "dropped", "truncated": "truncated"}
-        counts = {f"data/{name}": float(sum(getattr(place, key) for place in places)) for name, key in names.items()}
-        return {f"{group}/epoch": min(pool.epoch for pool in self.pools), **counts}
+        counts = {f"data/{name}": float(sum(getattr(cursor, key) for cursor in cursors)) for name, key in names.items()}
+        return {f"{group}/epoch": min(map(ShardPool.epochs, self.pools, cursors)), **counts}
 
 
 def stream_rows(
@@ -292,9 +308,9 @@ def stream_rows(
     problems: list[Problem] = []
     for source in sources:
         shards, ignored = open_shards(source.path, data.sample_by)
-        columns = tuple(dict.fromkeys(column for shard in shards for column in shard.columns()))
+        columns = tuple(dict.fromkeys(column for _, row in _first_rows(shards) for column in row))
         reader = open_rows(ColumnFinder(source, data, columns), tokenizer, limit)
-        by_source.append([SourceShard(shard, reader) for shard in shards])
+        by_source.append([SourceShard(shard, reader, frozenset(columns)) for shard in shards])
         problems += _sampled(loaded, shards, reader, drop_bad=data.bad_rows == "drop")
         files = f"{len(shards):,} file{'s' * (len(shards) > 1)}"
         loaded.notes.append(f"{source.path}: {files}, streamed as {reader.found()}")
@@ -325,31 +341,40 @@ def _described(shards: Sequence[Shard]) -> dict[str, object]:
     return {"fingerprint": digest, "files": files}
 
 
+def _first_rows(shards: Sequence[Shard]) -> Iterator[OriginRow]:
+    """Yields the first rows of a source and the first row of every further file. Raises `Refusal` for a file without
+    rows."""
+    left = SAMPLED_ROWS
+    for shard in shards:
+        if left <= 0 and shard.is_plain_text:
+            return  # all text files have the same columns, and a row may be a full file
+        read = 0
+        for one in islice(shard.rows(), max(1, left)):
+            read += 1
+            yield one
+        if not read:
+            raise Refusal.at(shard.name, "has no rows", "remove the file", code="no-rows")
+        left -= read
+
+
 def _sampled(
     loaded: LoadedRows[Any], shards: Sequence[Shard], reader: RowReader[Any], *, drop_bad: bool
 ) -> Iterator[Problem]:
     """Adds the first items of a source to the loaded rows. Yields the problems of the rows."""
     items: list[Any] = []
     loaded.sources.append(items)
-    left = SAMPLED_ROWS
-    for shard in shards:
-        read = 0
-        for origin, row in islice(shard.rows(), max(1, left)):
-            read += 1
-            try:
-                found = reader(row, origin)
-            except Refusal as refusal:
-                if not drop_bad or isinstance(refusal, OverLimit) or refusal.problems[0].where != str(origin):
-                    yield from refusal.problems
-                found = [None]
-            for kept in found:
-                if kept is None:
-                    loaded.counts.dropped += 1
-                    continue
-                items.append(kept.item)
-                loaded.counts.add(kept)
-                if isinstance(loaded, Dataset):
-                    loaded.end_tokens.update(kept.ends)
-        if not read:
-            yield Problem(shard.name, "has no rows", code="no-rows")
-        left -= read
+    for origin, row in _first_rows(shards):
+        try:
+            found = reader(row, origin)
+        except Refusal as refusal:
+            if not drop_bad or isinstance(refusal, OverLimit) or refusal.problems[0].where != str(origin):
+                yield from refusal.problems
+            found = [None]
+        for kept in found:
+            if kept is None:
+                loaded.counts.dropped += 1
+                continue
+            items.append(kept.item)
+            loaded.counts.add(kept)
+            if isinstance(loaded, Dataset):
+                loaded.end_tokens.update(kept.ends)

@@ -80,7 +80,11 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
     changed = changed_keys(state.recipe, now)
     compared = _models_by_key(roles)
     same = {key for key, numbered in _models_by_key(state.models).items() if compared.get(key) == numbered}
-    harmful = [one for one in changed if not facts_of(one.key).resumable and _without_index(one.key) not in same]
+    harmful = [
+        one
+        for one in changed
+        if not (facts_of(one.key).resumable or _without_index(one.key) in same or _stopped_before(one))
+    ]
     refuse_all(
         [
             Problem(
@@ -93,6 +97,12 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
         ]
     )
     return changed
+
+
+def _stopped_before(change: Changed) -> bool:
+    """Returns whether the old value is `error`, which stops a run at the first row that the new value would change. So
+    no row of the checkpoint was such a row. A run that streams its rows can continue after such a row."""
+    return change.key in ("data.overlong", "data.bad_rows") and change.before == "error"
 
 
 def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:

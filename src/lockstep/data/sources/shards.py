@@ -61,9 +61,10 @@ class Shard:
             return islice(self._arrow(), first, None)
         return islice(self._text(), first, None)
 
-    def columns(self) -> tuple[str, ...]:
-        """Returns the columns of the file. For a text file these are the columns of its first row."""
-        return tuple(next((row for _, row in self.rows()), {}))
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether the file is a .txt file, whose rows have only the column `text`."""
+        return self.file.format.startswith("txt")
 
     def described(self) -> dict[str, object]:
         """Returns the identity of the file: its size, and a hash of its size, start and end."""
