@@ -10,7 +10,23 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Chat = list[dict[str, Any]]
-WORDS = ("Rome", "warm", "2+3", "äö", "東京", "x < y", "line\nbreak", "{json}", "end.", "née", "'quoted'", "\U0001f600")
+WORDS = (
+    "Rome",
+    "warm",
+    "2+3",
+    "äö",
+    "東京",
+    "x < y",
+    "line\nbreak",
+    "{json}",
+    "end.",
+    "née",
+    "'quoted'",
+    " padded ",
+    "tail\n",
+    "\n\nhead",
+    "\U0001f600",
+)
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",

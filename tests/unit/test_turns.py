@@ -178,18 +178,36 @@ def test_a_system_message_that_the_template_moves(rows: Rows) -> None:
     )
 
 
-def test_preference_pairs_with_reasoning_keep_it(rows: Rows) -> None:
-    tokenizer: Any = load_tokenizer(str(rows.folder))
-    tokenizer.add_special_tokens({"eos_token": "<｜end▁of▁sentence｜>"})
-    tokenizer.chat_template = DEEPSEEK_R1
-    finder = ColumnFinder(Source(path="x"), Data(train=["x"]), ["prompt", "chosen", "rejected"])
+def pairs(folder: Path, template: str, eos: str, row: Row) -> tuple[list[str], str]:
+    """The texts of a preference pair, and what is reported of it."""
+    tokenizer: Any = load_tokenizer(str(folder))
+    tokenizer.add_special_tokens({"eos_token": eos})
+    tokenizer.chat_template = template
+    finder = ColumnFinder(Source(path="x"), Data(train=["x"]), list(row))
     reader = RankingRows(finder, tokenizer, 5000, read="response", several=False)
-    row = {"prompt": "a", "chosen": "<think>\nr\n</think>\n\nB", "rejected": "<think>\ns\n</think>\n\nC"}
     (kept,) = reader(row, ORIGIN)
     assert kept is not None
-    texts = [tokenizer.decode(list(example.ids)) for example in kept.item.examples]
+    return [tokenizer.decode(list(example.ids)) for example in kept.item.examples], reader.found()
+
+
+def test_preference_pairs_with_reasoning_keep_it(tiny_folder: Path) -> None:
+    row = {"prompt": "a", "chosen": "<think>\nr\n</think>\n\nB", "rejected": "<think>\ns\n</think>\n\nC"}
+    texts, found = pairs(tiny_folder, DEEPSEEK_R1, "<｜end▁of▁sentence｜>", row)
     assert texts[0].endswith("<｜User｜>a<｜Assistant｜><think>\nr\n</think>\n\nB<｜end▁of▁sentence｜>")
-    assert "1 rows use the append-only template deepseek-r1" in reader.found()
+    assert "1 rows use the append-only template deepseek-r1" in found
+
+
+def test_a_pair_of_several_turns_is_told_what_to_do(tiny_folder: Path) -> None:
+    """`data.turns` is no key of preference pairs; the advice is to make the first turns a part of the prompt."""
+    start = [bot("<think>r</think>B"), user("c")]
+    row = {"prompt": [user("a")], "chosen": [*start, bot("D")], "rejected": [*start, bot("E")]}
+    with refuses("rows.jsonl row 7", "template-unstable", "message 2", remedy="into the prompt") as caught:
+        pairs(tiny_folder, FORGETS, "<|im_end|>", row)
+    assert "data.turns" not in str(caught.value)
+    moved = {"prompt": [user("a"), *start], "chosen": [bot("D")], "rejected": [bot("E")]}
+    assert pairs(tiny_folder, FORGETS, "<|im_end|>", moved)[0][0].endswith(f"{BOT}D<|im_end|>\n")
+    # A template that is recognised renders such a row in its append-only version.
+    assert "append-only template qwen3" in pairs(tiny_folder, QWEN3, "<|im_end|>", row)[1]
 
 
 # -- data.train_roles --------------------------------------------------------------------------------------------------
