@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import Refusal, first_line, missing_extra, unwritten
-from lockstep.model.text_model import text_config
 from lockstep.run.files import written_aside
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ def _opened(file: Path) -> Any:
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     """Decides whether the output head is tied to the embedding, and ties them if `tie` is set. Returns messages for the
     user."""
+    from lockstep.model.text_model import text_config
+
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if text_config(model.config).tie_word_embeddings:

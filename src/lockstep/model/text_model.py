@@ -194,6 +194,7 @@ def without_towers(kind: Any) -> Any:
     class TextOnly(kind):
         left_out: dict[str, torch.Tensor]
         """The tensors of the towers in a state dict of `kind`, on the meta device."""
+        _keys_to_ignore_on_load_unexpected: set[str] | None
 
         def __init__(self, config: Any, *more: Any, **named: Any):
             with torch.device("meta"):
