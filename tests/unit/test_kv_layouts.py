@@ -181,6 +181,30 @@ def test_kernels_that_need_equal_sizes_get_them(sizes: tuple[int, int], monkeypa
     torch.testing.assert_close(found, wanted)
 
 
+# -- training
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v32"])
+def test_gradient_checkpointing_recomputes_positions_and_selections(name: str) -> None:
+    """A layer that is run again in the backward pass scales its queries, and selects tokens, as it did before."""
+    made = build_miniature(AutoConfig.for_model(name), "sdpa", CPU)
+    batch = packed_row([tokens(length, VOCABULARY) for length in (5, 21)], CPU)
+    found = []
+    made.policy.train()
+    for checkpointed in (False, True):
+        if checkpointed:
+            made.model.gradient_checkpointing_enable({"use_reentrant": False})
+        made.policy.zero_grad(set_to_none=True)
+        logprobs = made.policy(batch).logprobs_K
+        (logprobs**2).sum().backward()
+        found.append((logprobs.detach(), {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}))
+    (plain, gradients), (again, recomputed) = found
+    torch.testing.assert_close(again, plain, rtol=0, atol=1e-5)
+    assert gradients.keys() == recomputed.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(recomputed[key], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max() + 1e-6))
+
+
 # -- chunks
 
 
