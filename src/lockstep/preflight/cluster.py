@@ -15,6 +15,7 @@ from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_c
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Refusal
 from lockstep.preflight.batch_plan import sequences_per_update
+from lockstep.preflight.model_sizes import cached_elements
 from lockstep.preflight.prepared import Prepared
 from lockstep.preflight.row_checks import longest_row
 from lockstep.recipe import Recipe
@@ -148,7 +149,7 @@ class ModelCost:
     attended: int
     """The product L Hq d: the width of the queries of all layers."""
     cached: int
-    """The KV cache elements per token in all layers: 2 L Hkv d."""
+    """The KV cache elements per token in all layers: 2 L Hkv d if all layers have keys and values of one size."""
     layers: int
     vocabulary: int
 
@@ -161,7 +162,6 @@ def model_cost(config: Any) -> ModelCost:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()
     heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     head = text.vocab_size * text.hidden_size
     experts, chosen = _experts(text)
@@ -175,9 +175,8 @@ def model_cost(config: Any) -> ModelCost:
         read += count
         multiplied += count * chosen // experts if re.search(r"\bexperts\b", name) else count
     layers = text.num_hidden_layers
-    return ModelCost(
-        multiplied, head, read, layers * heads * size, 2 * layers * key_heads * size, layers, text.vocab_size
-    )
+    cached = sum(cached_elements(config))
+    return ModelCost(multiplied, head, read, layers * heads * size, cached, layers, text.vocab_size)
 
 
 def _experts(config: Any) -> tuple[int, int]:
