@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.model.check import Miniature, build_miniature, packed_row, tokens, try_architecture
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.trials import Unfit
+from lockstep.parallel.context_split import refuse_undivided
 from lockstep.preflight.model_sizes import cached_elements, kv_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import try_engine
@@ -181,6 +183,30 @@ def test_kernels_that_need_equal_sizes_get_them(sizes: tuple[int, int], monkeypa
     torch.testing.assert_close(found, wanted)
 
 
+# -- training
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v32"])
+def test_gradient_checkpointing_recomputes_positions_and_selections(name: str) -> None:
+    """A layer that is run again in the backward pass scales its queries, and selects tokens, as it did before."""
+    made = build_miniature(AutoConfig.for_model(name), "sdpa", CPU)
+    batch = packed_row([tokens(length, VOCABULARY) for length in (5, 21)], CPU)
+    found = []
+    made.policy.train()
+    for checkpointed in (False, True):
+        if checkpointed:
+            made.model.gradient_checkpointing_enable({"use_reentrant": False})
+        made.policy.zero_grad(set_to_none=True)
+        logprobs = made.policy(batch).logprobs_K
+        (logprobs**2).sum().backward()
+        found.append((logprobs.detach(), {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}))
+    (plain, gradients), (again, recomputed) = found
+    torch.testing.assert_close(again, plain, rtol=0, atol=1e-5)
+    assert gradients.keys() == recomputed.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(recomputed[key], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max() + 1e-6))
+
+
 # -- chunks
 
 
@@ -262,3 +288,12 @@ def test_an_indexer_sees_no_other_sequence() -> None:
         both = policy(packed_row([second, first], CPU)).logprobs_K
         alone = policy(packed_row([first], CPU)).logprobs_K
     torch.testing.assert_close(both[18:], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("llama4_text", "chunks of 8 tokens"), ("deepseek_v32", "selects tokens with an indexer")]
+)
+def test_context_parallelism_refuses_what_it_cannot_split(name: str, why: str) -> None:
+    model = build_miniature(AutoConfig.for_model(name), "sdpa", CPU).model
+    with pytest.raises(Refusal, match=f"{why}, which context parallelism does not support"):
+        refuse_undivided(model, SimpleNamespace(layout="gather", size=2), name)  # type: ignore[arg-type]

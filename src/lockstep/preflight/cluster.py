@@ -15,6 +15,7 @@ from lockstep.errors import Refusal
 from lockstep.model.router import experts_of_token
 from lockstep.model.text_model import model_on_meta, text_config, text_sizes
 from lockstep.preflight.batch_plan import sequences_per_update
+from lockstep.preflight.model_sizes import cached_elements
 from lockstep.preflight.prepared import Prepared
 from lockstep.preflight.row_checks import longest_row
 from lockstep.recipe import Recipe
@@ -148,7 +149,7 @@ class ModelCost:
     attended: int
     """The product L Hq d: the width of the queries of all layers."""
     cached: int
-    """The KV cache elements per token in all layers: 2 L Hkv d."""
+    """The KV cache elements per token in all layers: 2 L Hkv d if all layers have keys and values of one size."""
     layers: int
     vocabulary: int
 
@@ -168,7 +169,8 @@ def model_cost(config: Any) -> ModelCost:
         count = parameter.numel()
         read += count
         multiplied += count * chosen // experts if re.search(r"\bexperts\b", name) else count
-    attended, cached = (count * sizes.layers * sizes.head_size for count in (sizes.heads, 2 * sizes.key_heads))
+    attended = sizes.layers * sizes.heads * sizes.head_size
+    cached = sum(cached_elements(config))
     return ModelCost(multiplied, head, read, attended, cached, sizes.layers, sizes.vocabulary)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from torch import nn
 
 from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 from lockstep.kernels.attention.layout import DecodePass, Layout
-from lockstep.kernels.attention.masks import CALLS
+from lockstep.kernels.attention.masks import CALLS, HEADS
 from lockstep.kernels.attention.paged import PrefillPass, paged_attention, store_keys
 from lockstep.kernels.attention.varlen import varlen_attention
 
 PROJECTIONS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Allowed error of absorbed products in the trial, relative to the largest number.
-TRIAL_ERROR = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+TRIAL_ERROR = 1e-4
 TRIAL_TOKENS = 7
 
 
@@ -35,53 +36,64 @@ def latent_modules(attentions: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the attention modules whose KV cache can hold latents. They are found by their projections. A module
     whose absorbed products differ from its own keys and values keeps full keys and values, with a warning."""
     found = []
+    tried: dict[tuple[Any, ...], str | None] = {}
     for module in dict.fromkeys(attentions):
         if not _looks_latent(module):
             continue
-        if (why := _trial(module)) is not None:
-            warnings.warn(f"{type(module).__name__} caches full keys and values: {why}", stacklevel=2)
-            continue
-        found.append(module)
+        kind = type(module), getattr(module, HEADS), *(getattr(module, name) for name in SIZES)
+        if kind not in tried:
+            tried[kind] = why = _trial(module)
+            if why is not None:
+                warnings.warn(f"{type(module).__name__} caches full keys and values: {why}", stacklevel=2)
+        if tried[kind] is None:
+            found.append(module)
     return found
 
 
 def _looks_latent(module: Any) -> bool:
     named = all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
     sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)
-    return named and sized and callable(getattr(module, "expand_kv", None)) and len(getattr(module, CALLS)) == 1
+    if not named or not sized or getattr(module.kv_b_proj, "bias", None) is not None:
+        return False
+    return callable(getattr(module, "expand_kv", None)) and len(getattr(module, CALLS)) == 1
 
 
 @torch.no_grad()
 def _trial(module: Any) -> str | None:
-    """Compares absorbed products with the keys and values of the module itself. Returns the difference, or None."""
-    like = next(module.kv_b_proj.parameters())
+    """Compares absorbed products with the keys and values of the module itself, in fp32. Returns the difference, or
+    None. The weights are random, because those of the module may be sharded or on another device."""
     generator = torch.Generator().manual_seed(0)
+    heads, rank = getattr(module, HEADS), module.kv_lora_rank
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(like)
+        return torch.randn(*shape, generator=generator)
 
-    latent, rope = drawn(1, 1, TRIAL_TOKENS, module.kv_lora_rank), drawn(1, 1, TRIAL_TOKENS, module.qk_rope_head_dim)
+    stand_in = copy(module)
+    projection = nn.Linear(rank, heads * (module.qk_nope_head_dim + module.v_head_dim), bias=False, device="meta")
+    projection.weight = nn.Parameter(drawn(*projection.weight.shape) / rank**0.5, requires_grad=False)
+    stand_in.__dict__["_modules"] = {**module._modules, "kv_b_proj": projection}
+    latent_1KR, rope_1KP = drawn(1, TRIAL_TOKENS, rank), drawn(1, TRIAL_TOKENS, module.qk_rope_head_dim)
+    query_THD = drawn(2, heads, module.qk_nope_head_dim + module.qk_rope_head_dim)
+    shares_THK = drawn(2, heads, TRIAL_TOKENS)
     try:
-        key, value = module.expand_kv(latent, rope)
-        query_THD, rows_TL = drawn(2, *_sizes(key)), torch.cat((latent, rope), -1)[0, 0]
-        shares_THK = drawn(2, key.shape[1], TRIAL_TOKENS)
-        scores = absorbed_query(module, query_THD).float() @ rows_TL.float().T
-        out = expanded_output(module, (shares_THK.float() @ latent[0, 0].float()).to(like))
+        key, value = type(module).expand_kv(stand_in, latent_1KR[None], rope_1KP[None])
+        pairs = (
+            (
+                absorbed_query(stand_in, query_THD) @ torch.cat((latent_1KR, rope_1KP), -1)[0].T,
+                torch.einsum("thd,hkd->thk", query_THD, key[0]),
+            ),
+            (
+                expanded_output(stand_in, shares_THK @ latent_1KR[0]),
+                torch.einsum("thk,hkv->thv", shares_THK, value[0]),
+            ),
+        )
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         return f"its latents cannot be absorbed ({str(error).splitlines()[0]})"
-    pairs = (
-        (scores, torch.einsum("thd,hkd->thk", query_THD.float(), key[0].float())),
-        (out.float(), torch.einsum("thk,hkv->thv", shares_THK.float(), value[0].float())),
-    )
     for absorbed, own in pairs:
-        off = float((absorbed - own).abs().max() / own.abs().max().clamp(min=1e-6))
-        if not off <= TRIAL_ERROR[like.dtype]:
+        off = float((absorbed - own).abs().max() / own.abs().max())
+        if not off <= TRIAL_ERROR:
             return f"absorbed products are off by {off:.2g}"
     return None
-
-
-def _sizes(key: torch.Tensor) -> tuple[int, int]:
-    return key.shape[1], key.shape[-1]
 
 
 def _weights(module: Any) -> torch.Tensor:
