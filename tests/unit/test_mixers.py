@@ -68,7 +68,7 @@ def test_the_rounding_error_in_bf16_is_that_of_transformers() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device")
-@pytest.mark.parametrize("family", (*DAILY, *FURTHER))
+@pytest.mark.parametrize("family", [*DAILY, *FURTHER])
 def test_an_nvidia_device_gives_the_numbers_of_transformers(family: str) -> None:
     """With the kernels of the device, and those of flash-linear-attention and others if they are installed."""
     device = select("cuda")
