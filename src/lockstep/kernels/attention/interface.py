@@ -79,7 +79,7 @@ def transformers_attention(
             "supported"
         )
     rows, heads, width, size = query.shape
-    # N rows of equal width are flattened to one packed row. Right-padded batches also use this path.
+    # N rows of equal width are flattened to one packed row. Right-padded batches are flattened too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)

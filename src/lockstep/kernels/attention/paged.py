@@ -1,8 +1,8 @@
 """Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
-Shapes: T tokens of a forward pass, B sequences that decode one token each, M block-table entries per sequence, H query
-heads, G key/value heads, D head size. A slot holds the key and value of one token. The index of a slot is block * block
-size + position in the block.
+The suffixes of tensor names mean T tokens of a forward pass, B sequences that decode one token each, M block-table
+entries per sequence, H query heads, G key/value heads, D head size. A slot holds the key and value of one token. The
+index of a slot is block * block size + position in the block.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     stored: bool = False,
 ) -> torch.Tensor:
-    """Stores new keys and values in the KV cache, unless `stored` says that this was done. Computes causal attention
-    within each token's sequence."""
+    """Stores new keys and values in the KV cache, unless `stored` says that they are already in the cache. Computes
+    causal attention within each token's sequence."""
     keys, values = step.cache.layer(layer)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:

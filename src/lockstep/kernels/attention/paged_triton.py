@@ -1,7 +1,7 @@
 """Paged decode attention in Triton: one query token per sequence attends to its KV cache blocks, with split-KV.
 
-The plain-torch reference is `gathered_decode` in `paged.py`. Shapes: B sequences, H query heads, G key/value heads,
-D head size, S splits of a sequence.
+The plain-torch reference is `gathered_decode` in `paged.py`. The suffixes of tensor names mean B sequences, H query
+heads, G key/value heads, D head size, S splits of a sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Launch(NamedTuple):
     stages: int
 
 
-# Launch parameters for head sizes up to 64 (NARROW) and for larger head sizes (WIDE). Larger tiles would leave no
-# shared memory for other programs.
+# Launch parameters for head sizes up to 64 (NARROW) and for larger head sizes (WIDE). Tiles larger than these would
+# leave no shared memory for other programs.
 NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
-# BUSY is the number of programs that fill one multiprocessor. With fewer programs, each sequence is split. A split has
-# at least PIECE tokens, because merging smaller splits costs more time than it saves.
+# BUSY is the number of programs that fill one multiprocessor. If there are fewer programs than fill the device, each
+# sequence is split. A split has at least PIECE tokens, because merging smaller splits costs more time than it saves.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
 
 
@@ -189,7 +189,7 @@ def paged_decode(
     splits: int | None = None,
 ) -> torch.Tensor:
     """Computes paged decode attention. `new` has the keys and values (B, G, D) of each sequence's last token if they
-    are not cached yet. The kernel then writes them to the cache."""
+    are not cached yet. The kernel then writes these keys and values to the cache."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     shared = heads // groups
@@ -246,8 +246,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Returns the number of splits per sequence. The number depends only on the sizes of batch and block table, because
-    the grid of a captured CUDA graph is fixed."""
+    """Returns the number of splits per sequence. This number of splits depends only on the sizes of batch and block
+    table, because the grid of a captured CUDA graph is fixed."""
     target = BUSY * _processors(device) // programs
     return max(1, min(MOST_SPLITS, _power_below(target), _power_below(longest // PIECE)))
 
