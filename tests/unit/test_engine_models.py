@@ -102,7 +102,9 @@ def test_greedy_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device")
-@pytest.mark.parametrize("name", ["llama", "qwen2-half-windowed", "qwen3", "mistral-windowed", "granite"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-half-windowed", "qwen3", "mistral-windowed", "granite", "lfm2", "bamba"]
+)
 def test_greedy_on_an_nvidia_device_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     """With recorded passes, kernels and all."""
     folder = write_model(tmp_path / "model", SUPPORTED[name], tiny_folder)

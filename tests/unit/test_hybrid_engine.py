@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hybrid_models import DAILY, FURTHER, hybrid_config
 from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.kernels import mixer_states
-from lockstep.kernels.mixer_states import EMPTY, RESERVED, PrefillStates, StateSlots
+from lockstep.kernels.mixer_states import EMPTY, RESERVED, PrefillStates, StateChunk, StateSlots
 from lockstep.model.check import build_miniature
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.policy import Policy
@@ -110,6 +111,27 @@ def test_a_module_that_ignores_its_state_on_several_tokens_runs_token_by_token()
     assert {mixer.continues for mixer in other.decoder.mixers} == {True}
 
 
+def test_prompts_of_many_lengths_run_in_a_few_groups(policy: Policy) -> None:
+    """Lengths 1 to 24 are powers of two: 16, 8, 4, 2 and 1, at the start of a sequence or after it."""
+    chunks, first = [], 0
+    for count in range(1, 25):
+        chunks.append(StateChunk(first, count, RESERVED + count, fresh=True))
+        first += count
+    groups = PrefillStates(StateSlots([], 24, CPU), chunks)._split_groups
+    assert [(group[0].count, group[0].fresh) for group in groups] == [
+        (16, True), (8, True), (8, False), (4, True), (4, False), (2, True), (2, False), (1, True), (1, False)
+    ]  # fmt: skip
+    assert sorted(t for group in groups for one in group for t in range(one.first, one.first + one.count)) == list(
+        range(first)
+    )
+    # Two lengths are two groups.
+    few = PrefillStates(StateSlots([], 24, CPU), [StateChunk(0, 7, 2, True), StateChunk(7, 7, 3, True)])
+    assert [[one.count for one in group] for group in few._split_groups] == [[7, 7]]
+    asked_long = [Request([(3 * i + n) % VOCABULARY for i in range(n)], n) for n in range(2, 26)]
+    made = run(engine_of(policy), asked_long, Sampling(max_tokens=4, seed=3))
+    assert_same(made, [slow_sample(policy, one, 0, Sampling(max_tokens=4, seed=3)) for one in asked_long])
+
+
 def nothing(*_: Any) -> None:
     pass
 
@@ -117,7 +139,7 @@ def nothing(*_: Any) -> None:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "sequences do not start from the state of their prompt": (StateSlots, "copy", nothing),
     "states are not kept": (StateSlots, "write", nothing),
-    "modules always continue": (mixer_states, "_continues", lambda *_: True),
+    "a module that ignores its state gets several tokens": (mixer_states, "_continues", lambda *_: True),
     "a chunk starts anew": (PrefillStates, "_run", None),
 }
 
@@ -129,7 +151,7 @@ def test_the_check_notices_a_wrong_state(fault: str, monkeypatch: pytest.MonkeyP
         right = PrefillStates._run
 
         def wrong(self: Any, mixer: Any, named: Any, group: Any) -> Any:
-            return right(self, mixer, named, [type(one)(one.first, one.count, one.slot, True) for one in group])
+            return right(self, mixer, named, [replace(one, fresh=True) for one in group])
 
     monkeypatch.setattr(where, name, wrong)
     with pytest.raises(Unfit, match="greedy tokens or log-probs of the engine"):

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from hybrid_models import DAILY, FURTHER, hybrid_config
 from lockstep.data.batching import micro_batch, shared_beginnings
+from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.kernels.mixers import PackedMixer, regrouped
 from lockstep.model.check import LENGTHS, build_miniature, check_architecture, packed_row, tokens
@@ -63,6 +64,15 @@ def test_a_missing_reset_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch
 
 def test_the_rounding_error_in_bf16_is_that_of_transformers() -> None:
     check(hybrid_config("qwen3_next"), torch.bfloat16)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device")
+@pytest.mark.parametrize("family", [*DAILY, *FURTHER])
+def test_an_nvidia_device_gives_the_numbers_of_transformers(family: str) -> None:
+    """With the kernels of the device, and those of flash-linear-attention and others if they are installed."""
+    device = select("cuda")
+    check_architecture(hybrid_config(family), "folder", torch.bfloat16, device.attention, device.torch_device())
 
 
 def test_a_wrong_gradient_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

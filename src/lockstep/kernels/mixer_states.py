@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -85,21 +85,44 @@ ModuleShapes = dict[StateKey, StateShape]
 
 
 def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) -> list[ModuleShapes]:
-    """Returns the states of each module. `run` runs the decoder on a few tokens of one sequence."""
+    """Returns the states of each module, and sets whether it continues from its state on several tokens. `run` runs the
+    decoder on a few tokens of one sequence."""
     stateless = next((mixer for mixer in mixers if mixer.cache_name is None), None)
     if stateless is not None:
         raise NotImplementedError(f"{type(stateless.module).__name__} keeps its state in the module, not in a cache")
+    shapes: dict[int, ModuleShapes] = {}
+
+    def measure(mixer: PackedMixer, named: dict[str, Any]) -> Any:
+        cache = StateCache()
+        result = mixer.run(named, cache)
+        shapes[mixer.number] = {
+            key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()
+        }
+        mixer.continues = _continues(mixer, named, cache)
+        return result
+
     for mixer in mixers:
-        mixer.cache = StateCache()
+        mixer.measure = measure
     try:
         run()
-        return [
-            {key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in mixer.cache.states.items()}
-            for mixer in mixers
-        ]
     finally:
         for mixer in mixers:
-            mixer.cache = None
+            mixer.measure = None
+    return [shapes[mixer.number] for mixer in mixers]
+
+
+def _continues(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> bool:
+    """Returns whether the module continues from its recurrent state on several tokens at once. Some modules of
+    transformers ignore the state then. The test changes the state: a module that ignores it has the same output."""
+    recurrent = [key for key in cache.states if key[0] == RECURRENT]
+    outputs = []
+    for factor in (1, 2):
+        states = {key: state.clone() for key, state in cache.states.items()}
+        for key in recurrent:
+            states[key] = states[key] * factor + (factor - 1)
+        result = mixer.run(named, StateCache(states))
+        outputs.append(result[0] if isinstance(result, tuple) else result)
+    return not recurrent or not torch.equal(*outputs)
 
 
 class StateSlots:
@@ -165,6 +188,21 @@ class StateChunk:
     count: int
     slot: int
     fresh: bool
+    origin: int = -1
+    """The value of `first` of the chunk that this chunk is a part of. By default it is a part of itself."""
+
+    def __post_init__(self) -> None:
+        if self.origin < 0:
+            object.__setattr__(self, "origin", self.first)
+
+    def powers(self) -> Iterator[StateChunk]:
+        """Splits the chunk into parts whose lengths are powers of two, longest first."""
+        done = 0
+        for power in range(self.count.bit_length() - 1, -1, -1):
+            size = 1 << power
+            if self.count & size:
+                yield StateChunk(self.first + done, size, self.slot, self.fresh and not done, self.origin)
+                done += size
 
 
 @dataclass(frozen=True)
@@ -175,22 +213,28 @@ class PrefillStates:
     chunks: Sequence[StateChunk]
 
     def mix(self, mixer: PackedMixer, named: dict[str, Any]) -> Any:
-        results: dict[int, Any] = {}
-        for group in self._groups():
+        results: dict[int, list[Any]] = {chunk.first: [] for chunk in self.chunks}
+        for group in self._split_groups if mixer.continues else self._groups(self.chunks):
             parts = self._run(mixer, named, group)
             for row, chunk in enumerate(group):
-                results[chunk.first] = _results(parts, partial(_row, row))
-        ordered = [results[chunk.first] for chunk in self.chunks]
-        if isinstance(ordered[0], tuple):
-            return tuple(_along_tokens(parts) for parts in zip(*ordered, strict=True))
-        return _along_tokens(ordered)
+                results[chunk.origin].append(_results(parts, partial(_row, row)))
+        return _along_tokens([part for chunk in self.chunks for part in results[chunk.first]])
 
-    def _groups(self) -> Iterable[list[StateChunk]]:
-        """Fresh sequences of equal length run together. Padding would change the final state."""
-        groups: dict[tuple[int, int], list[StateChunk]] = {}
-        for chunk in self.chunks:
-            groups.setdefault((chunk.count, 0 if chunk.fresh else 1 + chunk.first), []).append(chunk)
-        return groups.values()
+    @cached_property
+    def _split_groups(self) -> list[list[StateChunk]]:
+        """The groups for modules that continue from their state. If the chunks have many lengths, they are split into
+        powers of two, longest first. So the number of groups grows only with the logarithm of the length."""
+        groups = self._groups(self.chunks)
+        split = self._groups([part for chunk in self.chunks for part in chunk.powers()])
+        return min(groups, sorted(split, key=lambda group: -group[0].count), key=len)
+
+    @staticmethod
+    def _groups(chunks: Iterable[StateChunk]) -> list[list[StateChunk]]:
+        """Chunks of equal length run together. Padding would change the final state."""
+        groups: dict[tuple[int, bool], list[StateChunk]] = {}
+        for chunk in chunks:
+            groups.setdefault((chunk.count, chunk.fresh), []).append(chunk)
+        return list(groups.values())
 
     def _run(self, mixer: PackedMixer, named: dict[str, Any], group: Sequence[StateChunk]) -> Any:
         inputs = named[mixer.input_name]
@@ -204,33 +248,12 @@ class PrefillStates:
 
         count, fresh = group[0].count, group[0].fresh
         cache = StateCache() if fresh else self.states.read(mixer, slots_B)
-        if fresh or (count > 1 and _continues(mixer, rows(0, count), cache)):
+        if fresh or (count > 1 and mixer.continues):
             result = mixer.run(rows(0, count), cache)
         else:
-            steps = [_step(mixer, rows(place, place + 1), cache) for place in range(count)]
-            result = (
-                tuple(_along_tokens(parts) for parts in zip(*steps, strict=True))
-                if isinstance(steps[0], tuple)
-                else _along_tokens(steps)
-            )
+            result = _along_tokens([_step(mixer, rows(place, place + 1), cache) for place in range(count)])
         self.states.write(mixer, slots_B, cache)
         return result
-
-
-def _continues(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> bool:
-    """Returns whether the module continues from its recurrent state on several tokens at once. Some modules of
-    transformers ignore the state then, so they run token by token. Tested once per module, by changing the state."""
-    if mixer.continues is None:
-        recurrent = [key for key in cache.states if key[0] == RECURRENT]
-        outputs = []
-        for factor in (1, 2):
-            states = {key: state.clone() for key, state in cache.states.items()}
-            for key in recurrent:
-                states[key] = states[key] * factor + (factor - 1)
-            result = mixer.run(named, StateCache(states))
-            outputs.append(result[0] if isinstance(result, tuple) else result)
-        mixer.continues = not recurrent or not torch.equal(*outputs)
-    return mixer.continues
 
 
 def _step(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> Any:
@@ -290,5 +313,8 @@ def _row(row: int, value: torch.Tensor) -> torch.Tensor:
     return value[row : row + 1]
 
 
-def _along_tokens(parts: Sequence[Any]) -> Any:
-    return torch.cat(list(parts), 1) if all(isinstance(part, torch.Tensor) for part in parts) else None
+def _along_tokens(results: Sequence[Any]) -> Any:
+    """Joins the results of consecutive tokens. Entries of a tuple that are not tensors become None."""
+    if isinstance(results[0], tuple):
+        return tuple(_along_tokens(parts) for parts in zip(*results, strict=True))
+    return torch.cat(list(results), 1) if isinstance(results[0], torch.Tensor) else None

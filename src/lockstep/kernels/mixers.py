@@ -53,10 +53,11 @@ class PackedMixer:
         self.cache_name = next((name for name in CACHE_PARAMETERS if name in self.parameter_names), None)
         self.number = 0
         """Index of this module among the recurrent modules of the decoder."""
-        self.cache: Any = None
-        """A cache that the module's next calls use, while the shapes of its states are measured."""
-        self.continues: bool | None = None
-        """Whether the module continues from its state on several tokens at once. None if this is not known yet."""
+        self.measure: Callable[[PackedMixer, dict[str, Any]], Any] | None = None
+        """A function that runs the module instead, while its states are measured."""
+        self.continues = True
+        """Whether the module continues from its state on several tokens at once. Known after its states are
+        measured."""
         self.carried: Any = None
         """The layout that an outer module received, while that module runs."""
 
@@ -66,8 +67,8 @@ class PackedMixer:
         if layout is None:
             return self.original_forward(*args, **named)
         named |= zip(self.parameter_names, args, strict=False)
-        if self.cache is not None:
-            return self.run(named, self.cache)
+        if self.measure is not None:
+            return self.measure(self, named)
         if isinstance(layout, Layout):
             return self._packed(layout, named)
         states = getattr(layout, "states", None)
