@@ -161,3 +161,19 @@ def test_a_split_text_trains_alike_in_any_packing(recipe_file: Path, tmp_path: P
         for name in ("wide", "padded"):
             assert found[name][step]["train/trained_tokens"] == found["packed"][step]["train/trained_tokens"]
             assert found[name][step]["train/loss"] == pytest.approx(found["packed"][step]["train/loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_at_a_bad_row_resumes_without_it(
+    recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = chat_rows(320)
+    rows[290] = {"messages": [{"role": "user", "content": "hi"}]}
+    settings = [f"data.train={write_jsonl(tmp_path / 'rows.jsonl', rows)}", "data.shuffle=false", "run.steps=6"]
+    settings += ["batch.rows_per_update=64", "batch.tokens=2048", "run.export=false", *STREAMED]
+    assert run("train", recipe_file, *settings) != 0
+    assert "rows.jsonl line 291 [no-answer]" in " ".join(capfd.readouterr().err.split())
+    assert run("train", recipe_file, *settings, "data.bad_rows=drop") == 0
+    last = dict(facts(tmp_path / "runs" / "run"))[6]
+    # Five updates have 320 rows, so the sixth starts the second epoch: 319 rows and 65 rows.
+    assert (last["data/streamed"], last["data/dropped"]) == (384.0, 1.0)

@@ -117,8 +117,8 @@ def test_an_engine_that_looks_past_the_window_is_seen(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "another"))
     right = paged.decode_attention
 
-    def blind(q: Any, k: Any, v: Any, step: Any, scale: float, window: int | None, *rest: Any) -> torch.Tensor:
-        return right(q, k, v, step, scale, None, *rest)
+    def blind(q: Any, k: Any, v: Any, step: Any, scale: float, window: int | None, *rest: Any, **more: Any) -> Any:
+        return right(q, k, v, step, scale, None, *rest, **more)
 
     monkeypatch.setattr(paged, "decode_attention", blind)
     with pytest.raises(Unfit, match="greedy tokens or log-probs"):

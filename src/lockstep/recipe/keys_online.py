@@ -386,7 +386,7 @@ class Reward(Section):
     )
     function: str | None = Field(
         None,
-        description="Your reward function: `path/to/file.py:name`.",
+        description="Your reward function: `path/to/file.py:name`, with the signature of verl, OpenRLHF or TRL.",
         effect=Effect("matters", "a different function, or the same function at another path; compare the rewards"),
     )
     arguments: dict[str, bool | int | float | str] = Field(
