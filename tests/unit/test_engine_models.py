@@ -13,7 +13,6 @@ from small_models import SIZES, load, native, prompts, run, write_model
 from transformers import (
     BambaConfig,
     Cohere2Config,
-    DiffLlamaConfig,
     GPT2Config,
     GraniteConfig,
     Lfm2Config,
@@ -23,6 +22,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    RecurrentGemmaConfig,
 )
 
 from lockstep.device.select import select
@@ -144,10 +144,12 @@ class Off(HfEngine):
 
 
 def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_path: Path, tiny_folder: Path) -> None:
-    folder = write_model(tmp_path / "model", DiffLlamaConfig(**SIZES), tiny_folder)
+    """RecurrentGemma keeps the state of its recurrent layers in its modules, where the engine cannot exchange it."""
+    config = RecurrentGemmaConfig(**SIZES, lru_width=SIZES["hidden_size"], block_types=["recurrent", "attention"])
+    folder = write_model(tmp_path / "model", config, tiny_folder)
     policy = load(folder)
     tokenizer, device = load_tokenizer(str(folder)), select("cpu")
-    with pytest.raises(Refusal, match=r"DiffLlamaForCausalLM: .*attends more than once in a layer") as refusal:
+    with pytest.raises(Refusal, match=r"RecurrentGemmaForCausalLM: .*state in the module") as refusal:
         Generator(policy, tokenizer, RolloutSettings(), device, World(), str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
     Generator(policy, tokenizer, RolloutSettings(engine="hf"), device, World(), str(folder))
