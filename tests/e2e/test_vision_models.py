@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 
+from commands import torchrun
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.commands.export import export_run
 from lockstep.model.load_folder import config_of
@@ -114,3 +115,18 @@ def test_an_export_trains_on_in_bf16_with_another_tower_dtype(tmp_path: Path, ti
     second = trained(write_sft_recipe(tmp_path, first), "run.steps=2", "run.name=second")
     again = stored(second / "export")
     assert all(torch.equal(again[name], tensors[name]) for name in tower)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.parametrize("how", ["parallel.shard=2", "parallel.tensor_parallel=2"])
+def test_two_processes_train_as_one(tmp_path: Path, tiny_folder: Path, how: str) -> None:
+    model = write_vision_model(tmp_path / "m", "gemma3", tiny_folder)
+    recipe, steps = write_sft_recipe(tmp_path, model), ("run.steps=3", "optim.warmup=0", "optim.eps=1e-4")
+    one = trained(recipe, *steps, "run.name=one", "optim.lr=1e-3")
+    done = torchrun("train", recipe, *steps, "run.name=two", "optim.lr=1e-3", how)
+    assert done.returncode == 0, done.stderr
+    wanted, found = stored(one / "export"), stored(tmp_path / "runs" / "two" / "export")
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0)
