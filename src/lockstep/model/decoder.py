@@ -60,8 +60,8 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Accessing this property also reads the sliding windows of the modules, and
-        prepares the recurrent modules for packed rows."""
+        """The attention modules of the model. Accessing this property also reads the sliding windows of the modules,
+        and prepares the recurrent modules for packed rows."""
         decoder = inner_decoder(self.model)
         stateful = recurrent_modules(decoder)
         with noting_calls(decoder, "probe") if stateful else nullcontext(CallTrace()) as trace:
