@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.kernels.attention import latent, rows, varlen
 from lockstep.kernels.attention.kv_cache import CacheLayout, KVCache, Plane
 from lockstep.kernels.attention.layout import Layout, make_layout
