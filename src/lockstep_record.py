@@ -8,10 +8,10 @@
 Copy this file to the training machine, and copy the recorded folder back. Then run `lockstep compare tape-old tape-new`
 or `lockstep replay tape-old --model MODEL`. docs/recorder.md lists what is recorded and what is not.
 
-An update ends with `optimizer.step()`. Each rank records its own tape. Of a sharded parameter, the tape has the shard
-of this rank. Recording does not change the training, with one exception: in a snapshot that traces modules, autograd
-may sum gradients in a different order, which changes their rounding. If recording fails, training continues, and a
-warning and `tape.json` report the error.
+An update ends with `optimizer.step()`. Each rank records its own tape. If a parameter is sharded, the tape has only the
+shard of this rank. Recording does not change the training, with one exception: in a snapshot that traces modules,
+autograd may sum gradients in a different order, which changes their rounding. If recording fails, training continues,
+and a warning and `tape.json` report the error.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ KEPT_PARAMETERS = 16_000_000
 # `CHUNK` is the number of elements that `digest` processes at a time. `MOST` is the maximum number of elements of a
 # module's input or output that are digested; later rows are ignored.
 CHUNK = MOST = 2**22
-# Larger parameters are not sampled, because the random indices would differ between versions of torch.
+# Parameters with more elements than this are not sampled, because the random indices would differ between versions of
+# torch.
 LARGEST_SAMPLED = 2**28
-# The maximum fraction of the gradient at the logits that the gradient of the log-probabilities does not explain, by
-# dtype.
+# For each dtype, the maximum fraction of the gradient at the logits that gradients of log-probabilities may leave
+# unexplained.
 EXACT = {torch.float16: 3e-2, torch.bfloat16: 3e-2}
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -71,10 +72,10 @@ def record(model: torch.nn.Module, optimizer: Any = None, folder: Any = "tape", 
 
     `model` is the trained module, wrapped or not. If `optimizer` is None, the recorder finds the optimizer of the model
     at its first step, for trainers that create the optimizer themselves. Settings: `steps` is the number of updates to
-    record (100). With `every=10`, the first and then every tenth update is a snapshot with details. `modules` are name
-    patterns of the modules to trace; `()` traces none. `weights` says whether snapshots contain weights and optimizer
-    states; by default they do up to 16 million parameters. `temperature` is the number by which the trainer divides the
-    logits. `first_step` is the number of the first update.
+    record (default: 100). With `every=10`, the first and then every tenth update is a snapshot with details. `modules`
+    are name patterns of the modules to trace (`()` traces none). `weights` says whether snapshots contain weights and
+    optimizer states; by default they do up to 16 million parameters. `temperature` is the number by which the trainer
+    divides the logits. `first_step` is the step number of the first update.
     """
     return Recorder(model, optimizer, folder, **settings)
 
@@ -301,7 +302,7 @@ class _Tracer:
 
 
 def _names_of(forward: Any) -> tuple[str, ...]:
-    return _parameter_names(getattr(forward, "__func__", forward))  # a bound method in the cache would keep its module
+    return _parameter_names(getattr(forward, "__func__", forward))  # a cached bound method would keep its module alive
 
 
 @lru_cache(maxsize=1024)
@@ -327,9 +328,9 @@ def _parts(output: Any) -> list[torch.Tensor]:
 
 
 class MicroBatch:
-    """One call of the model. `inputs` are the integer tensors and `arguments` the numbers and strings that it is called
-    with. `answers` are the log-probabilities of all tokens except the first of each sequence, or the values of a value
-    model. `pulls` are the gradients of the loss with respect to `answers`."""
+    """One call of the model. `inputs` are the integer tensors and `arguments` the numbers and strings that the model is
+    called with. `answers` are the log-probabilities of all tokens except the first of each sequence, or the values of a
+    value model. `pulls` are the gradients of the loss with respect to `answers`."""
 
     def __init__(self, inputs: dict[str, torch.Tensor], arguments: dict[str, Any], left_out: Sequence[str] = ()):
         self.inputs, self.arguments, self.left_out = inputs, arguments, left_out
@@ -352,7 +353,7 @@ class MicroBatch:
         valid = alive.reshape(-1).nonzero().flatten()
         new = torch.ones(len(valid), dtype=torch.bool)
         new[1:] = valid[1:] // width != valid[:-1] // width
-        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at 0
+        if positions is not None and positions.shape == ids.shape:  # a packed sequence starts at position 0
             counted = positions.reshape(-1)[valid]
             new[1:] |= counted[1:] != counted[:-1] + 1
         owner, count = new.long().cumsum(0) - 1, int(new.sum())
@@ -394,11 +395,12 @@ class MicroBatch:
     def _read_slopes(self, flat: torch.Tensor, gradient: torch.Tensor, here: Places, temperature: float) -> None:
         """Computes the gradient of the loss with respect to each log-probability (the slope) from the gradient at the
         logits. If the loss depends only on log-probabilities, the gradient at the logits is slope * (onehot - p) /
-        temperature. This equation is solved for the slope. If the rest of the gradient is large, the assumption is
-        wrong, for example because of an entropy bonus or another temperature."""
+        temperature. The function solves this equation for the slope. If the part of the gradient that does not fit this
+        equation is larger than `EXACT` allows, the loss depends on more than log-probabilities (for example on an
+        entropy bonus), or the temperature is wrong."""
         self.reached = True
-        # Some trainers divide the logits by the temperature in place. If they change the logits in another way, the
-        # slopes cannot be computed.
+        # Some trainers divide the logits by the temperature in place. If a trainer changes the logits in another way,
+        # the slopes cannot be computed.
         errors = {scale: _off(logprobs(flat, *here, scale), self.answers) for scale in (1.0, temperature)}
         divided = min(errors, key=lambda scale: errors[scale])
         if not errors[divided] <= (5e-2 if flat.dtype in EXACT else 1e-4):
@@ -507,7 +509,7 @@ class Recorder:
         self._hook_optimizer()
         self._patch(torch.autograd, "backward", self._backward)
         self._patch(torch.nn.utils, "clip_grad_norm_", self._clip)
-        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has its own method
+        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has its own clipping method
             self._patch(self.model, "clip_grad_norm_", self._clip_sharded)
 
     def _unhook(self) -> None:
@@ -689,8 +691,8 @@ class Recorder:
         return found
 
     def _take_gradients(self) -> None:
-        """Records the gradients before clipping. If the recorder cannot see the clipping, it records them before the
-        optimizer step."""
+        """Records the gradients before clipping. If the recorder cannot see the clipping, it records the gradients
+        before the optimizer step."""
         if not self.detailed or any("/gradient" in name for name in self.tensors):
             return
         exact = self._by_formula()

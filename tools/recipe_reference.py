@@ -84,10 +84,11 @@ different value:
 
 {free}
 
-Most of them do not change what an update computes. The learning rate, its schedule and the number of steps do: the run
-prints the rate of the next step before and after, stores the change in `env.json`, and `lockstep compare` shows it. A
-change of any other key, or of the training rows, is an error that shows both values. Data files and models may move:
-their content is compared, not their path. [Resuming](runs.md#resuming) explains what happens if a model has changed.
+Most of these keys do not change what an update computes. The exceptions are the learning rate, its schedule and the
+number of steps. If one of these changes, the run prints the old and the new learning rate of the next step and stores
+the change in `env.json`, and `lockstep compare` shows the change. A change of any key that is not in this list, or of
+the training rows, is an error that shows both values. Data files and models may move: their content is compared, not
+their path. [Resuming](runs.md#resuming) explains what happens if a model has changed.
 
 ## Old names of keys
 

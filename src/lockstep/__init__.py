@@ -12,7 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# This must run before any import of torch: a device plug-in that torch loads automatically could break the import.
+# The next import must run before any import of torch: otherwise a device plug-in that torch loads automatically could
+# break the import of torch.
 import lockstep.device  # noqa: F401
 from lockstep.version import __version__ as __version__
 

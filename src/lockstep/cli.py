@@ -168,7 +168,7 @@ def init(
 ) -> None:
     """Write a first recipe with comments; prompt for values that the options do not give.
 
-    Rows that exist are checked: the recipe gets the keys that the rows need, or the command fails.
+    If the data exists, its rows are checked: the recipe gets the keys that they need, or the command fails.
     """
     from lockstep.commands.init import choose, write_recipe
 
@@ -216,7 +216,7 @@ def cache(
         write(line)
 
 
-# The order of registration is the order of the commands in `--help`: the order of use.
+# The commands are registered in the order of their usual use. `--help` lists them in this order.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)
@@ -294,7 +294,7 @@ def replay(
         str,
         typer.Option(
             metavar="forced|chained|free",
-            help="What each step takes from the tape: weights and data; only data; only initial weights.",
+            help="What each step takes from the recording: weights and data; only data; only initial weights.",
         ),
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Replay only this step; may be repeated.")] = None,

@@ -178,7 +178,7 @@ CODES = {
     "worker-lost": "the rollout process ended or does not answer",
     "wrong-response": "the inference server returned a response that does not fit the request",
     "empty-response": "a response has no token",
-    "wrong-initial-loss": "the first loss is wrong: policy and reference are equal, so the loss is known",
+    "wrong-initial-loss": "policy and reference are equal, but the first loss is not the loss of equal models",
     "idle-updates": "several updates in a row did not change the model",
     "changed-setting": "a setting differs from the setting of the checkpoint or output folder",
     "changed-model": "a model has changed since the checkpoint",
@@ -192,8 +192,8 @@ CODES = {
     "ambiguous-steps": "the log has several values of a metric for one step",
     "unnamed-metric": "the log does not name its metric",
     "nothing-in-common": "the two runs have no metric or update in common",
-    "no-tape": "the run has no tape (its record of tensors for replay)",
-    "missing-on-tape": "the tape does not contain what the replay needs",
+    "no-tape": "the run has no tape, which is the record of tensors that a replay needs",
+    "missing-on-tape": "the tape (the run's record of tensors) does not contain what the replay needs",
     "not-replayable": "the run cannot be replayed in the requested mode",
     "not-training": "the command to migrate does not train a model",
     "unsupported-setting": "lockstep has no equivalent of the setting",
@@ -259,8 +259,8 @@ class LostProcess(Refusal):
 
 
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
-    """Raises a `Refusal` if there are problems. If `what` is given, the refusal lists the first problems and counts the
-    others."""
+    """Raises a `Refusal` if there are problems. If `what` is given, the refusal lists only the first problems and the
+    number of further problems."""
     if problems:
         raise Refusal(shortened(problems, what) if what else problems)
 

@@ -36,8 +36,8 @@ class TimeUp(BaseException):
 def time_limit(seconds: float, message: str) -> Iterator[None]:
     """Context manager that raises `TimeUp` in its block after `seconds`, by a timer signal.
 
-    A signal cannot interrupt code that does not return from a native library. In that case a second timer ends the run
-    with `message`.
+    A signal cannot interrupt code that does not return from a native library. If the code does not return, a second
+    timer ends the run with `message`.
     """
     last = threading.Timer(seconds + GRACE_SECONDS, _end_run, (message,))
     last.daemon = True
@@ -81,7 +81,7 @@ _given: dict[str, Callable[..., Any]] = {}
 # Imported modules of user files, by path and modification time. Two functions of one user file therefore share its
 # globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
-# User files that are being imported. If one imports another, the inner file comes last.
+# User files that are being imported. If one user file imports another, the imported file comes last.
 _running: list[Path] = []
 
 
@@ -98,8 +98,8 @@ class UserFunction:
     """A user function and the recipe key that names it. Exceptions of the function are reported with file, name and
     line.
 
-    `seconds` is the time limit of a call, and `limit` is the recipe key that sets it. If `seconds` is None, this class
-    does not limit the time.
+    `seconds` is the time limit of a call (None: this class sets no limit), and `limit` is the recipe key of the time
+    limit.
     """
 
     key: str
@@ -173,7 +173,7 @@ def load_user_function(
 ) -> UserFunction:
     """Loads the function of `function_path` and checks that it accepts the positional arguments `call`.
 
-    `seconds` is the time limit of a call. The recipe key `limit` sets it.
+    `seconds` is the time limit of a call, which the recipe key `limit` sets.
     """
     if function_path in _given:
         function = _given[function_path]
@@ -196,8 +196,8 @@ def is_registered(function_path: str) -> bool:
 
 
 def local_callable(function_path: str) -> Callable[..., Any] | None:
-    """Returns the registered callable if no other process can load it, otherwise None. Such a callable is defined in
-    the main script, in a notebook, or inside another function."""
+    """Returns the registered callable if no other process can load it, because it is defined in the main script, in a
+    notebook, or inside another function. Otherwise returns None."""
     function = _given.get(function_path)
     if function is None:
         return None

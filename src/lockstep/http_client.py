@@ -1,8 +1,8 @@
 """The HTTP client of remote rewards and of serving engines. The client limits the time and the size of every response.
 
 The client uses the HTTP package that huggingface_hub installs: httpx for huggingface_hub 1, and httpx2, which has the
-same interface, from version 2 on. The HTTP package limits only the time of single reads. Requests are therefore
-asynchronous, and a request that takes too long in total is cancelled.
+same interface, from version 2 on. The HTTP package has time limits only for single reads, not for a whole response. So
+requests are asynchronous, and a request that takes too long in total is cancelled.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class HttpClient:
         raise RequestFailed(why) from cause
 
     async def status(self, address: str, seconds: float) -> int | None:
-        """Returns the HTTP status of a GET request. Returns None if the server does not answer in time (twice
-        `seconds`), for example because it is busy. Raises `RequestFailed` if there is no connection."""
+        """Returns the HTTP status of a GET request. Returns None if the server does not answer within twice `seconds`,
+        for example because it is busy. Raises `RequestFailed` if there is no connection."""
         timeout = httpx.Timeout(None, connect=seconds)
         request = self._client.build_request(
             "GET", address, headers=_HEADERS, timeout=timeout, extensions={"responses": []}
@@ -187,7 +187,7 @@ async def _record_status(response: Any) -> None:
 
 def _root_cause(error: BaseException) -> str:
     """Returns the message of the innermost exception (of the operating system or the parser). The outer exceptions only
-    repeat it."""
+    repeat that message."""
     root = error
     while (below := root.__cause__ or root.__context__) is not None:
         root = below

@@ -1,7 +1,8 @@
 """Detects secrets (passwords, API keys) in values, masks them in text, and resolves references to secrets.
 
 A recipe refers to a secret by name, where `${env:NAME}` is an environment variable and `${file:PATH}` is the text of a
-file. Files and output contain only this reference. The secret itself is read when it is used, and masked in all output.
+file. Files and output contain only the reference, not the secret. The secret itself is read when it is used, and masked
+in all output.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
         flag = _FLAG.match(word)
         if flag and _NAME.search(flag[1]) and (flag[2] or (following and not following.startswith("-"))):
             why = f"--{flag[1]} contains a secret, which is visible in the process list"
-            yield key, why, "remove it: lockstep gives its own servers a key; for yours set LOCKSTEP_SERVER_KEY"
+            yield key, why, "remove it: lockstep gives its own servers a key; for your servers set LOCKSTEP_SERVER_KEY"
 
 
 def is_expanded(key: str) -> bool:
@@ -212,7 +213,8 @@ def references(text: str) -> list[str]:
 
 
 def variables(values: Any) -> set[str]:
-    """Returns the names of the environment variables that a recipe refers to. All processes of the run need them."""
+    """Returns the names of the environment variables that a recipe refers to. All processes of the run need these
+    variables."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
     found = _REFERENCE.findall(values) if isinstance(values, str) else []
     return {name for kind, name in found if kind == "env"}.union(*map(variables, inner))
@@ -259,7 +261,7 @@ def _mask_last(found: re.Match[str]) -> str:
 
 
 def _kept(value: str) -> str:
-    """Returns MASK, unless the value consists only of references and masks; then it is returned unchanged."""
+    """Returns the value unchanged if it consists only of references and masks, otherwise returns MASK."""
     return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
 
 

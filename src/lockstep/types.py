@@ -1,7 +1,7 @@
 """The data types that the stages of a training step exchange.
 
-Suffixes of tensor names give the shape: N is the number of rows, T the number of positions, and K the number of target
-tokens of a micro-batch.
+Suffixes of tensor names give the shape, where N is the number of rows, T the number of positions, and K the number of
+target tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class MicroBatch:
     `lengths` are the lengths of the sequences, in the order of the sequences. Sequences in a packed row may share a
     prefix, which is stored once. `packed_index_E` maps each token of the concatenated full sequences to its index in
     the packed row; it is None if no prefix is shared. `predictors_K` are the indices of the flattened N*T positions
-    whose hidden states predict `targets_K`. `index_K` are the indices of these targets among all targets of the update.
+    whose hidden states predict `targets_K`. `index_K` are the indices of `targets_K` among all targets of the update.
     """
 
     input_ids_NT: torch.Tensor
@@ -183,14 +183,14 @@ class MicroBatch:
     teacher: Callable[[MicroBatch], Any] | None = None
     """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
     local_index_K: torch.Tensor | None = None
-    """The indices of the targets among this rank's targets of the update. None if this rank has all targets of the
+    """The indices of the targets among this rank's targets of the update, or None if this rank has all targets of the
     update."""
     token_grads: Callable[..., Any] | None = None
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split of this micro-batch over a context-parallel group. The part of one rank also has this split, and has
-    the `lengths` of the full sequences."""
+    """The split of this micro-batch over a context-parallel group. The part of the micro-batch on one rank has the same
+    split, and the `lengths` of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -252,8 +252,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). Otherwise they are computed
-    from the full distribution."""
+    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). If false, log-probs are
+    computed from the full distribution."""
 
 
 @dataclass(frozen=True)
@@ -266,10 +266,10 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the number of
-    the first sample. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`. Only rollout
-    functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished samples. Only
-    engines that can pause use it."""
+    """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the sample
+    index of the first of these samples. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`.
+    Only rollout functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished
+    samples; only engines that can pause use it."""
 
     ids: Sequence[int]
     key: int
@@ -300,7 +300,7 @@ class Completion:
     """The stop reason: `token`, `string`, `length`, `environment` (a rollout function ended the response) or `failed`
     (the rollout function failed)."""
     loss_mask: Sequence[int] = ()
-    """1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
+    """The mask is 1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
     versions: Sequence[int] = ()
     """The version of the weights that generated each token, as in `Rollout`."""
     failure: str = ""

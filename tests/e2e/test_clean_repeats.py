@@ -34,9 +34,9 @@ REPEATS = [
     *(Repeat(recipe, "transformers' engine", ("rollout.engine=hf",)) for recipe in ("grpo", "ppo")),
 ]
 # Daily: the second step of these, from recorded weights.
-QUICK = {"sft-small-micro-batches", "dpo-other-rounding", "grpo-transformers'-engine", "ppo-padded-one-by-one"}
+QUICK = {"sft-small-micro-batches", "dpo-other-rounding", "ppo-padded-one-by-one"}
 # Daily: all steps of these, each from the weights of the step before.
-QUICK_CHAINED = {"sft-padded-by-two", "grpo-other-rounding"}
+QUICK_CHAINED = {"grpo-other-rounding"}
 
 
 @pytest.fixture(scope="module")

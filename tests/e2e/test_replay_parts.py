@@ -59,7 +59,7 @@ def test_every_step_is_replayed_with_the_recipe_that_trained_it(run: Path) -> No
     found = done(run, "forced")
     assert found.steps == [1, 2, 3, 4]
     assert found.in_step, first_divergence(found)
-    assert "Steps 1 to 2 were trained with recipe.to_step_2.yaml" in found.remarks[0]
+    assert "recipe.to_step_2.yaml" in found.remarks[0]
     assert len(list((run / "replays").glob("forced-*"))) == 2
 
 

@@ -242,7 +242,7 @@ def test_the_learning_rate_may_change_and_compare_shows_it(
     assert rates(run) == pytest.approx([1e-3, 1e-3, 1e-3, 3e-3, 2e-3, 1e-3])
     said = " ".join("".join(capsys.readouterr()).split())
     assert "resuming although optim.lr changed from 0.001 to 0.004" in said
-    assert "step 4 has 0.003 (before: none, it was done)" in said
+    assert "step 4 has 0.003 (without the change: none" in said
     # The run's history has both parts, and a comparison with a run of one part names what changed and where.
     env = json.loads((run / "env.json").read_text())
     assert env["resumed"]["after_step"] == 3

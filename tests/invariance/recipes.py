@@ -223,6 +223,9 @@ def _offline(pick: _Draw, method: str, turn: int, values: Values) -> bool:
         values["data"] |= {"max_tokens": 60, "overlong": pick.one("drop", "truncate_right"), "require_end": False}
     if OFFLINE[method].sections == ("preference",):
         values["preference"] = _preference(pick, method, turn)
+        if "divergence" in values["preference"]:
+            # Exponentials of log-ratios: after large updates rounding would be amplified without bound.
+            values["optim"] |= {"lr": LR / 100, "eps": EPS / 100}
     if method == "rm":
         ranking = pick.one("pairs", "plackett_luce")
         values["rm"] = {"ranking": ranking, "center_rewards_coef": pick.one(0.0, 0.01)}
@@ -261,7 +264,7 @@ def _preference(pick: _Draw, method: str, turn: int) -> Values:
     if "ld_alpha" in reads and pick.chance(0.3):
         settings["ld_alpha"] = 0.5
     # Other divergences are exponentials of log-ratios, which between two models are far from 0: rounding would explode.
-    if "reference" in reads and "divergence" not in settings and pick.chance(0.4):
+    if "reference" in reads and "divergence" not in settings and pick.chance(0.7):
         settings["reference"] = "other-model"
     if pick.chance(0.3):
         settings["nll"] = 0.2

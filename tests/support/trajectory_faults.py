@@ -166,7 +166,7 @@ FAULTS: dict[str, Fault] = {
         wrap("lockstep.train.optim_offload.on_device", _fewer_digits), ("optimizer-host",), 0
     ),
     "reference changed on the host": Fault(
-        wrap("lockstep.parallel.offload.Home.come", _other_weights), ("frozen-host",), 3
+        wrap("lockstep.parallel.offload.Home.come", _other_weights), ("frozen-host",), 52
     ),
     "activations rounded on the host": Fault(
         wrap("lockstep.parallel.offload._Storage.arrived", _fewer_digits), ("activations-host",), 0
@@ -185,7 +185,7 @@ FAULTS: dict[str, Fault] = {
         wrap("lockstep.launch.process_pool.ProcessPool.submit", _earlier_call), ("reward-workers",), 22
     ),
     "reference log-probs of other rows": Fault(
-        wrap("lockstep.train.logprob_cache.LogprobCache.take", _shifted_rows), ("precomputed",), 3
+        wrap("lockstep.train.logprob_cache.LogprobCache.take", _shifted_rows), ("precomputed",), 52
     ),
 }
 RANK_FAULTS: dict[str, Fault] = {

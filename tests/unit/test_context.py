@@ -236,8 +236,8 @@ def loaded(config: PreTrainedConfig) -> Policy:
     [
         (LlamaConfig(**SIZES), 2, {}),
         (LlamaConfig(**SIZES), 3, {"ulysses": "4 heads"}),
-        (MistralConfig(**SIZES, sliding_window=6), 2, {"zigzag": "the last 6 tokens"}),
-        (Gemma2Config(**SIZES, sliding_window=600), 2, {"zigzag": "the last 600 tokens", "gather": "soft cap of 50"}),
+        (MistralConfig(**SIZES, sliding_window=6), 2, {"zigzag": "window of 6 tokens"}),
+        (Gemma2Config(**SIZES, sliding_window=600), 2, {"zigzag": "window of 600 tokens", "gather": "soft cap of 50"}),
         (LlamaConfig(**SIZES, attention_dropout=0.1), 2, {"zigzag": "dropout of 0.1", "gather": "dropout of 0.1"}),
     ],
 )

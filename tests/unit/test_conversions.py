@@ -142,7 +142,7 @@ def test_the_critics_warm_up_counts_the_step_that_ends_it() -> None:
 @pytest.mark.parametrize(
     ("words", "key", "note"),
     [
-        ([f"{A}.clip_ratio=0.3"], f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high take precedence"),
+        ([f"{A}.clip_ratio=0.3"], f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high"),
         (["algorithm.kl_ctrl.kl_coef=0.5"], "algorithm.kl_ctrl.kl_coef", "without use_kl_in_reward"),
         (["trainer.critic_warmup=0"], "trainer.critic_warmup", "no critic"),
         ([f"{A}.fsdp_config.param_offload=True"], f"{A}.fsdp_config.param_offload", "lockstep plan"),

@@ -40,7 +40,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusionModel]:
     partial._warn_once.cache_clear()
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     LENGTHS, st.sampled_from([2, 3, 4]), st.sampled_from(["zigzag", "gather"]), SHAPES, st.integers(0, 99), st.data()
 )

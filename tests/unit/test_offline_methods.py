@@ -286,7 +286,7 @@ def test_kto_without_a_reference_takes_mean_logprobs(tiny_folder: Path, recipe_o
 
 def test_kto_refuses_an_update_of_one_answer_alone(tiny_folder: Path, other_folder: Path, recipe_of) -> None:
     rows = [LabeledResponse(response(A, [5, 6], 3), True), LabeledResponse(response(B, [5, 6], 4), False)]
-    with refuses("rows.jsonl row 3, rows.jsonl row 4", "too-few-rows", "KL estimate"):
+    with refuses("rows.jsonl row 3, rows.jsonl row 4", "too-few-rows", "KL of this update"):
         measured(recipe_of("kto"), rows, models_of(policy_of(tiny_folder), CUTS[0], policy_of(other_folder)))
 
 

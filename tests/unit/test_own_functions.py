@@ -151,7 +151,7 @@ def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> 
         ("{}/none.py:mine", "", "[no-such-file]"),
         ("{}/own.py:other", "def mine(signals): ...", "-> the functions of the file are: mine"),
         ("{}/own.py:mine", "mine = 3", "[invalid-function]: mine is a int"),
-        ("{}/own.py:mine", "def mine(): ...", "[invalid-function]: mine cannot be called with signals"),
+        ("{}/own.py:mine", "def mine(): ...", "[invalid-function]: mine cannot be called"),
         ("{}/own.py:mine", "import nothing_of_that_name", "[import-failed]: cannot be imported: ModuleNotFoundError"),
         ("{}/own.py:mine", "def mine(:", "[import-failed]: cannot be imported: SyntaxError"),
         ("{}/own.py:1", "", "[invalid-function]"),

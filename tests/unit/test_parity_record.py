@@ -13,7 +13,7 @@ import pytest
 from lockstep.errors import Refusal
 from lockstep.parity.compare.compare_report import page_data
 from lockstep.parity.compare.comparison import Comparison, Difference
-from lockstep.parity.compare.support_record import HEADER, RULE, evidence_of, read_table, record, slug
+from lockstep.parity.compare.support_record import HEADER, INTRODUCTION, RULE, evidence_of, read_table, record, slug
 from parity_example import HOSTILE, STEPS, example, reward
 
 
@@ -153,17 +153,19 @@ def test_logs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     assert read_table(tmp_path / "support.md").rows[0].algorithm == "grpo"
 
 
+# The number of lines above the table.
+TABLE = INTRODUCTION.count("\n") + 1
 DAMAGE = [
     ("no table", lambda text: "# Support\n", "contains no support table"),
-    ("no rule", lambda text: text.replace(RULE + "\n", ""), "line 12 [damaged-file]"),
-    ("a cell less", lambda text: text.replace("| tiny-7 ", ""), "line 13 [damaged-file]: has 7 cells"),
-    ("no link", lambda text: text.replace("[json]", "json"), "line 13 [damaged-file]: its evidence is `json"),
-    ("words", lambda text: text + "and so on\n", "line 14 [damaged-file]"),
-    ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), "line 14 [damaged-file]"),
+    ("no rule", lambda text: text.replace(RULE + "\n", ""), f"line {TABLE + 2} [damaged-file]"),
+    ("a cell less", lambda text: text.replace("| tiny-7 ", ""), f"line {TABLE + 3} [damaged-file]: has 7 cells"),
+    ("no link", lambda text: text.replace("[json]", "json"), f"line {TABLE + 3} [damaged-file]: its last cell"),
+    ("words", lambda text: text + "and so on\n", f"line {TABLE + 4} [damaged-file]"),
+    ("an empty line", lambda text: text.replace(RULE, RULE + "\n"), f"line {TABLE + 4} [damaged-file]"),
     (
         "twice",
         lambda text: text + text.splitlines()[-1] + "\n",
-        "line 14 [damaged-file]: links to the same evidence file as line 13",
+        f"line {TABLE + 4} [damaged-file]: links to the same JSON file as line {TABLE + 3}",
     ),
 ]
 

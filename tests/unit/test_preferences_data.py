@@ -305,11 +305,11 @@ REFUSED = [
     ),
     (
         PAIR | {"chosen": CHATS[0], "rejected": CHATS[0] + CHATS[2]},
-        "[no-answer]: chosen ",
+        "[no-answer]: after the prompt, chosen ",
     ),
     (
         PAIR | {"chosen": [bot("2"), user("?")], "rejected": CHATS[2]},
-        "[no-answer]: chosen ",
+        "[no-answer]: after the prompt, chosen ",
     ),
     ({"chosen": [user("1"), bot("2")], "rejected": [user("2"), bot("3")]}, "[different-prompts]"),
     ({"chosen": CHATS[1], "rejected": CHATS[2]}, "[different-prompts]"),
@@ -327,7 +327,7 @@ REFUSED = [
         "[swapped-responses]: score_chosen 1 is below score_rejected 2",
     ),
     (RANKED | {"responses": ["a"]}, "[wrong-count]: responses "),
-    (RANKED | {"responses": ["a", "b", "c"]}, "[wrong-count]: has 3 responses"),
+    (RANKED | {"responses": ["a", "b", "c"]}, "[wrong-count]: the row has 3 responses"),
     (RANKED | {"responses": ["a", "a"]}, "[identical-responses]: responses.0 and responses.1 "),
     (RANKED | {"scores": [1]}, "[wrong-count]: the row has 2 responses, but 1 scores"),
     (RANKED | {"scores": ["1", "2"]}, "[not-a-number]: scores "),

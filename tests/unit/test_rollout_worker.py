@@ -158,7 +158,7 @@ def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monk
     worker.hand_over(next(VERSIONS), [], SAMPLING)
     monkeypatch.setattr(worker.channel, "write", corrupted(worker.channel.write, worker.channel))
     wrong = next(VERSIONS)
-    said = rf"(?s)after {wrong} updates.*differs by up to .* in the worker, .* in the trainer"
+    said = rf"(?s)after {wrong} steps.*differs by up to .* in the worker, .* in the trainer"
     with pytest.raises(Refusal, match=said) as caught:
         worker.hand_over(wrong, [], SAMPLING)
     assert not isinstance(caught.value, LostProcess)
@@ -207,7 +207,7 @@ def test_weights_come_through_a_collective_and_are_probed(
     sent = worker.channel._broadcast
     monkeypatch.setattr(worker.channel, "_broadcast", lambda tensor: sent(tensor.flip(0)))
     wrong = next(VERSIONS)
-    with pytest.raises(Refusal, match=rf"after {wrong} updates.*differs by up to"):
+    with pytest.raises(Refusal, match=rf"after {wrong} steps.*differs by up to"):
         worker.hand_over(wrong, [], SAMPLING)
 
 

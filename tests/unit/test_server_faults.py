@@ -65,7 +65,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
         (faulty_proxy.outside_the_vocabulary, "token 0 of an answer is 100000: .* 259"),
         (faulty_proxy.negative_token, "token 0 of an answer is -1"),
         (faulty_proxy.fractional_token, r"token 0 of an answer is 1\.5"),
-        (faulty_proxy.one_logprob_too_few, "log-probs of"),
+        (faulty_proxy.one_logprob_too_few, "log-probs"),
         (faulty_proxy.positive_logprob, r"log-prob of token 0 .* 2\.0"),
         (faulty_proxy.infinite_logprob, "not a finite number"),
         (faulty_proxy.goes_on_after_its_end, "end token 9 at position 0"),

@@ -75,7 +75,7 @@ def test_what_stale_responses_show_has_a_remedy_that_may_be_said() -> None:
     signs = {"actor__pg_clipfrac": 0.4, "actor__ppo_kl": 0.3, "training__rollout_probs_diff_mean": 0.1}
     clipped, moved, apart = read(warnings, **signs)
     assert "Lower optim.lr, or rollout.max_staleness, or make fewer" in clipped
-    assert "since the draw" in moved
+    assert "since generation" in moved
     assert apart.endswith("Lower optim.lr or rollout.max_staleness")
     (served,) = read(Warnings(recipe_of(algorithm__correction__weight="token")), training__rollout_probs_diff_mean=0.1)
     assert served.endswith("Try model.dtype=fp32")

@@ -1,6 +1,6 @@
 """Advantage estimators, with discounted returns and generalized advantages.
 
-Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
+The suffixes of tensor names mean K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch
 # - If all scores of a group are equal, the advantages are exactly 0: the smallest score of the group is subtracted
 #   before averaging.
 # - `returns_K` is the critic's target for `gae`, the return to go for estimators on token rewards, and the score of the
-#   sequence for group-based estimators. (For group-based estimators, verl returns the advantage again.)
+#   sequence for group-based estimators. (For group-based estimators, verl's returns are the advantages.)
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
@@ -93,9 +93,9 @@ ENERGY_FLOOR = 1e-8
 class Whitening:
     """Whitening of advantages to mean 0 and standard deviation 1 over the tokens of the step.
 
-    `over` = `own` whitens only if the estimator's paper does, `none` never whitens, and `step` always whitens. `biased`
-    divides the variance by n (as OpenRLHF) instead of n - 1 (as verl). If `divide` is False, only the mean is
-    subtracted.
+    `over` = `own` whitens only if the estimator's paper does, `none` never whitens, and `step` always whitens. With
+    `biased`, the variance has the divisor n (as in OpenRLHF) instead of n - 1 (as in verl). If `divide` is False, only
+    the mean is subtracted.
     """
 
     over: str = "own"
@@ -114,7 +114,8 @@ class Signals:
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
     energy_K: torch.Tensor | None = None
-    """Squared norm of the gradient of log p by the logits: 1 - 2 p + the sum of squared vocabulary probabilities."""
+    """Squared norm of the gradient of log p with respect to the logits: 1 - 2 p + sum of squared vocabulary
+    probabilities."""
     rewards: tuple[tuple[float, torch.Tensor], ...] = ()
     """The separate rewards of `gdpo`: for each reward its weight and one score per sequence."""
     kl_penalty_K: torch.Tensor | None = None
@@ -172,7 +173,8 @@ def remax(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def grpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GRPO (arXiv 2402.03300): (score - group mean) / (standard deviation of the group, with n - 1, + 1e-6)."""
+    """GRPO (arXiv 2402.03300): (score - group mean) / (group standard deviation + 1e-6). The deviation has the divisor
+    n - 1."""
     groups = _Groups(signals)
     return groups.estimate(groups.centred_P / (groups.deviation_P + STD_FLOOR))
 
@@ -190,17 +192,17 @@ def rloo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """OPO (arXiv 2505.23585): score minus the group's mean score, weighted by response length (in generated tokens)."""
+    """OPO (arXiv 2505.23585): score minus group mean. The mean weights each score by its number of generated tokens."""
     groups = _Groups(signals)
     baseline_P = groups.total(groups.lengths_P * groups.above_least_P) / groups.total(groups.lengths_P)
     return groups.estimate(groups.above_least_P - baseline_P)
 
 
 def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GPG (arXiv 2504.02546): (score - group mean) x (all sequences / sequences in groups with unequal scores).
+    """GPG (arXiv 2504.02546): (score - group mean) x N / M, if M of N sequences are in groups with unequal scores.
 
-    The factor compensates for groups without a gradient. verl divides by the number of sequences with non-zero score
-    instead; that number changes if a constant is added to all rewards.
+    The factor N / M compensates for groups without a gradient. In verl, M is the number of sequences with non-zero
+    score, which changes if a constant is added to all rewards.
     """
     groups = _Groups(signals)
     differing = int((groups.greatest_P > 0).sum())
@@ -227,10 +229,10 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
 
 
 def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GDPO (arXiv 2601.05242): normalise each reward per group as in `grpo`, sum the rewards by weight, whiten the sum.
+    """GDPO (arXiv 2601.05242): normalises each reward per group as in `grpo`, and whitens their weighted sum.
 
-    So a reward with a small spread has as much influence as a reward with a large spread. A KL penalty in the reward is
-    not included.
+    So a reward with a small spread has as much influence as a reward with a large spread. The normalised rewards
+    include no KL penalty.
     """
     if not signals.rewards:
         raise Refusal.at(
@@ -295,9 +297,10 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 def whiten(
     values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, reduce: StepReduce = SINGLE_PROCESS
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as in verl. A single value or equal values become 0.
+    """(x - mean) / sqrt(variance + 1e-8). A single value or equal values become 0.
 
-    `biased` divides the variance by n, as OpenRLHF does. If `divide` is False, the result is x - mean.
+    The variance has the divisor n - 1, as in verl, or with `biased` n, as in OpenRLHF. If `divide` is False, the result
+    is x - mean.
     """
     count = reduce.count(len(values_K))
     # Subtract the maximum first: if all values are equal they become exactly 0, whatever the rounding of the mean.
@@ -310,7 +313,8 @@ def whiten(
 
 
 def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
-    """True for the sequences that DAPO's dynamic sampling (arXiv 2503.14476) keeps: groups with unequal scores."""
+    """True for the sequences that DAPO's dynamic sampling (arXiv 2503.14476) keeps: those in groups with unequal
+    scores."""
     group_S, groups = _numbered(group_S)
     return _extreme(scores_S, group_S, groups, "amax") > _extreme(scores_S, group_S, groups, "amin")
 

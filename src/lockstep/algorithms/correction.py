@@ -1,8 +1,8 @@
 """Rollout correction for the difference between the log-probs of engine and trainer.
 
 The correction is truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences whose
-log-probs differ too much. Shapes: K tokens of the step, S sequences. The ratio of a token is e^d with d = log
-p_trainer - log p_engine, clamped to +-20.
+log-probs differ too much. The suffixes of tensor names mean K tokens of the step and S sequences. The ratio of a token
+is e^d, where d = log p_trainer - log p_engine is clamped to +-20.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def correct(
 ) -> Corrected:
     """Importance weights, clamped to [floor, cap], and a mask of tokens outside the accepted ranges.
 
-    `weight` = `token` uses the ratio p_trainer / p_engine of the token, `sequence` the product of the ratios of its
-    sequence. `normalize` divides the weights by their mean over the tokens or sequences of the step. `mask` = `token`
-    keeps a token whose ratio is in [low, high]; `sequence` keeps a sequence whose geometric mean of ratios is in [low,
-    high]. `reject` lists further ranges; a kept token must be inside every range. Masking a token does not change the
-    weights of other tokens. `rejected` = `left_out` excludes masked tokens from the mean of the loss; `zero` includes
-    them with weight 0.
+    `weight` = `token` uses the ratio p_trainer / p_engine of the token, and `weight` = `sequence` uses the product of
+    the ratios of its sequence. `normalize` divides the weights by their mean over the tokens or sequences of the step.
+    `mask` = `token` keeps a token whose ratio is in [low, high], and `mask` = `sequence` keeps a sequence whose
+    geometric mean of ratios is in [low, high]. `reject` lists further ranges; a kept token must be inside every range.
+    Masking a token does not change the weights of other tokens. `rejected` = `left_out` excludes masked tokens from the
+    mean of the loss, and `rejected` = `zero` includes them with weight 0.
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at(
@@ -112,7 +112,8 @@ def correct(
 def logprob_difference(
     trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce: StepReduce
 ) -> tuple[float, float]:
-    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). NaN if a log-prob is NaN."""
+    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). Both are NaN if a log-prob is
+    NaN."""
     log_ratio_K = log_ratio(trainer_K, rollout_logprobs_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return reduce.mean(log_ratio_K.abs()), reduce.mean(log_ratio_K.exp() - log_ratio_K - 1)
 

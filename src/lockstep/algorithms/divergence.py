@@ -32,7 +32,7 @@ def _k2(log_ratio_K: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(log_ratio_K: torch.Tensor) -> torch.Tensor:
-    """k3, clamped as in verl: the exponent to +-20, the result to 10. Clamped tokens have no gradient."""
+    """k3, clamped as in verl: the exponent to +-20, the result to at most 10. Clamped tokens have no gradient."""
     back_K = (-log_ratio_K).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (back_K.exp() - back_K - 1).clamp(-K3_BOUND, K3_BOUND)
 
@@ -47,10 +47,10 @@ def divergence(
     """The KL estimate at each token. `estimator` is `k1`, `abs`, `k2`, `k3`, or one of these names with `+` appended.
 
     If the estimate is a term of the loss, only k2 has a gradient whose mean is the gradient of KL(policy, reference).
-    (The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference, policy).) The estimators with `+` have
-    the value of the estimator and the gradient of k2. With `old_K`, the log-probs of the sampling policy, the gradient
-    of k2 is weighted by the detached ratio of new to old probability (at most 10). A token that is impossible under
-    policy and reference has divergence 0; see `floor_logprobs`.
+    (The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference, policy).) An estimator with `+` has
+    the value of the estimator without `+`, and the gradient of k2. With `old_K`, the log-probs of the sampling policy,
+    the gradient of k2 is weighted by the detached ratio of new to old probability (at most 10). A token that is
+    impossible under policy and reference has divergence 0; see `floor_logprobs`.
     """
     log_ratio_K = log_ratio(logprobs_K, reference_K)
     if estimator in _FORWARD:
@@ -68,15 +68,15 @@ def divergence(
 def adapt_coefficient(coefficient: float, measured: float, target: float, horizon: int, sequences: int) -> float:
     """The next KL coefficient: larger if the measured KL is above its target, smaller if below.
 
-    As in Ziegler et al. 2019 (arXiv 1909.08593), the change is proportional to the relative error, clamped to +-0.2.
-    The factor is 1 + error x sequences / `horizon`.
+    As in Ziegler et al. 2019 (arXiv 1909.08593), the coefficient is multiplied by 1 + error x sequences / `horizon`.
+    The relative error of the KL is clamped to +-0.2.
     """
     error = min(max(measured / target - 1, -MOST_ADAPTATION), MOST_ADAPTATION)
     return coefficient * (1 + error * sequences / horizon)
 
 
-# Divergences between the next-token distributions of student and teacher, full or top-k. Shapes: R positions, V
-# vocabulary, k tokens kept at a position. All tensors contain log-probs.
+# Divergences between the next-token distributions of student and teacher, full or top-k. The suffixes of tensor names
+# mean R positions, V vocabulary, k tokens kept at a position. All tensors contain log-probs.
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 LEAST_REST = -100.0
@@ -90,8 +90,9 @@ def distribution_divergence(
 
     - `forward`: KL(teacher, student).
     - `reverse`: KL(student, teacher). A token of teacher probability 0 would make the divergence infinite, so it adds
-      the student's probability instead. The result is never negative: over the other tokens it is the generalised KL
-      divergence, the sum of p log(p/q) - p + q. The student still learns to avoid tokens of teacher probability 0.
+      the student's probability instead. The result equals the generalised KL divergence, the sum of p log(p/q) - p + q
+      over all tokens of non-zero teacher probability, which is never negative. The student still learns to avoid tokens
+      of teacher probability 0.
     - `jsd`: mix KL(teacher, m) + (1 - mix) KL(student, m) with m = mix teacher + (1 - mix) student, the generalised
       Jensen-Shannon divergence of GKD (arXiv 2306.13649) with the paper's beta as `mix`.
 

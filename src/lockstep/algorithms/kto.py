@@ -1,6 +1,7 @@
 """KTO (arXiv 2402.01306): single responses with binary labels, and a KL estimate from mismatched pairs.
 
-Shapes: N rows of a micro-batch. The log-ratio of a row is log p - log p_ref, summed over its response.
+The suffix N of tensor names means the rows of a micro-batch. The log-ratio of a row is log p - log p_ref, summed over
+its response.
 """
 
 from __future__ import annotations
@@ -71,16 +72,16 @@ def kl_estimate(logratios: torch.Tensor) -> float:
 def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
     """Returns for each row the row that provides the mismatched completion.
 
-    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. Without such a
-    row, the partner is the next row whose completion differs. Always using the neighbour would give a matched pair if
-    neighbours share a prompt.
+    The partner is the next row (cyclic, never the row itself) whose prompt and completion both differ. If no row
+    differs in both prompt and completion, the partner is the next row whose completion differs. Always using the
+    neighbour would give a matched pair if neighbours share a prompt.
     """
     prompt, completion = _runs(prompts), _runs(completions)
     return [_partner(row, prompt, completion) for row in range(len(completions))]
 
 
 def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """KTO's recommended ranges of the desirable weight (undesirable = 1) and of the undesirable one (desirable = 1)."""
+    """The ranges that KTO recommends for the desirable weight if the undesirable weight is 1, and vice versa."""
     if not desirable or not undesirable:
         raise ValueError("weights balance two kinds of rows, desirable and undesirable, and one kind has no rows")
     scarce = undesirable / desirable
@@ -108,7 +109,8 @@ def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of equal rows: equal rows have equal `numbers`; `ends` has the end of each row's run, over two cycles."""
+    """Runs (neighbouring equal rows) in a cyclic list of rows. Equal rows have the same number in `numbers`. `ends[i]`
+    is the index after the run of row i, in the list repeated twice."""
 
     numbers: list[int]
     ends: list[int]

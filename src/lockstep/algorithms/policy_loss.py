@@ -1,8 +1,8 @@
 """Policy losses of online RL as weighted sums over tokens.
 
-Shapes: K tokens of a micro-batch of complete sequences. Each function computes one loss per token from the advantage A
-and the ratio r = e^d, where d = log p - log p_old, clamped to +-20. Clamped tokens have no gradient. `weights_K` is the
-product of loss mask, aggregation weight and importance weight; the training step divides the sum once.
+Suffix K: tokens of a micro-batch of complete sequences. Each function computes one loss per token from the advantage A
+and the ratio r = e^d, where d = log p - log p_old is clamped to +-20. Clamped tokens have no gradient. `weights_K` is
+the product of loss mask, aggregation weight and importance weight; the training step divides the sum once.
 
 Tokens of weight 0 have no effect, not even on the means of their sequence. An impossible token (log p = -inf) has no
 gradient; its ratio is 1 if log p_old is also -inf (`floor_logprobs`). Metrics are sums over tokens of non-zero weight:
@@ -59,8 +59,8 @@ def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -
 def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """GSPO in its token form (arXiv 2507.18071): clipped as in PPO, with one ratio per sequence.
 
-    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. Its gradient is that of
-    the token's own log-prob. With `seq_mean_token_mean` this is the objective of the GSPO paper.
+    The log ratio is the mean of d over the sequence's tokens of non-zero weight, at most 10. The gradient of the ratio
+    is that of the token's log-prob. With `seq_mean_token_mean` this is the objective of the GSPO paper.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)

@@ -13,9 +13,9 @@ from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio, log
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
-# Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a function of the log-ratio); for
-# losses without a reference it is log p. Scores are sums or means over tokens. h is the chosen score minus the rejected
-# score.
+# The suffix P of tensor names means the pairs. The score of a response is its log-ratio log p - log p_ref (f-DPO: a
+# function of the log-ratio); for losses without a reference it is log p. Scores are sums or means over tokens. h is the
+# chosen score minus the rejected score.
 
 # Maximum exponent of a ratio: e^40 squared is finite in float32. A response with a larger exponent has no gradient.
 EXPONENT_BOUND = 40.0
@@ -143,7 +143,8 @@ def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> to
 def aot(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, partners: Partners, *, beta: float, label_smoothing: float
 ) -> torch.Tensor:
-    """AOT on pairs (arXiv 2406.05882): DPO's loss on sorted margins: the policy's i-th with the reference's i-th.
+    """AOT on pairs (arXiv 2406.05882): DPO's loss of the i-th smallest policy margin and the i-th smallest reference
+    margin.
 
     A pair's policy margin is compared with the reference margin of the same rank, not with that of the same pair.
     """
@@ -220,7 +221,8 @@ def paired_partners(
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """Partners of `aot`: the reference log-probs of the pair of the same rank minus those of the pair itself.
+    """Partners of `aot`: for each pair, the reference log-probs of the pair of the same rank minus its own reference
+    log-probs.
 
     If d is the policy's log-prob and r the reference's, a score is d - r. Subtracting r_partner - r from the score
     gives d - r_partner.
@@ -248,7 +250,7 @@ def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tenso
 class Pairs:
     """Summed log-probs and lengths of the responses, and the reference's summed log-probs if there is a reference.
 
-    `likelihood_P` is set if the other sums weight tokens (LD-DPO): the unweighted log-prob of the chosen response, for
+    If these sums are weighted by token (LD-DPO), `likelihood_P` is the unweighted log-prob of the chosen response, for
     `nll`.
     """
 
@@ -277,10 +279,10 @@ def preference_loss(
 ) -> Sums:
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
-    `average` divides every score by the length of its response; `simpo` and `orpo` always do this. `nll` is a mean over
-    the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the divergence of
-    f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT) need `partners`,
-    computed over all pairs of the update.
+    `average` divides every score by the length of its response; `simpo` and `orpo` always divide by the length. `nll`
+    is a mean over the tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is the
+    divergence of f-DPO; it is applied to the log-ratio of the full response before any mean. The ranked losses (AOT)
+    need `partners`, computed over all pairs of the update.
 
     Metrics are sums over pairs: `chosen` and `rejected` are the implicit rewards (beta times the score), `margin` is
     chosen minus rejected, `accuracy` is 1 for a positive margin (0.5 for a tie), and `nll`, if used, is the loss term
@@ -314,7 +316,8 @@ def preference_loss(
 
 
 def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_alpha: float) -> torch.Tensor:
-    """LD-DPO (arXiv 2409.06411): weight `ld_alpha` for tokens past the shorter response of a pair, else 1.
+    """LD-DPO (arXiv 2409.06411): tokens beyond the length of the pair's shorter response get weight `ld_alpha`, others
+    1.
 
     Every two successive sequences are a pair. A smaller `ld_alpha` reduces the effect of the extra tokens of the longer
     response. `ld_alpha` 1 is plain DPO; 0 has the effect of truncating both responses to the same length.

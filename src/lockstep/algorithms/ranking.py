@@ -1,7 +1,7 @@
 """The loss of a reward model on ranked responses, as a sum in which each ranking has weight 1.
 
-Shapes: S scored responses, in order of their rankings and best first within a ranking; R rankings; P pairs of a better
-and a worse response of one ranking; n responses of the longest ranking.
+The suffixes of tensor names mean S scored responses (in order of their rankings, best first within a ranking), R
+rankings, P pairs of a better and a worse response of one ranking, and n responses of the longest ranking.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def ranking_loss(
     (arXiv 2312.09244).
 
     Metrics are sums over rankings: `accuracy` (fraction of correctly ordered pairs, a tie is 0.5) and `margin` (better
-    minus worse score) are means over the pairs of a ranking; `chosen` and `rejected` are the scores of its best and its
-    worst response.
+    minus worse score) are means over the pairs of a ranking; `chosen` and `rejected` are the scores of the best and the
+    worst response of a ranking.
     """
     count, margins_R = len(margins_R), margins_R.to(scores_S.dtype)
     sizes_R = sum_by(torch.ones_like(ranking_S), ranking_S, count)
@@ -83,7 +83,7 @@ def ranking_loss(
 
 
 def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the better and the worse response of each pair, collected by the distance of the two ranks."""
+    """Indices of the better and the worse response of each pair, sorted by the distance of their ranks."""
     longest = int(sizes_R.max()) if len(sizes_R) else 0
     better = [(ranking_S[:-distance] == ranking_S[distance:]).nonzero()[:, 0] for distance in range(1, longest)]
     worse = [positions + distance for distance, positions in enumerate(better, start=1)]

@@ -11,14 +11,15 @@ import torch
 from lockstep.errors import Refusal
 
 # An impossible token has the log-prob -inf, and 0 x inf or inf - inf would make the loss of the update NaN. All losses
-# therefore replace log-probs below -10,000 by -10,000 (e^-10000 is 0 in every dtype). Two impossible tokens then have
-# difference 0 and ratio 1. A log-prob of -inf gets no gradient. A finite log-prob below -10,000 keeps its gradient, so
-# that a diverged model shows in the gradient norm. A NaN log-prob stays NaN, and the training step reports its rows.
+# therefore replace log-probs below -10,000 by -10,000 (e^-10000 is 0 in every dtype). If a token is impossible for
+# policy and reference, its log-ratio is then 0. A log-prob of -inf gets no gradient. A finite log-prob below -10,000
+# keeps its gradient, so that a diverged model shows in the gradient norm. A NaN log-prob stays NaN, and the training
+# step reports its rows.
 
 LEAST = -1e4
-"""The log-prob that replaces that of an impossible token (-inf)."""
+"""The log-prob that is used instead of -inf for an impossible token."""
 LEAST_SUM = -1e6
-"""The log-prob that replaces that of a response with an impossible token; token sums can be below LEAST."""
+"""The log-prob that is used instead of -inf for a response with an impossible token; token sums can be below LEAST."""
 CERTAIN = -1e-6
 """Upper limit of log-probs in `log_rest`: sums in float32 cannot distinguish larger log-probs from 0."""
 
@@ -44,8 +45,9 @@ def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
     return torch.where(logprobs > -math.log(2), torch.log(-torch.expm1(logprobs)), torch.log1p(-logprobs.exp()))
 
 
-# Shapes: K tokens that the policy generated, concatenated over the S sequences. `sequence_K` (int64, non-decreasing) is
-# the sequence index of each token. Vectors over K exclude prompt tokens, environment tokens and padding.
+# The suffixes of tensor names mean K tokens that the policy generated, concatenated over the S sequences. `sequence_K`
+# (int64, non-decreasing) is the sequence index of each token. Vectors over K exclude prompt tokens, environment tokens
+# and padding.
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -89,7 +91,7 @@ SINGLE_PROCESS = StepReduce()
 
 
 def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
-    """For each key 0..count-1, the differentiable sum of the values that have this key in `key_K`, else 0."""
+    """The sum of the values with each key (0 to count - 1) in `key_K`; 0 for a key without values. Differentiable."""
     return values_K.new_zeros(count).index_add(0, key_K, values_K)
 
 

@@ -20,8 +20,8 @@ def nll(logprobs_K: torch.Tensor) -> Sums:
     return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
-# Process reward models. Shapes: L labelled positions, W label tokens; the first label token means that the step is
-# good.
+# Process reward models. The suffixes of tensor names mean L labelled positions and W label tokens. The first label
+# token means that the step is good.
 
 
 def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:

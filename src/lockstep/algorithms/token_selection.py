@@ -12,9 +12,9 @@ from lockstep.errors import Refusal
 # Token selection of Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is (A - mean
 # A)(log p - mean log p), with means over the kept tokens of the update.
 #
-# Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
-# clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the selection does
-# not depend on micro-batches or devices, and at that time no token is clipped.
+# The paper's code differs: it selects tokens in each micro-batch by the current log-probs, and its Clip-Cov skips
+# tokens that PPO clips. In lockstep, tokens are selected once per update, from the log-probs before the update. So the
+# selection does not depend on micro-batches or devices, and before the update no token is clipped.
 
 
 def select_clip_cov(
@@ -27,7 +27,7 @@ def select_clip_cov(
     high: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """1 at randomly chosen tokens whose covariance is in [low, high].
+    """Returns a mask that is 1 at randomly chosen tokens whose covariance is in [low, high], and 0 elsewhere.
 
     `share` is the fraction of all kept tokens to choose. At least one token is chosen, unless `share` is 0 or no token
     is in the range. If the range [low, high] has too few tokens, all its tokens are chosen. With the same seed all
@@ -47,7 +47,8 @@ def select_kl_cov(
     share: float,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """1 at the tokens of highest covariance: the fraction `share` of all kept tokens, at least one unless `share` is 0.
+    """Returns a mask that is 1 at the tokens of highest covariance, and 0 elsewhere. `share` is the selected fraction
+    of all kept tokens. At least one token is selected, unless `share` is 0.
 
     Of tokens with equal covariance the earlier one is selected. The selection has no randomness.
     """
@@ -94,9 +95,9 @@ LEAST = 1e-8
 def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
     """How often each of the S responses is sampled in S weighted draws with replacement.
 
-    The weight of a response with score s is |s|^power for `pow`; 1 for the best and worst scores of the step, else 0,
-    for `max_min`; 0.4 for the best score, else 0.1, for `max_random`. All ranks use the same seed, so they sample the
-    same responses.
+    The method `pow` gives a response with score s the weight |s|^power. `max_min` gives the best and worst scores of
+    the step weight 1 and other scores weight 0. `max_random` gives the best score weight 0.4 and other scores weight
+    0.1. All ranks use the same seed, so they sample the same responses.
     """
     scores_S = scores_S.double()
     if method == "pow":

@@ -30,7 +30,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# This first loss scale is small, because losses are sums over tokens: their gradients are larger than those of means.
+# The initial loss scale is small, because losses are sums over tokens, whose gradients are larger than those of means.
 _FIRST_SCALE = 2.0**7
 
 
@@ -55,10 +55,10 @@ def load(
     `lora` is a rank or a `Lora` object with the recipe's settings; without it, all weights are trained. `clip` is the
     maximum gradient norm. `reference` = True keeps a frozen copy of the model for reference log-probabilities; a path
     loads the reference from that folder. With `lora`, the model without its adapter is the reference and needs no copy.
-    `template` has the values of the recipe key `data.template`: `auto` makes a text a user message if the tokenizer has
-    a chat template; other values are `none`, `chatml`, `llama3`, `qwen` and the path of a `.jinja` file. `batch_tokens`
-    limits the tokens of a micro-batch. Gradients do not depend on `batch_tokens`, `gradient_checkpointing` (recomputes
-    activations) and `activation_offload` (keeps activations in host memory).
+    `template` has the values of the recipe key `data.template`: `auto` turns a text into a user message if the
+    tokenizer has a chat template; other values are `none`, `chatml`, `llama3`, `qwen` and the path of a `.jinja` file.
+    `batch_tokens` limits the tokens of a micro-batch. Gradients do not depend on `batch_tokens`,
+    `gradient_checkpointing` (recomputes activations) and `activation_offload` (keeps activations in host memory).
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal.at(

@@ -233,8 +233,8 @@ class Handle:
         """Accumulates the gradient of the summed losses and counts tokens or examples for the division in `optim_step`.
 
         `loss` is the recipe name of a built-in loss (then `settings` are its recipe keys), or a function. A function is
-        called as `loss(*logprobs, **columns)` for each example and must return a sum. `per` is the unit whose number
-        `optim_step` divides by: `token` (trained tokens, the default of supervised and policy losses) or `example` (the
+        called as `loss(*logprobs, **columns)` for each example and must return a sum. `per` says what `optim_step`
+        counts and divides by: `token` (trained tokens, the default of supervised and policy losses) or `example` (the
         default of pair losses and functions). So one call with all examples and several calls with parts of them give
         the same optimizer step. Returns means over the examples or tokens of this call: `loss`, and the metrics of the
         loss.
@@ -265,7 +265,8 @@ class Handle:
         return {name: value / count for name, value in totals.items()}
 
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
-        """Runs one AdamW step with the accumulated gradients divided by the count; `lr` replaces the handle's."""
+        """Runs one AdamW step with the accumulated gradients divided by the number of tokens or examples; `lr` replaces
+        the handle's."""
         if not self._gathered.count:
             raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first", code="missing-input")
         rate = self.lr if lr is None else lr
@@ -327,7 +328,8 @@ class Handle:
         return checkpoints.save(Path(folder), state, tensors)
 
     def restore(self, folder: str | Path) -> None:
-        """Restores a checkpoint of `save`, or the newest in a folder. Model and settings must match the checkpoint."""
+        """Restores a checkpoint of `save`, or the newest checkpoint in a folder. Model and settings must match the
+        checkpoint."""
         steps = checkpoints.steps_in(Path(folder))
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
@@ -382,8 +384,8 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
-        # In a packed batch, the two sequences of a pair share their prompt. That is wrong for models whose positions
-        # depend on the sequence length.
+        # In a packed batch, the two sequences of a pair share their prompt. Sharing gives wrong results for models
+        # whose position embeddings depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:

@@ -62,7 +62,8 @@ class Datum:
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout without a score: sample number `sample` of prompt number `prompt`.
+    """A rollout without a score. `prompt` is the index of its prompt, and `sample` its index among the prompt's
+    samples.
 
     `logprobs` has one entry per id in `ids`, including a generated end token. `text` has no special tokens. `stop` is
     the reason why generation ended: `token`, `string` or `length`.

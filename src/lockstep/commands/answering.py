@@ -30,10 +30,11 @@ def generate(
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Exclude tokens less likely than this fraction of the likeliest one.")
+        float,
+        typer.Option(min=0, max=1, help="Exclude tokens whose probability is below this fraction of the highest."),
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(min=0.01, help="A value above 1 makes tokens that already occurred less likely.")
+        float, typer.Option(min=0.01, help="A value above 1 lowers the probability of tokens that already occurred.")
     ] = 1.0,
     seed: int = 0,
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to apply.")] = None,
@@ -174,7 +175,8 @@ def sample(
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Exclude tokens less likely than this fraction of the likeliest one.")
+        float,
+        typer.Option(min=0, max=1, help="Exclude tokens whose probability is below this fraction of the highest."),
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum response length in tokens.")] = 256,
     rows: Annotated[int | None, typer.Option(min=1, help="Number of rows to use.")] = None,

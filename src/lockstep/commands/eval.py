@@ -207,7 +207,8 @@ def score_model(
 
 
 def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str, str]:
-    """Returns the rule of each data source. Every source needs a rule, unless a reward function scores (`judged`)."""
+    """Returns the rule of each data source. Every source needs a rule, unless a reward function scores the answers
+    (`judged`)."""
     chosen: dict[str, str] = {}
     for word in words:
         source, sign, rule = word.rpartition("=")

@@ -38,7 +38,8 @@ def refuse_no_hub(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: bool) -> str:
-    """Pushes a folder as one commit, to a new repository if needed. `kept`: the folder is not deleted afterwards."""
+    """Pushes a folder as one commit, to a new repository if needed. `kept` says whether the folder stays after the
+    push."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)

@@ -78,7 +78,7 @@ class Conversation:
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, prompt: str, hear: Hear = silent) -> str:
-        """Returns the reply to one user message; `hear` is called with each piece of streamed text."""
+        """Returns the reply to one user message; `hear` is called with each chunk of streamed text."""
         if not self.tokenizer.chat_template:
             if self.opening:
                 raise Refusal.at("--system", "the model has no chat template", "remove it", code="no-chat-template")

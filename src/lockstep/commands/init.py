@@ -206,7 +206,7 @@ def _keys(choices: Choices, name: str) -> list[Key]:
         Key("run.steps", 200) if online else Key("run.epochs", 1, more="Or `steps: N`."),
         Key("model.path", choices.model),
         Key("model.dtype", "fp32", more="`bf16` on most accelerators."),
-        Key("model.lora", {"rank": 16}, off=True, more="Use a learning rate at least ten times higher."),
+        Key("model.lora", {"rank": 16}, off=True, more="With LoRA, use at least ten times the usual learning rate."),
         Key("data.train", choices.train),
     ]
     if not online:

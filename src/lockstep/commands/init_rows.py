@@ -1,8 +1,8 @@
 """Inspects rows for `lockstep init`: columns, number of rows, and keys that the recipe needs.
 
 The first rows are encoded as in training. If encoding fails, two recipe keys are tried: a built-in chat template, if
-the tokenizer has none, and dropping rows that are too long. A key that helps is written to the recipe; otherwise the
-error is reported.
+the tokenizer has none, and dropping rows that are too long. If one of these keys makes the encoding succeed, it is
+written to the recipe; otherwise the error is reported.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _memory(rollout: RolloutSettings) -> str:
     when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases the memory)"
     value = _flag_value(rollout.server.args, flag)
     if value is not None:
-        return f"{flag} {value} of the memory of the run's devices, {when}"
+        return f"{flag} {value}: the engine takes this fraction of the memory of the run's devices, {when}"
     share = (
         "most of the memory"
         if default is None
@@ -248,7 +248,7 @@ def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
     found = fitting(outlook, cluster)
     if found is None:
         return None
-    return f"this fits: {found}" if found.cluster == cluster else f"this fits on {found.cluster}: {found}"
+    return f"the run fits with {found}" if found.cluster == cluster else f"the run fits on {found.cluster} with {found}"
 
 
 def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:

@@ -158,7 +158,7 @@ class Parts:
             pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), aside)
 
     def merge(self, chunks: int) -> None:
-        """Merges all chunks in order to OUT and deletes the folder."""
+        """Merges all chunks, in row order, into the file OUT, and deletes the folder of the chunks."""
         with _replacing(self.out) as aside, pq.ParquetWriter(aside, SCHEMA) as writer:
             for number in range(chunks):
                 try:
@@ -277,7 +277,8 @@ def sample_responses(job: Job, device_name: str) -> None:
 
 
 def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
-    """Returns everything that responses and rewards depend on. Device and number of processes are not included."""
+    """Returns all options and files that responses and rewards depend on, but not the device and the number of
+    processes."""
     sampling = job.sampling
     return {
         "MODEL": model_files(folder),
@@ -294,7 +295,8 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
-        # These options are included only if set, so that jobs started without them can resume.
+        # These options are in the manifest only if they are set, so that jobs with manifests of earlier versions can
+        # resume.
         **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
         **({"--label-key": job.columns.label} if job.columns.label else {}),
         **identity_of(job.reward),

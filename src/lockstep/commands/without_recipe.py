@@ -81,7 +81,8 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Rejects answer lengths that exceed the context or change cached positions, before the model is loaded."""
+    """Before the model is loaded, rejects answers that exceed the context, or the length beyond which the model would
+    change its rotary embedding and so invalidate cached keys."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
@@ -174,7 +175,7 @@ def opened_scorer(
 ) -> Scorer:
     """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 
-    The last lines that a function prints are written to files that start with `output`.
+    The last lines that a function prints are written to files next to `output`, whose names contain its name.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]

@@ -181,7 +181,8 @@ def main(
     convert: Callable[[str, Sequence[str]], Conversion],
     inference: Callable[[str, Sequence[str]], None] | None = None,
 ) -> None:
-    """Runs a command line of another trainer (`peer`). `inference` runs the programs that do not train."""
+    """Runs a command line of another trainer (`peer`). `inference` is called for the programs of
+    the other trainer that do not train."""
     never_fail_to_encode()
     tables = load_tables(peer)
     words = sys.argv[1:]

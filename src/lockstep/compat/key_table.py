@@ -1,7 +1,7 @@
 """Maps the keys of another trainer to recipe keys, by the tables in `tables/*.yaml` and rules in Python.
 
-A table has one row per key of the other trainer. The row has the recipe keys that the key sets, its default, and a
-note; or the reason why lockstep ignores or refuses the key. A rule is a Python function that computes recipe values
+A table has one row per key of the other trainer. A row has either the recipe keys that the key sets, its default and a
+note, or the reason why lockstep ignores or refuses the key. A rule is a Python function that computes recipe values
 from several keys. The pages in docs/ print the same tables.
 """
 
@@ -19,7 +19,8 @@ from lockstep.errors import Problem
 
 FOLDER = Path(__file__).parent / "tables"
 OutcomeKind = Literal["mapped", "changed", "ignored", "refused"]
-"""Mapped with the same meaning; mapped with another meaning; ignored, because it has no effect in lockstep; refused."""
+"""What happens to a key: it is mapped with the same meaning, mapped with a changed meaning, ignored (it has no effect
+in lockstep), or refused."""
 _CASTS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "same": lambda value: value}
 
 
@@ -36,7 +37,7 @@ class KeyRow:
     """The default of this key in the other trainer."""
     unit: str = ""
     cast: str | None = None
-    """The type of the recipe value; None if a rule converts the key."""
+    """The type of the recipe value. `cast` is None if a rule converts the key."""
     values: Mapping[Any, Any] = field(default_factory=dict)
     """For each value of this key: the recipe value, or a mapping of recipe keys to values."""
     remedy: str = ""
@@ -372,7 +373,7 @@ def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """Returns the most similar of `names`, or one with the same last component; None without such a name."""
+    """Returns the most similar of `names`, or one with the same last component. Returns None if no name is similar."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     leaf = name.rsplit(".", 1)[-1]
     return next(iter([*near, *(other for other in names if other.rsplit(".", 1)[-1] == leaf)]), None)

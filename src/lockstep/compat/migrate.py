@@ -163,7 +163,7 @@ class TrainingCommand:
 
 
 def training_of(words: Sequence[Word]) -> TrainingCommand | None:
-    """Returns the training command of verl or OpenRLHF in a command of a script, or None."""
+    """Returns the training command of verl or OpenRLHF that a command of a script runs, or None if it runs none."""
     inner = _string_command(words)
     if inner is not None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
@@ -190,7 +190,8 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """Returns the inner script of `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
+    """Returns the inner script of `bash -c "..."` and `eval "..."`. The variables of the inner script are already
+    expanded."""
     texts = [word.text for word in words]
     if texts[:1] == ["eval"] and len(texts) > 1:
         inner = read_script(" ".join(texts[1:]))

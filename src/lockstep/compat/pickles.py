@@ -2,8 +2,8 @@
 
 Code that a checkpoint refers to is not imported and not run. `torch.load` without `weights_only` would pass a
 TorchScript archive to `torch.jit.load`, which runs methods of the archive. This reader creates only tensors and plain
-containers. An object of any other class becomes an empty stand-in. A file that refers to a function of Python's
-standard library is refused.
+containers. An object of any other class is replaced by an empty placeholder. A file that refers to a function of
+Python's standard library is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _REBUILDS = [
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
 ]
-# Standard library modules whose classes appear in a trainer's settings and counters. Objects of these classes become
-# stand-ins.
+# Standard library modules whose classes appear in a trainer's settings and counters. Objects of these classes are
+# replaced by placeholders.
 _DATA = [
     "argparse",
     "collections",

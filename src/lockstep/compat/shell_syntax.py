@@ -255,7 +255,8 @@ _COUNTS: dict[str, Callable[[int, int], bool]] = {
 
 
 def holds(words: Sequence[str], mark: str) -> bool | None:
-    """Evaluates `[ -z "$X" ]`, `[[ $N -gt 4 ]]` ...; None for other commands and unknown values (with `mark`)."""
+    """Evaluates `[ -z "$X" ]`, `[[ $N -gt 4 ]]` and similar tests. Returns None for other commands, and for words that
+    contain `mark`, which marks unknown values."""
     if words[:1] == ["!"]:
         inner = holds(words[1:], mark)
         return None if inner is None else not inner

@@ -1,7 +1,7 @@
 """Stores encoded items (rows) as a few large arrays, in memory or memory-mapped; items are built on access.
 
 The byte layout is the same in memory and on disk: a JSON header with metadata (`about`) and array offsets, then the
-arrays. Shapes: I items, E sequences of all items, T tokens of all sequences.
+arrays. The suffixes of array names mean I items, E sequences of all items, T tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALIGNED = 8
 
 
 def to_bytes(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> bytes:
-    """Serialise one-dimensional arrays and their metadata."""
+    """Serialises one-dimensional arrays and their metadata."""
     places: dict[str, list[Any]] = {}
     parts: list[bytes] = []
     end = 0
@@ -138,8 +138,8 @@ class Store(_Items[T]):
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
     """Serialises items with their row numbers.
 
-    Returns None if bytes would lose information; the items then stay objects. To check this, items are rebuilt from the
-    bytes and compared with the originals. For plain examples, the arrays are compared instead.
+    Returns None if bytes would lose information; the items then stay objects. To check that nothing is lost, items are
+    rebuilt from the bytes and compared with the originals. For plain examples, the arrays are compared instead.
     """
     kinds = {type(item) for item in items}
     if len(kinds) != 1:
@@ -247,7 +247,7 @@ def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> StepLab
 
 
 def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
-    """Returns the questions of the prompts as JSON; None if JSON cannot represent a question."""
+    """Returns the questions of the prompts as JSON, or None if JSON cannot represent a question."""
     try:
         texts = [json.dumps(_question_fields(item.question), ensure_ascii=True).encode() for item in items]
     except (TypeError, ValueError):

@@ -14,7 +14,8 @@ from torch import nn
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
-# Attention costs length^2, the rest of the model costs length; at this length the two costs are about equal.
+# The cost of attention grows with length^2, that of the other operators with length. They are about equal at this
+# length.
 QUADRATIC_AT = 4096
 
 
@@ -229,7 +230,7 @@ def of_all(batch: MicroBatch, output: Any) -> Any:
 
 
 def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
-    """Run a module on a micro-batch; returns the output for all of its targets."""
+    """Runs a module on a micro-batch and returns the output for all targets of the micro-batch."""
     return of_all(batch, module(to_device(own_part(batch), device)))
 
 
@@ -243,7 +244,8 @@ MAX_FULL_LENGTHS = 2
 
 @dataclass(frozen=True)
 class Outline:
-    """The prompt number and the lengths of a response, for planning. Responses to one prompt must be adjacent."""
+    """The index of a response's prompt, and the lengths of the response, for planning. Responses to one prompt must be
+    adjacent."""
 
     prompt: int
     length: int
@@ -252,7 +254,8 @@ class Outline:
 
 
 class PackedSequence(NamedTuple):
-    """A response in a packed row: its number, and how many leading tokens it shares with an earlier response."""
+    """A response in a packed row: its index (`number`), and how many leading tokens it shares with an earlier
+    response."""
 
     number: int
     shared: int
@@ -270,7 +273,8 @@ def pack_groups(
     If the responses to one prompt are split over several rows, each row contains the prompt.
 
     In sequences of up to `alike_up_to` tokens (None: of any length), the hidden states of a prefix do not depend on the
-    sequence length. If a sequence of a group is longer, the group does not share its prompt.
+    sequence length. If the sequence of one response is longer than `alike_up_to`, the responses to its prompt do not
+    share the prompt.
     """
     numbered = list(enumerate(_alike(responses, alike_up_to)))
     bins = _even(numbered, shares, tokens)

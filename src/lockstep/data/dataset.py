@@ -37,7 +37,7 @@ NAMED = 3
 
 @runtime_checkable
 class Tallied(Protocol):
-    """A row reader that counts what it reads in `tally`; its method `found` reports the counts."""
+    """A row reader with a counter `tally` of what it has read; its method `found` reports the counts."""
 
     tally: Counter[str]
 
@@ -128,7 +128,7 @@ class RowWork:
 
 
 def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> list[RowPart]:
-    """Encode the first `count` rows; parts are returned in row order."""
+    """Encodes the first `count` rows in parts (ranges of rows), and returns the encoded parts in row order."""
     spans = [(first, min(first + PART_ROWS, count)) for first in range(0, count, PART_ROWS)]
     parts: dict[Span, RowPart] = {}
     cache = work.cache
@@ -149,7 +149,8 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 
 
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
-    """Reads the encoded rows of `span` from the row cache into `parts`; returns False if they are not cached."""
+    """Reads the encoded rows of the range `span` from the row cache into `parts`. Returns False if the range is not
+    cached."""
     assert work.cache is not None
     data = work.cache.get(span)
     if data is None:
@@ -160,7 +161,8 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
 
 
 def _rank_offset_first(spans: list[Span]) -> list[Span]:
-    """Rotates the row ranges: each rank starts at a different one; ranges of other ranks are later in the row cache."""
+    """Rotates the list of row ranges, so that each rank starts at a different range. Later, a rank reads from the row
+    cache the ranges that other ranks have encoded."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]
@@ -218,7 +220,7 @@ OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]
 
 
 def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
-    """Open and check the rows of each source."""
+    """Opens and checks the rows of each source."""
     reader, cache = UserReader.of(data), cache_folder(data)
     return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
 
@@ -238,7 +240,7 @@ def load_rows(
     advance: Callable[[int], None] = lambda rows: None,
     opened: Sequence[RowSet] | None = None,
 ) -> LoadedT:
-    """Read and encode every row before training starts. All bad rows are reported together."""
+    """Reads and encodes every row before training starts. All bad rows are reported together."""
     rowsets = open_sources(sources, data) if opened is None else opened
     weights = [source.weight for source in sources if source.weight is not None]
     forget_pieces(tokenizer)
@@ -321,8 +323,8 @@ def unseparated_rows(
 class Loader(Generic[T]):
     """Selects the rows of each update. The selection depends only on seed and position: a run can resume at any update.
 
-    An update may span two epochs. Every row is visited once per epoch. Only the last update may be smaller, if
-    `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
+    An update may span two epochs. Every row is visited once per epoch. All updates have the same number of rows, but
+    the last one may be smaller if `total_rows` is set. With `drop_last`, an epoch ends after its last full update.
     """
 
     def __init__(

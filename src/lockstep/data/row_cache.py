@@ -1,4 +1,4 @@
-"""Disk cache of encoded rows. The key covers raw rows, tokenizer, chat template, settings, code and package versions.
+"""Disk cache of encoded rows. Its keys cover raw rows, tokenizer, chat template, settings, code and package versions.
 
 An entry is written to a temporary file and then renamed, so several runs may write the same entry without a lock. An
 entry starts with a checksum, and damaged entries are ignored. Any part of the cache folder may be deleted at any time.

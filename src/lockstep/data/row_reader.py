@@ -55,13 +55,14 @@ class RowCounts:
             setattr(self, name, max(current, value) if name == "longest" else current + value)
 
     def add_split(self, rows: int) -> None:
-        """Counts rows that were tokenised in pieces. This base method does nothing, because prompts are never tokenised
-        in pieces."""
+        """Counts rows whose text was split and tokenised separately at borders of trained text. This base method does
+        nothing, because prompts are never split."""
 
 
 @dataclass
 class TrainedCounts(RowCounts):
-    """Row counts of training rows, with the number of trained tokens and of rows that were tokenised in pieces."""
+    """Row counts of training rows, with the number of trained tokens and of rows whose text was split for
+    tokenisation."""
 
     trained_tokens: int = 0
     split: int = 0

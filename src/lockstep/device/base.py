@@ -21,7 +21,7 @@ EMULATED = "LOCKSTEP_EMULATED"
 @dataclass(frozen=True)
 class Memory:
     """Memory in bytes. `total` is the memory of the device, and `free` is available to this process. `allocated` and
-    `peak` are used by this process."""
+    `peak` are the current and the maximum memory use of this process."""
 
     total: int
     free: int
@@ -65,7 +65,7 @@ class Device(ABC):
     shares_memory: ClassVar[bool] = False
     """Whether another process of this machine can open a tensor in device memory (IPC)."""
     prefill_tokens: ClassVar[int] = 8192
-    """Default number of prompt tokens per prefill pass. The number is lower if memory is too small."""
+    """Default number of prompt tokens per prefill pass; fewer tokens are used if memory is too small."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Environment variables of deterministic runs, each with its accepted values. The first value is the default."""
 
@@ -99,8 +99,8 @@ class Device(ABC):
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
         """Counts operators that fall back to the CPU, by name.
 
-        Counting is slow, so it is intended for one step. If `allow_fallback` is false, the first operator that falls
-        back raises an error.
+        Counting is slow, so use this method for one step only. If `allow_fallback` is false, the first operator that
+        falls back raises an error.
         """
         yield {}
 
@@ -112,8 +112,7 @@ class Device(ABC):
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
         """Captures `step` as a device graph. Calling the result replays the graph on the same tensors.
 
-        `pool_of` is an earlier graph that is never replayed at the same time. The new graph uses the memory pool of
-        that graph.
+        The new graph uses the memory pool of `pool_of`, an earlier graph that is never replayed at the same time.
         """
         raise NotImplementedError(f"device {self.name} does not support graph capture")
 
@@ -267,7 +266,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to the device without waiting for queued work. An ordinary copy would wait."""
+    """Copies a host tensor to the device. Unlike an ordinary copy, this copy does not wait for queued work."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     # Only pinned memory is copied asynchronously, because pageable memory may be reused before the copy has read it.

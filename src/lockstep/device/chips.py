@@ -18,10 +18,10 @@ class Reached:
     attention: float
     """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
     layer_passes: float
-    """Number of times that a training update reads or writes the activations saved for backward, at full memory
-    speed."""
+    """Time in which a training update reads and writes the activations saved for backward, as a multiple of the time to
+    read them once from memory."""
     head_passes: float
-    """Number of times that a training update reads or writes the fp32 logits, at full memory speed."""
+    """Time in which a training update reads and writes the fp32 logits, as a multiple of the time to read them once."""
     optimizer_passes: float
     """Time of an AdamW step, as a multiple of the time to read its bytes from memory."""
     decoding: float
@@ -36,8 +36,9 @@ class Reached:
 
 # Measured on one H200 with bf16. `decoding`, `reading` and `layer_seconds` are fitted to six rows of
 # bench/results/engine_h200_*.json, with an error of at most 2.2 %. `attention` and `optimizer_passes` come from the
-# profile of an update in docs/speed.md: 17 and 9 of 125 ms, where the lower bounds are 2.7 and 3.4 ms. `layer_passes`
-# and `head_passes` are fitted to the remaining time in the two rows of bench/results/sft_h200_bf16_*_1024.json.
+# profile of an update of 125 ms in docs/speed.md: attention takes 17 ms (lower bound 2.7 ms), and the optimizer takes 9
+# ms (lower bound 3.4 ms). `layer_passes` and `head_passes` are fitted to the remaining time in the two rows of
+# bench/results/sft_h200_bf16_*_1024.json.
 H200_REACHED = Reached(
     attention=0.16,
     layer_passes=4.43,

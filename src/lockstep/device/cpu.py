@@ -45,7 +45,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     status = _kilobytes(proc / "self" / "status")
     peak = status.get("VmHWM", _peak_from_rusage())
     allocated = status.get("VmRSS", peak)
-    # Without /proc, the free memory is unknown. The best estimate is the total minus the use of this process.
+    # Without /proc, the free memory is estimated as the total memory minus the memory that this process uses.
     available = _kilobytes(proc / "meminfo").get("MemAvailable", physical - allocated)
     limited = list(groups(proc, cgroups))
     total = min([physical, *(group.limit for group in limited)])
@@ -54,7 +54,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
 
 
 def reset_host_peak(proc: Path = PROC) -> bool:
-    """Resets the peak memory of this process. Returns False if the Linux kernel does not support that."""
+    """Resets the peak memory of this process. Returns False if the Linux kernel does not support the reset."""
     try:
         # Writing 5 resets only the peak resident size (see proc(5)).
         (proc / "self" / "clear_refs").write_text("5")

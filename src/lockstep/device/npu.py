@@ -34,7 +34,8 @@ BY_OUT = "CompositeExplicitAutogradNonFunctional"
 
 
 def has_kernel(name: str) -> bool:
-    """Returns whether the operator runs on the device, by a kernel of its own or composed of other operators."""
+    """Returns whether the operator runs on the device, either with its own kernel or as a composition of other
+    operators."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if any(has(name, key) for key in (KEY, *COMPOSITE)):
         return True

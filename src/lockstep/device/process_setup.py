@@ -39,9 +39,9 @@ def restore() -> None:
 # Sets the number of OpenMP threads and their wait policy. By default, waiting threads of GNU OpenMP spin. If a spinning
 # thread shares its core (with a second process, or in a virtual machine), the thread that it waits for cannot run.
 # Lockstep therefore makes waiting OpenMP threads sleep. One measurement with the tiny model on two cores, in tokens per
-# second: next to a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run (not controlled),
-# spinning reaches 430 tokens per second and sleeping 6,600. Alone on the machine, spinning reaches 15,800 tokens per
-# second and sleeping 12,700. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
+# second: next to a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run, whose load was
+# not controlled, spinning reaches 430 tokens per second and sleeping 6,600. Alone on the machine, spinning reaches
+# 15,800 tokens per second and sleeping 12,700. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Variable:
-    """The value of an engine's environment variable, and the reason for it. None keeps the value of the run's
-    environment."""
+    """The value of an engine's environment variable, and the reason for it. If the value is None, the engine inherits
+    the variable from the run's environment."""
 
     value: str | None
     why: str
@@ -114,7 +114,7 @@ SERVING: dict[str, dict[str, Serving]] = {
                 "VLLM_CPU_OMP_THREADS_BIND": Variable(
                     "nobind", "binding threads to cores fails on a machine that hides some cores"
                 ),
-                "VLLM_CPU_KVCACHE_SPACE": Variable("1", "a KV cache of 1 GiB is enough for models that fit a CPU"),
+                "VLLM_CPU_KVCACHE_SPACE": Variable("1", "1 GiB of KV cache is enough for small models used on a CPU"),
             },
         ),
         "sglang": Serving(unusable="SGLang publishes no package for CPUs"),

@@ -158,8 +158,8 @@ def cann_fits_torch_npu(facts: MachineFacts, device: str) -> Findings:
     named, installed = canns_for(torch_npu), facts.cann.version
     if named:
         if not cann_fits(installed, named):
-            # With another CANN of the same major version, programs often still load. With an older major version,
-            # symbols are missing.
+            # With another CANN of the same major version, programs often still load. With an older major version of
+            # CANN, symbols are missing.
             generation = min((each.split(".")[0] for each in named), key=int)
             finding = broken if older(installed, generation) else warning
             yield finding(

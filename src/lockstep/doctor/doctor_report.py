@@ -107,7 +107,7 @@ def make_rows(facts: MachineFacts, device: str, findings: Sequence[Diagnosis]) -
         for engine in engines_here(facts.packages, device)
     ]
     named = {row.name for row in rows}
-    # A problem with something that is absent and not listed above gets a row too.
+    # A problem whose name has no row yet gets a new row.
     rows += [
         Fact("other", name, None) for name in dict.fromkeys(finding.row for finding in findings) if name not in named
     ]

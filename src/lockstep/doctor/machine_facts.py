@@ -291,8 +291,8 @@ def running_version(text: str) -> str | None:
 
 
 def are_compatible(toolkit: Installation, driver: Installation) -> bool | None:
-    """Returns whether the toolkit lists the driver as compatible, or the driver the toolkit. Returns None if neither
-    has a list of compatible versions."""
+    """Returns whether one of toolkit and driver lists the other as compatible, or None if neither has a list of
+    compatible versions."""
     answers = [_lists(toolkit, driver), _lists(driver, toolkit)]
     given = [answer for answer in answers if answer is not None]
     return any(given) if given else None

@@ -20,7 +20,7 @@ NEW_ENVIRONMENT = (
 # overwrite each other's files.
 TRITON_DEPENDENCY = "3.2.1"
 TRITON_OF_TRITON_ASCEND = ("3.2.0", "3.5.0")
-# The tensordict version that works on Arm with a torch version, from verl's guide for Ascend.
+# For each torch version: the tensordict version that works with it on Arm, from verl's guide for Ascend.
 TENSORDICT_ON_ARM = {"2.5.1": "0.8.3"}
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 
@@ -113,10 +113,7 @@ def one_triton(facts: MachineFacts, device: str) -> Findings:
         why = f"triton {triton} is installed too, and triton and triton-ascend overwrite each other's files"
         yield broken("triton-ascend", why, again)
     elif release(triton) not in TRITON_OF_TRITON_ASCEND:
-        why = (
-            f"it depends on another triton version than the installed {triton}, which may have overwritten files of "
-            "triton-ascend"
-        )
+        why = f"triton-ascend needs another version than triton {triton}, which may have overwritten its files"
         yield warning("triton-ascend", why, again)
 
 

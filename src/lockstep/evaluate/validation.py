@@ -84,8 +84,8 @@ def _over_samples(
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Returns the probability that k random ones of n answers include a correct answer, if `right` of the n answers are
-    correct (Chen et al. 2021, arXiv 2107.03374)."""
+    """Returns the probability that k answers, drawn at random from n answers of which `right` are correct, include a
+    correct answer (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 

@@ -1,9 +1,9 @@
 """bf16 matmuls on a CPU without bf16 instructions, computed in fp32.
 
 On a CPU without bf16 instructions, torch multiplies bf16 matrices element by element, about two hundred times slower
-than in fp32. Before that, torch tries oneDNN. The failed attempt disables oneDNN for the rest of the process, which
-changes the rounding of fp32 matmuls. The operators of this module compute in fp32 instead and round once at the end, as
-chips with bf16 units do.
+than in fp32. Torch first tries to use oneDNN, which fails on such a CPU. This failure disables oneDNN for the rest of
+the process and so changes the rounding of fp32 matmuls. The operators of this module compute in fp32 instead and round
+once at the end, as chips with bf16 units do.
 """
 
 from __future__ import annotations

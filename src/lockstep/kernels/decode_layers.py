@@ -16,7 +16,7 @@ from lockstep.kernels.attention.paged import PrefillPass
 class GeneratingLayers(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether the layers may replace the model's modules. The modules must be unchanged and must have no hooks."""
+        """Whether these layers may replace the model's modules: the modules must be unchanged and have no hooks."""
 
     def lay(self) -> None:
         """Arranges the weights in memory. Call this method before CUDA graph capture, because a captured graph fixes
@@ -37,8 +37,8 @@ def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
     return triton_layers.fused_layers(decoder)
 
 
-# Functions that create fused layers, by the value of `Device.generating_layers`. For other values, the model's modules
-# are used.
+# Functions that create fused layers, by the value of `Device.generating_layers`. For values that are not listed, the
+# model's modules are used.
 GENERATING: dict[str, Callable[[nn.Module], GeneratingLayers | None]] = {"triton": _by_triton}
 
 

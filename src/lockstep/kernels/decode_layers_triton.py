@@ -1,8 +1,8 @@
 """Fused decoder layers of Llama-like models for generation on NVIDIA devices.
 
 Projections of the same input run as one matmul (fused QKV, fused gate/up), so their weights are placed one after
-another in memory. Each `nn.Parameter` stays the same object. `joined` checks the memory addresses, so that a moved
-parameter is detected (see `FusedLayers.ready`).
+another in memory. When a weight is moved, its `nn.Parameter` stays the same object. `joined` checks the memory
+addresses, so that a moved parameter is detected (see `FusedLayers.ready`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects them.
+"""Replaces operators of transformers modules by fused ones. The name of the device's attention kernel selects the fused
+operators.
 
 With `model.attention: sdpa` every operator is plain torch, so no fused operator is used.
 """
@@ -48,14 +49,15 @@ REPLACED = "lockstep_fused"
 
 
 def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
-    """Installs the device's fused kernels in the model; `replaced` lists them. The caller of a sharded model gathers
-    the parameters of the root module first. `gather` gathers the parameters of the other modules layer by layer."""
+    """Installs the device's fused kernels in the model; `replaced` lists them. If the model is sharded, the caller
+    first gathers the parameters of the root module. `gather` gathers the parameters of the other modules layer by
+    layer."""
     products_by_row(kernel == BY_ROW)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
 
 
 def replaced(model: nn.Module) -> list[str]:
-    """Returns the names of what `fuse` replaced in a model, even if another module (e.g. a PEFT adapter) wraps it
-    now."""
+    """Returns the names of what `fuse` replaced in a model, even if another module (e.g. a PEFT adapter) wraps the
+    model now."""
     # `vars` is used instead of `getattr`, because adapters forward attribute access to the module they wrap.
     return [entry for module in model.modules() for entry in vars(module).get(REPLACED, ())]

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Number of token rows in the input of a kernel trial, more than one tile of a device's vector unit has.
+# Number of token rows in the input of a kernel trial. One tile of a device's vector unit has fewer rows.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
@@ -37,8 +37,8 @@ class KernelTrial:
     """Exceptions that a kernel raises if it does not work on this device."""
 
     def alike(self, what: str, kernel: str, reference: Callable[[], Answers], fused: Callable[[], Answers]) -> bool:
-        """Returns whether `reference` and `fused` give matching outputs. If not, warns that the module `what` stays
-        plain torch."""
+        """Returns whether `reference` and `fused` give matching outputs. If the outputs differ, warns that the module
+        `what` stays plain torch."""
         try:
             with torch.set_grad_enabled(self.gradients):
                 expected, actual = reference(), fused()
@@ -135,11 +135,11 @@ class RotaryKernel(NamedTuple):
     fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], bool]
     """Returns whether the kernel supports these inputs (q, k, cos, sin, `unsqueeze_dim`)."""
     marks: Callable[[nn.Module], bool]
-    """Returns whether the kernel supports the output of a rotary embedding. This is checked on each call, because the
-    scale of some rotary embeddings depends on the sequence length."""
+    """Returns whether the kernel supports the output of a rotary embedding. This function is called on each forward,
+    because the scale of some rotary embeddings depends on the sequence length."""
     only_tried: bool
-    """If true, the kernel runs only for the dtype, head counts and head size that passed a trial. For others the
-    original function runs."""
+    """If true, the kernel runs only for the dtype, head counts and head size that passed a trial. For all other inputs
+    the original function runs."""
 
 
 class Rotary:
@@ -167,7 +167,8 @@ class Rotary:
 
 
 def plug_rotary(model: nn.Module, kernel: RotaryKernel, trial: KernelTrial) -> list[str]:
-    """Installs the rotary kernel. Returns the names of the transformers modelling files in which this model uses it."""
+    """Installs the rotary kernel. Returns the names of the transformers modelling files in which this model uses the
+    kernel."""
     heads = heads_of(model)
     if heads is None:
         return []
@@ -251,8 +252,8 @@ Gather = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class ModuleKernel(NamedTuple):
-    """A fused kernel for one kind of module. `looks` returns whether a module is to be tested. `forward` replaces its
-    forward."""
+    """A fused kernel for one kind of module. `looks` returns whether the structure of a module is one that the kernel
+    supports; only such a module is tested. `forward` replaces its forward."""
 
     name: str
     looks: Callable[[nn.Module], bool]

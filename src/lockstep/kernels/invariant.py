@@ -2,8 +2,9 @@
 
 With the usual kernels three results depend on the other rows of the batch: matmuls with a weight, attention, and the
 sum over the vocabulary. `invariant_triton.py` has batch-invariant kernels for matmuls and attention. For the sum over
-the vocabulary, generation uses the trainer's kernel (`logprob.py`). All other operators compute each row separately.
-Backward passes use the usual kernels, which are not batch-invariant.
+the vocabulary, generation uses the trainer's kernel (`logprob.py`). All operators other than matmuls, attention and the
+sum over the vocabulary compute each row separately. Backward passes use the usual kernels, which are not
+batch-invariant.
 """
 
 from __future__ import annotations

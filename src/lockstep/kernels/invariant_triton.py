@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 # QUERY_ROWS is the number of rows of a query tile: several tokens times the query heads that share a key head. Training
-# and decoding use the same tile size, because the matmul instruction depends on it.
+# and decoding use the same tile size, because the tile size determines the matmul instruction.
 QUERY_ROWS, KEY_TILE = 64, 64
 # Weights with up to NARROW outputs use narrower tiles, so that a small batch still occupies the whole device.
 NARROW = 2048
@@ -154,8 +154,8 @@ def store(
 
 
 class KeyPlaces(NamedTuple):
-    """Where the keys and values of a sequence are. Packed keys start at the sequence's index in `firsts`. Paged keys
-    are in the cache blocks that `table` lists."""
+    """Says where the keys and values of a sequence are stored. Packed keys of sequence i start at index `firsts[i]`.
+    Paged keys are in the cache blocks that `table` lists."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -51,8 +51,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """A teacher whose top-k tokens of each position were saved to disk. `logprobs_Kk1` has their log-probs at the
-    temperature of the comparison. The last entry of `logprobs_Kk1` is the total log-prob of all other tokens."""
+    """A teacher whose top-k tokens of each position were saved to disk. `logprobs_Kk1` has the log-probs of the top-k
+    tokens at the temperature of the comparison. The last entry of `logprobs_Kk1` is the total log-prob of all other
+    tokens."""
 
     ids_Kk: torch.Tensor
     logprobs_Kk1: torch.Tensor

@@ -17,13 +17,14 @@ from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, trun
 
 # The maximum size of one chunk of logits is CHUNK_BYTES for the plain-torch reference and FUSED_CHUNK_BYTES for the
 # fused kernels. With a vocabulary of 151,936 a chunk of the reference has 440 positions and needs about 1 GiB at the
-# peak, because of its fp32 copies. A chunk of the fused kernels has 3,500 positions in bf16 and is computed in place.
-# The fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden size of 896. The chunk size
-# is the same with and without gradients, so that a token gets the same log-prob in every forward pass.
+# peak, because of its fp32 copies. With the same vocabulary, a chunk of the fused kernels has 3,500 positions in bf16
+# and is computed in place. The fp32 accumulator of the weight gradient needs additional memory: 0.5 GiB for a hidden
+# size of 896. The chunk size is the same with and without gradients, so that a token gets the same log-prob in every
+# forward pass.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
 # Largest accepted difference between `token_grads` and the actual loss gradients, relative to the largest gradient.
-# Only rounding makes them differ.
+# Correct `token_grads` differ from the loss gradients only by rounding.
 TOKEN_GRADS_TOLERANCE = 1e-4
 
 
@@ -62,7 +63,7 @@ class Scores(NamedTuple):
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
 """A function that takes the log-probs and entropies of a slice of the positions. The function returns the gradients of
 the loss with respect to these values, up to one factor common to all positions. Only a loss whose tokens are
-independent of each other has such a function."""
+independent of each other has a `TokenGrads` function."""
 
 
 def uniform_token_grads(
@@ -385,7 +386,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
             sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # The result is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
+            # The weight gradient is written in the weight's dtype directly, so that no other fp32 tensor is allocated.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,
@@ -472,8 +473,8 @@ def _logits(
 ) -> torch.Tensor:
     """Returns the projected logits of a chunk, in which truncated tokens get no probability and no gradient.
 
-    The soft cap and temperature are used only to truncate (top-p), because they change the probabilities. The returned
-    logits do not include them.
+    The soft cap and temperature are applied only to find the truncated tokens (top-p). The returned logits are neither
+    capped nor divided by the temperature.
     """
     return _truncated(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
 

@@ -20,7 +20,7 @@ from lockstep.kernels.triton_math import runs_on
 TILE = 4096
 WIDEST = 16384
 # Maximum number of programs of the backward pass. Each program computes a partial sum of the weight gradient. The
-# number does not depend on the device, so that the sums are the same on every device.
+# number of programs does not depend on the device, so that the sums are the same on every device.
 PARTS = 528
 
 

@@ -40,26 +40,26 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
         (bool(dropout), "dropout"),
-        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
-        (size > LARGEST_HEAD, f"head size {size}, at most {LARGEST_HEAD}"),
-        (len(ends) > MOST_SEQUENCES, f"{len(ends)} sequences, at most {MOST_SEQUENCES}"),
-        (ends[-1] > MOST_TOKENS, f"{ends[-1]} tokens, at most {MOST_TOKENS}"),
+        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS} are supported"),
+        (size > LARGEST_HEAD, f"head size {size}, at most {LARGEST_HEAD} is supported"),
+        (len(ends) > MOST_SEQUENCES, f"{len(ends)} sequences, at most {MOST_SEQUENCES} are supported"),
+        (ends[-1] > MOST_TOKENS, f"{ends[-1]} tokens, at most {MOST_TOKENS} are supported"),
     )
 
 
 def part_problem(
     query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> str | None:
-    """Checks attention over a part of the keys (context parallelism). The text has no batch-dependent numbers, so that
-    each problem is warned about only once."""
+    """Checks attention over a part of the keys (context parallelism). The returned text has no numbers that depend on
+    the batch, so that each problem gives only one warning."""
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
-        # The backward requires equal head sizes of keys and values; the forward also supports smaller values.
+        # The backward requires equal head sizes of keys and values; the forward also supports smaller value heads.
         (size != value_SGE.shape[-1], f"value head size {value_SGE.shape[-1]} differs from key head size {size}"),
-        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
+        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS} are supported"),
         (heads % value_SGE.shape[1] != 0, f"{heads} query heads are no multiple of {value_SGE.shape[1]} key heads"),
-        (size > LARGEST_HEAD, f"head size {size}, at most {LARGEST_HEAD}"),
+        (size > LARGEST_HEAD, f"head size {size}, at most {LARGEST_HEAD} is supported"),
         (len(queries) > MOST_SEQUENCES, f"more than {MOST_SEQUENCES} sequences"),
         (max(sum(queries), sum(keys)) > MOST_TOKENS, f"more than {MOST_TOKENS} tokens"),
     )
@@ -79,14 +79,20 @@ def decode_problem(
         (keys.dtype != query_BHD.dtype, f"KV cache of {keys.dtype} for queries of {query_BHD.dtype}"),
         (window is not None, "a sliding window"),
         (block % BLOCK_STEP != 0, f"cache blocks of {block} tokens, no multiple of {BLOCK_STEP}"),
-        (block > LARGEST_BLOCK, f"cache blocks of {block} tokens, at most {LARGEST_BLOCK}"),
-        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
-        (size > LARGEST_DECODE_HEAD, f"head size {size}, at most {LARGEST_DECODE_HEAD}"),
-        (heads > MOST_SHARED * groups, f"{heads // groups} query heads per key head, at most {MOST_SHARED}"),
-        (groups * size > WIDEST, f"{groups * size} key values per token, at most {WIDEST}"),
-        (batch > MOST_ROWS, f"{batch} sequences, at most {MOST_ROWS}"),
-        (longest > MOST_KEYS, f"{longest} keys in one sequence, at most {MOST_KEYS}"),
-        (keys.numel() > MOST_ELEMENTS, f"KV cache of {keys.numel()} elements per layer, at most {MOST_ELEMENTS}"),
+        (block > LARGEST_BLOCK, f"cache blocks of {block} tokens, at most {LARGEST_BLOCK} are supported"),
+        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS} are supported"),
+        (size > LARGEST_DECODE_HEAD, f"head size {size}, at most {LARGEST_DECODE_HEAD} is supported"),
+        (
+            heads > MOST_SHARED * groups,
+            f"{heads // groups} query heads per key head, at most {MOST_SHARED} are supported",
+        ),
+        (groups * size > WIDEST, f"{groups * size} key values per token, at most {WIDEST} are supported"),
+        (batch > MOST_ROWS, f"{batch} sequences, at most {MOST_ROWS} are supported"),
+        (longest > MOST_KEYS, f"{longest} keys in one sequence, at most {MOST_KEYS} are supported"),
+        (
+            keys.numel() > MOST_ELEMENTS,
+            f"KV cache of {keys.numel()} elements per layer, at most {MOST_ELEMENTS} are supported",
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 """Computes rotary embeddings that depend on the sequence length (longrope, dynamic NTK) separately per sequence.
 
 transformers scales these embeddings by the longest sequence of the forward pass, and dynamic NTK also by earlier
-passes. So in a packed row or padded batch the longest sequence would change the embeddings of all other sequences.
+passes. So without this module the longest sequence of a packed row or padded batch would change the embeddings of all
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DYNAMIC, LONGROPE = "dynamic", "longrope"
 
 def fixed_length(config: Any) -> int | None:
     """Returns the sequence length up to which rotary embeddings do not depend on the sequence length. Returns None if
-    they never depend on it."""
+    rotary embeddings never depend on the sequence length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     # A config has one set of rope parameters for all layers, or one set per layer type.
     lengths = [
@@ -133,7 +134,7 @@ def _lengths(
     lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, packed_index_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
-    # All sequences within the fixed length have the same rotary embeddings. All longer sequences have the same
+    # All sequences up to the length `rope.fixed` have the same rotary embeddings. All longer sequences have the same
     # embeddings as each other, except with dynamic NTK.
     longest = max(lengths)
     lengths_S = torch.tensor(

@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
-# Logit of a truncated token, used instead of minus infinity. The exponential of both is 0. But 0 * LEFT_OUT is 0, while
-# 0 * -inf is NaN.
+# Logit of a truncated token, used instead of minus infinity. The exponentials of LEFT_OUT and of -inf are both 0. But 0
+# * LEFT_OUT is 0, while 0 * -inf is NaN.
 LEFT_OUT = -1e30
 
 
@@ -27,8 +27,8 @@ class Truncation:
     smallest set of likeliest tokens whose probability reaches `top_p`. The probability of a token must be at least
     `min_p` times that of the likeliest token.
 
-    The likeliest token is always kept. Tokens that tie with the last one of top-k are kept too. The rollout engine and
-    the trainer use this same code.
+    The likeliest token is always kept. Tokens with the same logit as the last one of the `top_k` tokens are kept too.
+    The rollout engine and the trainer use this same code.
     """
 
     top_k: int = 0
@@ -74,7 +74,8 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
 _MASK = 0xFFFFFFFF
 # Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
 FIRST, SECOND, STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
-# Device types on which int32 overflow is known to wrap around. On other devices `wraps` tests it before use.
+# Device types on which int32 overflow is known to wrap around. On other devices `wraps` tests whether overflow wraps
+# around.
 WRAP = ("cpu", "cuda")
 
 
@@ -100,8 +101,8 @@ def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: i
 
 
 def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Returns the noise bits on the device of the keys. If int32 overflow does not wrap around there, the host computes
-    them."""
+    """Returns the noise bits on the device of the keys. If int32 overflow does not wrap around on that device, the host
+    computes the bits."""
     if wraps(keys_B2.device):
         return noise_bits(keys_B2, positions_B, vocabulary)
     return noise_bits(keys_B2.cpu(), positions_B.cpu(), vocabulary).to(keys_B2.device)

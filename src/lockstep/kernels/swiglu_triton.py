@@ -1,8 +1,9 @@
 """Computes silu(gate) * up in Triton, and the complete gated feed-forward (SwiGLU MLP).
 
-For the backward pass the MLP keeps its input and the outputs gate and up of its first two projections. silu(gate) * up
-is recomputed into memory that is already allocated. The plain-torch reference is `plain_swiglu`. Like the transformers
-modules, the kernel rounds silu(gate) to its dtype before the product.
+For the backward pass, the MLP keeps its input and the outputs of its first two projections, which are called gate and
+up. The backward pass recomputes silu(gate) * up and writes it to memory that is already allocated. The plain-torch
+reference is `plain_swiglu`. Like the transformers modules, the kernel rounds silu(gate) to its dtype before the
+product.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _forward(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-unty
 @triton.jit
 def _backward(gate, up, upstream, grad_gate, grad_up, product, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes the gradients of gate and up. Elements are read before they are written, so outputs may alias inputs.
-    With AGAIN silu(gate) * up is also recomputed."""
+    If AGAIN is set, silu(gate) * up is recomputed too."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)

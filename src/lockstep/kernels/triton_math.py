@@ -38,8 +38,8 @@ def log1p(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """Computes tanh from exponentials that cannot overflow. Near 0 their difference would cancel, so a series is used
-    there."""
+    """Computes tanh from exponentials that cannot overflow. Near 0 the difference of the exponentials would lose
+    precision, so a series is used for small x."""
     size = tl.abs(x)
     small = tl.exp(-2.0 * size)
     far = (1.0 - small) / (1.0 + small)

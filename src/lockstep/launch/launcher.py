@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from lockstep.recipe.keys_parallel import Parallel
 
 
-# Maximum time after Ctrl-C in which the ranks finish their step and write a checkpoint. Then the ranks are killed.
+# Maximum time after Ctrl-C in which the ranks finish their step and write a checkpoint. After this time the ranks are
+# killed.
 PATIENCE_SECONDS = 600
 # Interval at which a rank checks that its launcher is alive.
 LOOK_SECONDS = 0.5

@@ -46,7 +46,7 @@ class SupervisedProcess:
         """Starts a process that calls `serve` (`module:function`) with a socket and the arguments, which must be Python
         literals.
 
-        The last lines of its output are written to `log`; without `log` the output is discarded.
+        The last lines that the process prints are written to `log`; without `log` the output is discarded.
         """
         self._mark = secrets.token_hex(16)
         self._pipe_lock, self._kill_lock = threading.Lock(), threading.Lock()
@@ -145,7 +145,7 @@ class WorkerEnded(Exception):
 
 
 class LineWorker(SupervisedProcess):
-    """A process that replies with lines of text. Only one thread may call it, but any thread may kill it."""
+    """A process that replies with lines of text. Only one thread may call the process, but any thread may kill it."""
 
     def __init__(
         self, serve: str, arguments: tuple[Any, ...], log: Path | None = None, longest_line: int | None = None
@@ -222,8 +222,8 @@ class PoolWorker(LineWorker, ABC, Generic[CallT, ReplyT]):
 
     @abstractmethod
     def wait_loaded(self) -> None:
-        """Waits until the worker has loaded the user code. Raises `Refusal` if it cannot be loaded, or `LostProcess` if
-        the process was lost and a restart may help."""
+        """Waits until the worker has loaded the user code. Raises `Refusal` if the code cannot be loaded, or
+        `LostProcess` if the process was lost and a restart may help."""
 
     @abstractmethod
     def call(self, call: CallT) -> ReplyT:
@@ -234,7 +234,8 @@ class ProcessPool(Generic[CallT, ReplyT]):
     """A queue of calls and a fixed number of slots. Each slot has one worker process and one thread that supervises it.
 
     Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
-    in each worker, which imports torch. Daemon processes of `multiprocessing` also cannot have child processes.
+    in each worker, and this script imports torch. Daemon processes of `multiprocessing` also cannot have child
+    processes.
     """
 
     def __init__(
@@ -314,7 +315,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             raise
 
     def _supervise(self, index: int) -> None:
-        # If this first start fails, the next call tries again.
+        # If this first start of the worker process fails, the next call starts it again.
         self._ready(index)
         while (job := self._jobs.get()) is not None:
             call, future = job
@@ -340,13 +341,13 @@ class ProcessPool(Generic[CallT, ReplyT]):
             reply = worker.call(call)
         except Exception as error:  # noqa: BLE001 - the reply reports the error
             worker.kill()
-            return self._failed(index, f"its process could not be called: {type(error).__name__}: {error}")
+            return self._failed(index, f"the worker process could not be called: {type(error).__name__}: {error}")
         if worker.spent:
             worker.kill()
         return reply
 
     def _ready(self, index: int) -> str | None:
-        """Starts the worker process of this slot if none is running. Returns the error text if that fails, else
+        """Starts the worker process of this slot if none is running. Returns the error text if the start fails, else
         None."""
         if self._closing.is_set():
             return "the pool is closed"
@@ -355,9 +356,9 @@ class ProcessPool(Generic[CallT, ReplyT]):
             try:
                 self._start(index)
             except Refusal as refusal:
-                return f"its process could not be started: {refusal.problems[0].why}"
+                return f"the worker process could not be started: {refusal.problems[0].why}"
             except Exception as error:  # noqa: BLE001 - out of memory or processes: the next call may succeed
-                return f"its process could not be started: {type(error).__name__}: {error}"
+                return f"the worker process could not be started: {type(error).__name__}: {error}"
         return None
 
 

@@ -85,8 +85,8 @@ def refuse_rigid(settings: Parallel) -> None:
 # device and one actor per bundle, and each actor runs `lockstep train` as one rank. Ray decides on which node each rank
 # runs; torch.distributed connects the ranks.
 
-# Prefixes of the driver's environment variables that are passed to the ranks. Other variables describe only the
-# driver's host.
+# Prefixes of the driver's environment variables that are passed to the ranks. Variables with other prefixes describe
+# only the driver's host, so they are not passed.
 PASSED_ON = (
     *("LOCKSTEP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "PYTHONPATH", "TRITON_"),
     *("WANDB_", "MLFLOW_", "SWANLAB_"),
@@ -105,15 +105,15 @@ _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
 _SETTINGS_FRAME, _FRAME_HEAD = 4, 9
-_START_REMEDY = "start it (`ray start --head`), or unset RAY_ADDRESS and run `ray stop`: the run then starts a cluster"
+_START_REMEDY = "start a cluster (`ray start --head`); or unset RAY_ADDRESS and run `ray stop`: the run then starts one"
 
 Start = Callable[[Sequence[str], int], int]
 
 
 @contextmanager
 def ray_cluster(recipe: Recipe) -> Iterator[Start]:
-    """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is none,
-    starts a cluster for this run.
+    """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is no
+    cluster, starts one for this run.
 
     Yields a function that runs `lockstep` with given arguments in all ranks and returns the exit status.
     """
@@ -193,8 +193,9 @@ class Cluster:
         self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
-        """Returns the working directory of the ranks. This is the current directory, which all nodes must share. For a
-        submitted Ray job returns None, because the ranks then use the job's copy of its working directory."""
+        """Returns the working directory of the ranks. The working directory is the current directory, which all nodes
+        must share. For a submitted Ray job returns None, because the ranks then use the job's copy of its working
+        directory."""
         context = self.ray.get_runtime_context()
         if not context.runtime_env.working_dir():
             return os.getcwd()
@@ -234,7 +235,7 @@ class Cluster:
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
         """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
-        With `parallel.elastic` the group may have fewer after a failure."""
+        With `parallel.elastic` the group may have fewer devices after a failure."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
@@ -264,7 +265,7 @@ class Cluster:
                 raise Refusal.at(
                     "parallel.devices",
                     f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
-                    "start more nodes (`ray start --address=...`), wait for other jobs to end, or reduce it",
+                    "start more nodes (`ray start --address=...`), wait for other jobs, or reduce parallel.devices",
                     code="too-few-devices",
                 )
             if time.monotonic() >= log_at:

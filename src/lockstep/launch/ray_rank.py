@@ -106,7 +106,8 @@ class RankProcess:
             self._lines.put((number, line))
 
     def read(self, seconds: float) -> RankOutput:
-        """Returns the rank's output since the last call. If there is no output, waits up to `seconds` for some."""
+        """Returns the rank's output since the last call. If there is no new output, waits up to `seconds` for
+        output."""
         assert self._process is not None
         given_up, status = time.monotonic() + seconds, self._process.poll()
         while self._lines.empty() and status is None and time.monotonic() < given_up:

@@ -11,7 +11,8 @@ from lockstep.errors import STALLED
 
 # Environment variable with the PID of the launcher of a rank.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
-# Exit status of a configuration error. A restart would fail with the same error.
+# Exit status of a configuration error. There is no restart after a configuration error, because it would fail with the
+# same error.
 _REFUSED = 2
 # Exit statuses of a run that a signal (SIGHUP, SIGINT or SIGTERM) asked to end.
 _ASKED = {128 + number for number in (SIGHUP, SIGINT, SIGTERM)}
@@ -23,8 +24,8 @@ def status_of(code: int) -> int:
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """Returns the exit status of a run, which is the most important one of its ranks. A stall comes first, then a kill,
-    then an error, because they cause the other ranks to fail."""
+    """Returns the exit status of a run from the statuses of its ranks. The status of a stall has priority, then that of
+    a kill, then that of an error, because a stalled, killed or failed rank makes the other ranks fail too."""
     order = [0, *sorted(_ASKED), _REFUSED]
 
     def weight(status: int) -> tuple[int, int]:

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from lockstep.run.files import write_private, written_aside
 
-# Linux system calls that say what happens to a process when its parent ends. On other systems these functions do
-# nothing.
+# Linux system calls that say what happens to a process when its parent ends. On systems other than Linux these
+# functions do nothing.
 
 # Constants of linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -54,15 +54,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def worker_socket(descriptor: int) -> socket.socket:
-    """Returns the worker's socket to the run. Child processes of the user function do not inherit the socket. The
-    worker ignores Ctrl-C after this call."""
+    """Returns the socket that connects the worker to the run. Child processes of the user function do not inherit the
+    socket. The worker ignores Ctrl-C after this call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     return socket.socket(fileno=descriptor)
 
 
 def exit_if_forked(worker: int) -> None:
-    """Exits if this process is not the worker, but a fork made by the user function that returned from the function.
+    """Exits if this process is not the worker: the user function may fork, and the fork may return from the function.
     `worker` is the PID of the worker process."""
     if os.getpid() != worker:
         os._exit(0)
@@ -71,7 +71,7 @@ def exit_if_forked(worker: int) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limits the address space of this process to its current size plus `memory_bytes`.
 
-    Libraries reserve far more address space than they use memory, so an absolute limit would make imports fail. On
+    Libraries reserve more address space than the memory that they use, so an absolute limit would make imports fail. On
     systems without /proc no limit is set.
     """
     statm = Path("/proc/self/statm")
@@ -85,8 +85,8 @@ def limit_memory(memory_bytes: int) -> None:
 
 # Finds the process tree of a worker, including processes that left its group, session or parent. Two methods are
 # combined: parent PIDs (`adopt_orphans` makes the supervisor the parent of orphans), and the environment variable MARK,
-# which child processes inherit. A process is missed only if it clears its environment and its subreaper was killed.
-# Requires /proc.
+# which child processes inherit. All descendants are found, except one that clears its environment and whose subreaper
+# was killed. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
 # Used instead of the PID of a process that has ended, because the system may reuse that PID.
@@ -98,8 +98,8 @@ _PASSES, _PAUSE = 500, 0.01
 
 
 def kill_tree(root: int, mark: str) -> bool:
-    """Kills all descendants of `root` and all processes with the mark until none is left. Returns False if some do not
-    end."""
+    """Kills all descendants of `root` and all processes with the mark until none is left. Returns False if some of
+    these processes do not end."""
     for _ in range(_PASSES):
         living = descendants(root, mark)
         if not living:
@@ -187,7 +187,8 @@ class OutputTail:
             self.waiting = False
 
     def _cut(self) -> None:
-        """Drops the start of the output in memory. The rest begins at the start of a line if possible."""
+        """Drops the start of the output in memory. The output that is kept begins at the start of a line if
+        possible."""
         kept = self._kept[len(_DROPPED) - KEPT_BYTES :]
         line_start = kept.find(b"\n") + 1
         self._kept = bytearray(_DROPPED) + (kept[line_start:] if line_start < len(kept) else kept)
@@ -214,8 +215,8 @@ def main(
     connection: int, parent_pipe: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
     """Runs the supervisor. The worker calls `serve` (`module:function`) with its `connection` and the arguments.
-    `parent_pipe` is the read end of a pipe from the run. Data or end-of-file in this pipe ends the worker. The worker
-    also ends if the process with PID `run` ends."""
+    `parent_pipe` is the read end of a pipe from the run. Data or end-of-file in `parent_pipe` ends the worker. The
+    worker also ends if the process with PID `run` ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = serve.partition(":")
     work = getattr(importlib.import_module(module), name)
@@ -335,7 +336,8 @@ def _end_like(status: int | None) -> NoReturn:
     os._exit(os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else 1)
 
 
-# Environment variables that describe the rank of this process. A command that the run starts must not inherit them.
+# Environment variables that describe the rank of this process. A command that the run starts must not inherit these
+# variables.
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 

@@ -84,7 +84,8 @@ class Objective(Protocol):
 
 
 class Plain:
-    """An objective that reports the mean of each value of the loss function. `names` renames some of these metrics."""
+    """An objective that reports the mean of each value of the loss function. `names` maps some metrics to the names
+    under which they are reported."""
 
     names: ClassVar[Mapping[str, str]] = {}
 

@@ -33,8 +33,8 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:
-    """Returns the score of each response: its summed log-ratio to the reference model. Without a reference model it is
-    the mean log-prob."""
+    """Returns the score of each response: its summed log-ratio to the reference model. Without a reference model the
+    score is the mean log-prob."""
     update = models.arrange(items)
     scores_S = _sums(update, models.logprobs(update))
     if models.reference is not None:

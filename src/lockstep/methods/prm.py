@@ -25,7 +25,7 @@ def reader(recipe: Recipe) -> Reader[StepLabels]:
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """Returns a file with the label tokens. Users of the exported model need it."""
+    """Returns a file with the label tokens. Users of the exported model need this file."""
     return {PROCESS: json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)}
 
 

@@ -1,1 +1,1 @@
-"""Loads, checks and exports models. May be imported by `tape` and the layers above `tape`. May import `run`."""
+"""Loads, checks and exports models. `tape` and higher layers may import this package. This package may import `run`."""

@@ -1,7 +1,7 @@
 """Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
 First the architecture is tested with a small random model (`miniature.py`) in fp32. The test sequences are longer than
-its sliding window and other limits. Then the loaded model is tested on a few tokens in its dtype.
+the sliding window and other limits of the small model. Then the loaded model is tested on a few tokens in its dtype.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
 GRADIENT_FLOOR = 1e-4
 # Allowed rounding error of lockstep in bf16 or fp16, relative to that of transformers' attention. Correct kernels have
-# a ratio of at most 1.2. A kernel whose attention is 5 % too strong has more than 2.3 in bf16 (llama, mistral, mixtral,
-# qwen2).
+# a ratio of at most 1.2. A kernel that makes attention 5 % too strong has a ratio above 2.3 in bf16 (llama, mistral,
+# mixtral, qwen2).
 ROUNDING_RATIO = 1.8
 # The rounding error is measured on this many sets of sequences. Fewer sets do not separate correct from wrong kernels.
 ROUNDING_SETS = 6
@@ -69,7 +69,7 @@ class Miniature:
 
 def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int = 1) -> Miniature:
     """Builds a small random model of the architecture in fp32. Raises `Unfit` if lockstep's attention does not support
-    it. The model's numbers of heads and experts and its MLP width are divisible by `divisor`."""
+    the architecture. The model's numbers of heads and experts and its MLP width are divisible by `divisor`."""
     register_attention()
     _refuse_other_kinds(config)
     try:
@@ -233,7 +233,7 @@ def wrong_kernel(
             f"its attention kernel {kernel} is wrong: {why}. With model.attention={PLAIN} the same check passes here",
             f"set model.attention={PLAIN}, which is plain torch and slower. Another version of torch or of "
             "the driver may fix the kernel; `lockstep doctor` lists matching versions. A replay of a recorded run "
-            "(docs/replay.md) writes a script that reproduces the fault",
+            "(docs/replay.md) writes a script that reproduces the error",
             code="wrong-kernel",
         )
     if device.type == HOST.type or check(PLAIN, HOST) is not None:

@@ -48,13 +48,13 @@ class Decoder:
 
     @property
     def alike_up_to(self) -> int | None:
-        """Sequence length up to which position embeddings do not depend on the sequence length. None if position
-        embeddings never depend on the sequence length."""
+        """Sequence length up to which position embeddings do not depend on the sequence length. The value is None if
+        position embeddings never depend on the sequence length."""
         return min((rope.fixed for rope in self.moving if rope.fixed is not None), default=None)
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Their sliding windows are read first."""
+        """The attention modules of the model. Accessing this property also reads the sliding windows of the modules."""
         return self._probe.called
 
     @cached_property

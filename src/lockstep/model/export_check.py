@@ -25,9 +25,9 @@ from lockstep.model.pretrained import pretrained, refuse_partial
 
 # Lengths of the test rows in tokens, within the context length of any model.
 LENGTHS = (5, 9, 13)
-# Allowed mean difference between the outputs of the export and the trained model, which two devices round differently.
-# Single tokens may differ more in bf16 and fp16: logits are rounded, and a token may be routed to another expert. For
-# reward models the tolerance is multiplied by the largest score if that is above 1.
+# Allowed mean difference between the outputs of the export and those of the trained model. Two devices may round
+# outputs differently. Single tokens may differ more in bf16 and fp16: logits are rounded, and a token may be routed to
+# another expert. For reward models the tolerance is multiplied by the largest score if that is above 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # A second test for bf16 and fp16, if the host has memory for the export in fp32. Let r be the median difference between
 # the outputs of the rounded export and the export in fp32. The median difference between the trained model and the
@@ -95,7 +95,8 @@ def verify_export(
     model = _loaded(folder, kind, dtype, where, base)
     try:
         found = _outputs(model, probe["rows"], kind)
-        # During the conversion to fp32 a parameter exists in both dtypes, so three times the memory must be free.
+        # During the conversion to fp32 a parameter exists in both dtypes (2 and 4 bytes per value), so three times the
+        # memory must be free.
         wide = kind == "policy" and dtype in ROUNDING_FLOOR and 3 * needed <= free
         exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
@@ -176,6 +177,6 @@ def _outputs(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
     inputs = [torch.tensor([ids]) for ids in rows]
     if kind == "policy":
         return torch.cat([reference_logprobs(model, ids) for ids in inputs])
-    # Without a padding token the classifier scores the last token of a row, even if that is the padding token.
+    # If `pad_token_id` is None, the classifier scores the last token of a row, even if it is a padding token.
     model.config.get_text_config().pad_token_id = None
     return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in inputs])

@@ -46,8 +46,8 @@ class SavedNames:
     """The tensors of the exported files: the shape of each tensor, and the model parameter it comes from. Tensors of
     one parameter are adjacent.
 
-    When transformers loads a model, it merges some tensors of the files into one parameter. The export reverts this for
-    one parameter at a time.
+    When transformers loads a model, it merges some tensors of the files into one parameter. The export splits such
+    merged parameters again, one parameter at a time.
     """
 
     model: Any
@@ -152,7 +152,8 @@ def _write_streamed(
     where: str,
     end_tokens: Sequence[int],
 ) -> bool:
-    """Writes the model tensor by tensor, to save memory. Returns False if that is not possible for this model."""
+    """Writes the model tensor by tensor, to save memory. Returns False if this model cannot be written tensor by
+    tensor."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)

@@ -24,12 +24,12 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    # These files have the score normalisation of a reward model and the label tokens of a process reward model.
+    # The next files have the score normalisation of a reward model and the label tokens of a process reward model.
     "score_stats.json",
     "process_reward.json",
 )
 # Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Different weights differ in every
-# block.
+# block, so a sample of the blocks detects them.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 # If the weights of a folder exceed WHOLE_BYTES, only this many bytes are read at the start, middle and end of each
 # tensor. A tensor that was trained, merged or replaced differs in all three blocks.
@@ -37,8 +37,8 @@ TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Returns the checksums of weights, tokenizer and chat template of a model folder. The checksum of a missing one is
-    None."""
+    """Returns the checksums of weights, tokenizer and chat template of a model folder. The checksum of a missing part
+    is None."""
     folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]

@@ -86,17 +86,17 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:
-        return ["its output head is tied to its embedding, as in the file"]
+        return ["the model's output head is tied to its embedding, as in the file"]
     off = float((head - embedding).norm() / embedding.norm()) if head.shape == embedding.shape else 1.0
     if off >= SAME_MATRIX:
         if tie:
             why = f"its output head differs from its embedding (by {off:.0%})"
             raise Refusal.at(f"--tie {file}", why, "import it without --tie", code="untied-weights")
-        return ["its output head is a separate matrix (not tied), as in the file"]
+        return ["the model's output head is a separate matrix (not tied), as in the file"]
     if not tie:
         return [
             f"its output head differs from its embedding by only {off:.1%}: the model was tied before it was "
-            "converted to GGUF. It is imported with a separate head, as in the file; "
+            "converted to GGUF. The model is imported with a separate head, as in the file; "
             f"`lockstep import-gguf {file} DIR --tie` ties head and embedding again"
         ]
     import torch

@@ -82,8 +82,9 @@ def build_value_model(
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Loads a value model. From a causal language model it gets a new head of zeros; from a reward model it gets that
-    model's head. `name` is the model name or path in the recipe."""
+    """Loads a value model. If the folder has a causal language model, the value model gets a new head of zeros. If the
+    folder has a reward model, the value model gets the head of that reward model. `name` is the model name or path in
+    the recipe."""
     path = name or folders.model
     config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
@@ -140,8 +141,8 @@ def build_value_model(
 def _loaded(
     kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
 ) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """Returns the model. If its weights are streamed from the files, it has no weights yet, and the source comes
-    first."""
+    """Returns the source from which weights are streamed (or None), the model, and its loading info. If there is a
+    source, the model has no weights yet."""
     source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
     if source is not None:
         return source, source.model, {"unused": source.unused}
@@ -150,7 +151,7 @@ def _loaded(
 
 def refuse_no_classifier(config: Any, path: str) -> None:
     """Raises `Refusal` if transformers has no sequence classification class for the architecture. Reward models are
-    exported as that class."""
+    exported as sequence classification models."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

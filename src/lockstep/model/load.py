@@ -52,8 +52,8 @@ def load_policy(
     *,
     frozen: bool = False,
 ) -> Policy:
-    """Loads the model of the recipe to `device`, or shards it over the ranks. Checks that its log-probs equal those of
-    transformers."""
+    """Loads the model of the recipe to `device`, or shards it over the ranks. Checks that the log-probs of the model
+    equal those that transformers computes."""
     kernel = kernel_of(settings, kernel)
     folders = folders_of(settings)
     config = config_of(folders.model, settings.path)

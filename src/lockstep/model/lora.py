@@ -63,7 +63,7 @@ def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | Non
 
 def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored: str | None) -> Any:
     """Returns a PEFT model around `model`. If `task` is None, inserts the adapters into the layers of `model` and
-    returns it."""
+    returns `model` itself."""
     from peft import get_peft_model, inject_adapter_in_model
 
     if task is None:
@@ -103,8 +103,8 @@ def _of_decoder(settings: Lora, prefix: str) -> Lora:
 
 
 def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
-    """Converts an error message of PEFT to problems. For a name that matches no module it suggests a similar name,
-    which PEFT does not do."""
+    """Converts an error message of PEFT to problems. For a name that matches no module, the problem suggests a similar
+    name, which PEFT does not do."""
     problems = list(_unmatched_targets(settings.targets, modules, ()))
     if problems and "not found" in message:
         return problems
@@ -165,7 +165,7 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
     """Yields a problem for each layer whose adapter cannot be trained or merged. Tied layers share one parameter.
-    Merging an adapter into one of two tied layers would also change the other, although training did not."""
+    Merging an adapter into one of two tied layers would also change the other layer, which training did not change."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
@@ -177,7 +177,10 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
             continue
         if layer is head:
             yield Problem(
-                where, f"{name} has an adapter, but the output head runs in chunks", remedy, code="unfit-adapter"
+                where,
+                f"{name} is the output head, which runs in chunks and cannot have an adapter",
+                remedy,
+                code="unfit-adapter",
             )
             continue
         for parameter in layer.get_base_layer().parameters(recurse=False):
@@ -226,7 +229,8 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
 
 
 def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
-    """Returns the configuration of the stored adapter. Raises `Refusal` if the recipe contradicts it."""
+    """Returns the configuration of the stored adapter. Raises `Refusal` if the recipe contradicts that
+    configuration."""
     where = f"model.lora.adapter {settings.adapter}"
     file = Path(folder) / CONFIG
     try:

@@ -1,6 +1,6 @@
 """Derives the config of a small model of an architecture: keeps all options, and reduces sizes and limits.
 
-A few dozen tokens then exceed every sliding window, attention chunk and original context length.
+In the small model a few dozen tokens exceed every sliding window, attention chunk and original context length.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("max_target_positions", "rel_extent"), POSITIONS),
     **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
-    # The Mamba width is twice the hidden size, in heads of size 8. A config may have this key even if no layer uses it.
+    # The Mamba width is twice the hidden size, in heads of size 8. A config may have `mamba_n_heads` even if no layer
+    # uses it.
     "mamba_n_heads": 2 * WIDTH // 8,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
@@ -122,8 +123,8 @@ def _shrink(data: dict[str, Any]) -> None:
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
-            # Sliding-window attention begins at this layer. The small model has such layers only if the original model
-            # has some.
+            # Sliding-window attention begins at this layer. The small model has sliding-window layers only if the
+            # original model has some.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))

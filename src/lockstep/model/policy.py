@@ -104,7 +104,7 @@ class Policy(nn.Module):
     @property
     def alike_up_to(self) -> int | None:
         """Sequence length up to which position embeddings, and so the results for a prefix, do not depend on the
-        sequence length. None if position embeddings never depend on the sequence length."""
+        sequence length. The value is None if position embeddings never depend on the sequence length."""
         return self.decoder.alike_up_to
 
     @property

@@ -121,7 +121,8 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
         [
             Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again", code="not-finite")
             for name, weight in weights.items()
-            # The sum is tested first, because it needs no memory. If the sum is finite, all values are finite.
+            # The sum of a weight is tested first, because it needs no memory. If the sum is finite, all values are
+            # finite.
             if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
         ],
         "weights",

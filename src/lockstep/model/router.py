@@ -28,8 +28,8 @@ def experts_of_token(config: Any) -> int | None:
 
 def refuse_router_loss(config: Any, where: str, coefficient: float | None = None) -> None:
     """Raises `Refusal` if the model's config enables a load-balancing loss, but the recipe does not set
-    `model.aux_loss_coef`. Also raises it if lockstep cannot reproduce that loss. `where` names the recipe key and the
-    folder."""
+    `model.aux_loss_coef`. Also raises `Refusal` if lockstep cannot reproduce the load-balancing loss. `where` names the
+    recipe key and the folder."""
     if coefficient is None:
         text = config.get_text_config(decoder=True)
         default = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)

@@ -1,7 +1,8 @@
 """Loads sharded models directly from safetensors files, so that a rank needs memory only for its shard and one tensor.
 
-Modules are built on the meta device and sharded. Then their shards are read from the files. Tensors are renamed and
-merged as in transformers. If a model does not support this, transformers loads it completely.
+Modules are built on the meta device and sharded. Then each rank reads its shards of the weights from the files. Tensors
+are renamed and merged as in transformers. If the tensors of a model cannot be read one by one, transformers loads the
+model completely.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 # Tensors of the files are converted to model tensors with transformers' weight mapping. For example, the tensors of
 # single experts are stacked. The conversion operations of transformers are applied to one model tensor at a time. For a
-# stack of experts they are applied only to the experts of this rank.
+# stack of experts the operations are applied only to the experts of this rank.
 
 META = torch.device("meta")
 # Conversion operations of transformers that only move values, so that they work in any dtype.
@@ -38,13 +39,13 @@ BLOCK_BYTES = 2**26
 
 
 class Unmapped(Exception):
-    """Raised if the tensors of a model cannot be read from the files one by one. The message is the reason."""
+    """Raised if the tensors of a model cannot be read from the files one by one. The message says why."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Passed to conversion operations instead of the model. This object only knows the parameters' shapes by name,
-    without the prefixes of wrappers."""
+    """An object that is passed to conversion operations in place of the model. It only knows the parameters' shapes by
+    name, without the prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -60,7 +61,7 @@ class Made:
     name: str
     first: str
     """The name of the first model tensor that is converted from these file tensors. transformers identifies the
-    conversion by it."""
+    conversion by this name."""
     converter: Any
     sources: Mapping[str, tuple[str, ...]]
     shapes: Shapes
@@ -127,8 +128,8 @@ def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]
 
 
 def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
-    """Returns how many bytes one element of a model tensor has in the files. For a converted tensor it is the maximum
-    of its file tensors."""
+    """Returns how many bytes one element of a model tensor has in the files. For a model tensor that is converted from
+    several file tensors, returns the maximum over these file tensors."""
     return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
 
 
@@ -146,15 +147,15 @@ def refuse_operations(conversions: list[Any]) -> None:
     moves = {getattr(core_model_loading, name) for name in MOVES if hasattr(core_model_loading, name)}
     for operation in (one for conversion in conversions for one in getattr(conversion, "operations", ())):
         if type(operation) not in moves:
-            raise Unmapped(f"transformers makes some of its tensors by {type(operation).__name__}")
+            raise Unmapped(f"transformers creates some of the model's tensors with {type(operation).__name__}")
 
 
 def places_by_name(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[str, InFiles]:
-    """Returns for each model tensor from which file tensors transformers would load it. Raises `Unmapped` if that is
-    not certain. The model keeps the list of conversions, which `save_pretrained` needs. Names of file tensors that the
-    model does not use are added to `unused`."""
+    """Returns for each model tensor from which file tensors transformers would load it. Raises `Unmapped` if this
+    mapping is not certain. The model keeps the list of conversions, which `save_pretrained` needs. Names of file
+    tensors that the model does not use are added to `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = conversions_of(model)
@@ -273,8 +274,8 @@ class Streamed:
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
-    """Builds the model with `build`, without weights, and finds its parameters in the files. Returns None if they
-    cannot be read one by one."""
+    """Builds the model with `build`, without weights, and finds its parameters in the files. Returns None if the
+    parameters cannot be read one by one."""
     files = weight_files(path)
     if files is None:
         return None

@@ -29,7 +29,7 @@ LEFT_WHOLE = ("embed_tokens",)
 KEY = "parallel.tensor_parallel"
 REMEDY = (
     "set parallel.tensor_parallel=1 and shard the model instead (parallel.shard), "
-    "or use a model of docs/several-processes.md"
+    "or use a model that docs/several-processes.md lists"
 )
 
 
@@ -84,13 +84,13 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
         _refuse_module(name, module, style, size)
         found[name] = style
     if "rows" not in found.values():
-        raise Indivisible("transformers' plan for its tensor parallelism does not divide its attention")
+        raise Indivisible("transformers' tensor-parallel plan for this model does not divide its attention")
     return found
 
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """Returns the styles of a decoder with LoRA adapters. If the outputs of a layer are split, its lora_B is split too;
-    if the inputs are split, its lora_A is."""
+    """Returns the styles of a decoder with LoRA adapters. If the outputs of a layer are split, its lora_B is split too.
+    If the inputs of a layer are split, its lora_A is split."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():

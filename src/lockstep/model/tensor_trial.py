@@ -21,8 +21,8 @@ from lockstep.model.trials import TENSOR_PARALLEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide
 
-# Tolerances in fp32: absolute error of log-probs, and error of a gradient relative to its norm. A norm below
-# GRADIENT_FLOOR times the largest norm is replaced by that.
+# Tolerances in fp32: absolute error of log-probs, and error of a gradient relative to its norm. A gradient norm below
+# GRADIENT_FLOOR times the largest norm is replaced by GRADIENT_FLOOR times the largest norm.
 LOGPROB_ERROR, GRADIENT_ERROR, GRADIENT_FLOOR = 1e-4, 1e-3, 1e-3
 
 
@@ -60,7 +60,9 @@ def try_division(config: Any, kernel: str, device: torch.device, group: TensorGr
         raise Unfit(f"it cannot be run divided over {group.size} processes: {first_line(error)}") from error
     difference = float((found - wanted).abs().max())
     if not difference <= LOGPROB_ERROR:
-        raise Unfit(f"divided over {group.size} processes its log-probs differ by {difference:.2g}")
+        raise Unfit(
+            f"divided over {group.size} processes its log-probs differ from those of one process by {difference:.2g}"
+        )
     least = GRADIENT_FLOOR * max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         off = float((divided[name] - gradient).norm()) / max(float(gradient.norm()), least)

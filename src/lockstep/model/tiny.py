@@ -45,8 +45,8 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """Returns a vocabulary with one token per byte. The id of a token is the byte, and its name is that of byte-level
-    BPE."""
+    """Returns a vocabulary with one token per byte. The id of a token is the byte, and its text is the character that
+    byte-level BPE uses for the byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     names = {byte: chr(byte) for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in names]
@@ -68,7 +68,7 @@ def _refuse_bad_sizes(seed: int, hidden: int, layers: int) -> None:
             )
         )
     if layers < 1:
-        problems.append(Problem("layers", f"{layers} is not a number of layers", "give 1 or more", code="out-of-range"))
+        problems.append(Problem("layers", f"{layers} is less than one layer", "give 1 or more", code="out-of-range"))
     refuse_all(problems)
 
 

@@ -1,7 +1,7 @@
 """Trials: checks before training that run a small model, a user function, or the rewards on a few rows.
 
-`TRIALS` lists all trials. `run_trial` runs one, shows its progress and prints its results. `run_trial` raises `Refusal`
-if the trial fails. A trial that passed before on this machine with the same code and packages is skipped.
+`TRIALS` lists all trials. `run_trial` runs one trial, shows its progress and prints its results. `run_trial` raises
+`Refusal` if the trial fails. A trial that passed before on this machine with the same code and packages is skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.version import PACKAGE_FOLDER
 
 
 class Unfit(Exception):
-    """Raised if lockstep would train, score or generate wrongly with a model. The message is the reason."""
+    """Raised if lockstep would train, score or generate wrongly with a model. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ REWARDS = Trial(
     "rewards",
     "before weights load, in an online run; in `generate` with rewards",
     "reward.dry_run.dry_run",
-    "the rewards score correct and empty answers to some rows with finite numbers",
+    "for some rows, the rewards give finite scores to correct and to empty answers",
     task="Testing the rewards on real rows",
 )
 INITIAL_LOSS = Trial(
@@ -163,7 +163,7 @@ def run_trial(
     console: Console | None = None,
 ) -> None:
     """Runs a trial by calling `attempt`. If the trial fails, `attempt` returns a problem, which is raised as `Refusal`.
-    Otherwise it may return a report to print.
+    If the trial passes, `attempt` may return a report to print.
 
     `config` and `key` identify a cached result. `agree` returns whether all ranks have the cached result.
     """
@@ -192,7 +192,7 @@ _collected: ContextVar[list[Problem] | None] = ContextVar("problems that a repla
 
 def refuse_unless_replayed(problem: Problem) -> None:
     """Raises `Refusal` for a problem found before the first step. In a replay of a recorded run, collects the problem
-    instead."""
+    instead of raising it."""
     collected = _collected.get()
     if collected is None:
         raise Refusal([problem])

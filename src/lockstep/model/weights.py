@@ -41,8 +41,8 @@ def held_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the full trained parameters on the host. On the CPU they are not copied. If the model is sharded, all
-    ranks must call this function."""
+    """Returns the full trained parameters on the host. Parameters that are already on the CPU are not copied. If the
+    model is sharded, all ranks must call this function."""
     return {name: whole(p).cpu() for name, p in held_weights(model).items()}
 
 
@@ -84,8 +84,8 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Digits:
-    """Where to read trained parameters that the files store in higher precision than the model has. `lost` is true if
-    the files have higher precision but cannot be read tensor by tensor."""
+    """Where to read trained parameters that the files store in a wider dtype than the model has. `lost` is true if the
+    files have a wider dtype but cannot be read tensor by tensor."""
 
     stored: StoredTensors | None
     places: Mapping[str, InFiles]

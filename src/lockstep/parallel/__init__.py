@@ -1,4 +1,4 @@
 """Parallelism: process groups, FSDP, tensor and context parallelism, and the watchdog.
 
-May be imported by `data`, `model`, `run` and the layers above these.
+The packages `data`, `model`, `run` and higher layers may import this package.
 """

@@ -41,8 +41,8 @@ class GatheredLayout(DividedLayout):
             True,
             device,
         )
-        # Indices, among the gathered keys, of those that this rank attends to. In the gathered tensor the part of every
-        # rank is padded to the largest part.
+        # Indices of the gathered keys that this rank attends to. In the gathered tensor the part of every rank is
+        # padded to the largest part.
         slots = [torch.arange(stop - start) + rank * self.most for rank, (start, stop) in enumerate(pairwise(bounds))]
         self.seen = sent(torch.cat(slots)[local[0][0] : last], device)
 

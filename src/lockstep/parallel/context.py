@@ -67,7 +67,7 @@ class ContextGroup:
         """Starts a ring exchange: sends `tensor` to the next rank, and receives a tensor of `shape` from the previous
         rank. Call the returned function to wait for the received tensor.
 
-        Each exchange has one send and one receive, because some backends do not support several to one peer.
+        Each exchange has one send and one receive, because some backends do not support several sends to one peer.
         """
         arriving = tensor.new_empty(shape)
         after, before = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]

@@ -130,8 +130,8 @@ class Division:
 
 
 class _Together(torch.autograd.Function):
-    """All-gathers values per target. All ranks compute the same loss from these values. So the backward returns this
-    rank's part of the gradient without a reduction."""
+    """All-gathers values per target. All ranks compute the same loss from the gathered values. So the backward returns
+    this rank's part of the gradient without a reduction."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, division: Division) -> torch.Tensor:

@@ -117,8 +117,8 @@ def resident(module: nn.Module) -> Iterator[None]:
 # Offload of activations between forward and backward pass, which does not change any value. Tensors that autograd saves
 # for a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is
 # done. The tensors of a layer are prefetched during the backward of the layer above, so the device has the activations
-# of about two layers at a time. Complete storages are copied. So tensors that share a storage share it again after the
-# copy back, with their strides. Parameters, small tensors, ids and masks are not offloaded. The last layer is not
+# of about two layers at a time. Complete storages are copied. So tensors that share a storage still share it after the
+# copy back, and keep their strides. Parameters, small tensors, ids and masks are not offloaded. The last layer is not
 # offloaded either, because its backward comes first.
 
 # Storages below this many bytes are not offloaded, because starting a copy takes microseconds.
@@ -184,8 +184,8 @@ class _SideStream:
 
 
 class _Storage:
-    """One offloaded storage. `host` is the host copy; it is valid when the first copy has ended. `device_tensor` is the
-    device copy, or None. `coming` is the event of a running prefetch, or None."""
+    """One offloaded storage. `host` is the host copy; it is valid when the first copy to the host has ended.
+    `device_tensor` is the device copy, or None. `coming` is the event of a running prefetch, or None."""
 
     def __init__(self, side_stream: _SideStream, host: torch.Tensor, device_tensor: torch.Tensor):
         self.side_stream, self.host = side_stream, host

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # A wait for another process is logged after TELL_SECONDS, and then every TELL_AGAIN_SECONDS.
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10.0, 60.0
-# How often this process has opened a store for each purpose. The numbers are the same on every rank.
+# How often this process has opened a store for each purpose. These counts are the same on every rank.
 _turns: Counter[str] = Counter()
 
 
@@ -26,8 +26,8 @@ def launcher_holds_store() -> bool:
 
 
 def connected_store(purpose: str, timeout: timedelta) -> dist.Store:
-    """Opens a connection to the rendezvous store, under an unused prefix of its keys. Without a new prefix, a restart
-    or a second run in the same processes would read the keys of the previous run."""
+    """Opens a connection to the rendezvous store, with a key prefix that is not used yet. Without a new prefix, a
+    restart or a second run in the same processes would read the keys of the previous run."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
     turn = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_turns[purpose]}"

@@ -8,8 +8,8 @@ attends to these keys of rank j:
     j > r: the queries of the second chunk attend to all keys of rank j
 
 Only for j = r a mask is needed. Partial attention results are merged in fp32 by their log-sum-exp. In the backward pass
-keys and values are passed around again. Their gradients follow one hop behind, until they reach the rank that has the
-keys. Keys and values are sent as one tensor.
+keys and values are passed around again. The gradients of keys and values follow one hop behind, until they reach the
+rank that has these keys. Keys and values are sent as one tensor.
 
 The method is that of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order
 of Megatron and ring-flash-attention. Unlike in Megatron and ring-flash-attention, chunks may differ in size, so there
@@ -55,9 +55,9 @@ class RingLayout(DividedLayout):
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
         """Returns the step of the ring for the keys of rank `source`. Returns None if no query of this rank attends to
-        them, which happens if sequences are too short to fill all chunks."""
+        these keys, which happens if sequences are too short to fill all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Which of the two chunks are used: the first, the second.
+        # For queries and for keys: whether the first chunk is used, and whether the second chunk is used.
         query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
             key_chunks = (True, False)
@@ -101,8 +101,8 @@ class RingLayout(DividedLayout):
 def _chosen(
     chunks: Sequence[tuple[int, int]], used: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
-    """Returns the indices of the tokens in the used chunks of the sequences that have both queries and keys, or None
-    for all tokens."""
+    """Selects the sequences that have at least one query and one key (`met`), and of their two chunks those that are
+    `used`. Returns the indices of the tokens in these chunks, or None if these are all tokens."""
     flags = [part and both for both in met for part in used]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))

@@ -32,7 +32,7 @@ class Sharding:
     device: torch.device
     on_host: bool = False
     tensor: TensorGroup | None = None
-    """The tensor-parallel group of this rank. `mesh` then has only one rank of each tensor-parallel group."""
+    """The tensor-parallel group of this rank. With tensor parallelism, `mesh` has only one rank of each group."""
     every: DeviceMesh | None = None
     """With tensor parallelism, a mesh of all ranks, for the parameters that tensor parallelism does not split."""
 
@@ -272,7 +272,7 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
 def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Torch caches meshes by ranks and names. If a process trains a second time, the cached mesh has destroyed process
-    # groups. So each mesh gets new names.
+    # Torch caches meshes by ranks and names. If a process trains a second time, the process groups of the cached mesh
+    # are already destroyed. So each mesh gets new names.
     dim_names = tuple(f"{name}-{world.turn}" for name in names)
     return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=dim_names)

@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from lockstep.errors import STALLED
 
-# Functions that write stack dumps of this process, or of an unresponsive process on the same host. Other functions
-# check whether a process of this host that cannot send heartbeats is busy.
+# Functions that write stack dumps of this process, or of an unresponsive process on the same host. `Activity` measures
+# whether a process of this host that sends no heartbeats is busy.
 
 # On this signal, faulthandler writes the stacks in its C signal handler. So the dump works even if a thread holds the
 # GIL or waits inside a library.
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
 # A process is busy if it uses at least _BUSY_SHARE of a processor, or reads at least _BUSY_BYTES from disk, between two
-# checks. The idle threads of the watchdog use less than that.
+# checks. The idle threads of the watchdog use less CPU time and disk reads than these limits.
 _BUSY_SHARE, _BUSY_BYTES = 0.02, 2**16
 
 
@@ -258,7 +258,7 @@ class Ending:
         os._exit(STALLED)
 
     def _meet(self, name: str, ranks: list[int]) -> None:
-        """Waits until all of these ranks have reached the point `name`, or until a timeout."""
+        """Waits until all given ranks have reached the point `name`, or until a timeout."""
         if self.rank in ranks:
             self.store.set(f"{name}/{self.rank}", "")
         deadline = time.monotonic() + self.patience
@@ -298,8 +298,7 @@ def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -
     """Appends the stacks of a rank (by default of this process) to the file `rank_N.txt`. If there is no run folder,
     prints this process's stacks to stderr.
 
-    The run folder is not created here, because the next start of a run that requires a new folder would then be
-    refused.
+    This function does not create the run folder. Otherwise the next start would be refused if it requires a new folder.
     """
     folder = stall.folder / "stacks"
     try:

@@ -2,10 +2,10 @@
 
 With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. All ranks of a group
 process the same tokens. The input projections of attention and MLP are split by output (column parallel, in complete
-heads). Their output projections are split by input (row parallel). `model/tensor_plan.py` finds these modules.
-Row-parallel outputs are all-reduced, so activations between layers are the same on every rank. Weights are DTensors
-over the group. During a module's forward its DTensors are replaced by local plain tensors, so that any kernel can be
-used.
+heads). The output projections of attention and MLP are split by input (row parallel). `model/tensor_plan.py` finds
+these modules. Row-parallel outputs are all-reduced, so activations between layers are the same on every rank. Weights
+are DTensors over the group. During a module's forward its DTensors are replaced by local plain tensors, so that any
+kernel can be used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TensorGroup:
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Marks a tensor as input of column-parallel modules. The gradient of such an input is all-reduced in the
+        """Marks a tensor as input of column-parallel modules. The gradient of a marked input is all-reduced in the
         backward pass, only once if several modules have the same input."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
@@ -121,8 +121,8 @@ def divide(
         for part, dimension in divided_dimensions(module, style).items():
             parameter = module._parameters[part]
             assert parameter is not None
-            # Either all ranks have the full parameter, or all ranks have it on the meta device. Only the local part is
-            # kept.
+            # Either all ranks have the full parameter, or all ranks have it on the meta device. Only this rank's part
+            # of the parameter is kept.
             local = parameter.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
             sliced = DTensor.from_local(
                 local, group.mesh, [Shard(dimension)], run_check=False, shape=parameter.shape, stride=parameter.stride()

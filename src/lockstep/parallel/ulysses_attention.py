@@ -1,9 +1,10 @@
-"""Ulysses attention: an all-to-all before attention gives each rank all tokens of some heads; a second one reverts it.
+"""Ulysses attention: an all-to-all gives each rank all tokens of some heads; an all-to-all after attention reverts
+this.
 
 Outside of attention each rank has a contiguous part of the packed row. Inside attention, a rank has the complete row
 for some heads. So the usual attention kernels work, with windows, sinks and soft caps. The number of query heads must
-be divisible by the number of ranks. If the number of key heads is not divisible by it, each key head is sent to every
-rank whose query heads use it.
+be divisible by the number of ranks. If the number of key heads is not divisible by the number of ranks, each key head
+is sent to every rank whose query heads use it.
 
 The method is that of Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
@@ -44,7 +45,7 @@ class UlyssesLayout(DividedLayout):
         heads, groups, size = query_THD.shape[1], key_TGD.shape[1], key_TGD.shape[-1]
         if heads % ranks or len(query_THD) != self.counts[rank]:
             raise NotImplementedError(
-                f"Ulysses attention takes only this rank's tokens; its {heads} heads must be divisible by the ranks"
+                f"Ulysses attention takes this rank's tokens; {heads} heads must be divisible by the number of ranks"
             )
         both = torch.cat([key_TGD, value_TGD], -1).repeat_interleave(math.lcm(groups, ranks) // groups, 1)
         key, value = _ToHeads.apply(both, self).split([size, value_TGD.shape[-1]], -1)
@@ -63,7 +64,8 @@ class UlyssesLayout(DividedLayout):
         return _ToTokens.apply(out, self)
 
     def to_heads(self, tokens_THD: torch.Tensor) -> torch.Tensor:
-        """All-to-all: this rank gives away the other heads of its tokens, and gets some heads of all tokens."""
+        """All-to-all: of its tokens, this rank keeps some heads and sends the others away; it receives its heads of all
+        tokens."""
         local, ranks = len(tokens_THD), self.group.size
         by_rank = tokens_THD.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         return self.group.exchange(by_rank, [local] * ranks, self.counts)

@@ -1,15 +1,15 @@
 """The watchdog: logs which rank the others wait for, and ends a stalled run.
 
-Without it, a collective operation waits silently until its timeout, and nobody sees whether a rank is stopped or slow.
-The training thread only records its position (stage or collective operation) in memory. A background thread writes a
-heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The interval is at
-most a quarter of the time after which a wait is logged. Only a rank whose position has not changed for this interval
-reads the heartbeats of others. So collective operations have no extra cost.
+Without the watchdog, a collective operation waits silently until its timeout, and nobody sees whether a rank is stopped
+or slow. The training thread only records its position (stage or collective operation) in memory. A background thread
+writes a heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The
+heartbeat interval is at most a quarter of the time after which a wait is logged. Only a rank whose position has not
+changed for this interval reads the heartbeats of others. So collective operations have no extra cost.
 
-With `parallel.stall_seconds` all ranks end together when none has made progress for that long (see `stall.py`). Before
-its first step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a
-rank that has not started its first step, computing or reading from disk counts as progress. A rank that has not sent a
-heartbeat is treated as starting, too.
+If no rank has made progress for `parallel.stall_seconds`, all ranks end together (see `stall.py`). Before its first
+step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a rank that
+has not started its first step, computing or reading from disk counts as progress. A rank that has not sent a heartbeat
+is treated like one that has not started its first step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
 # Timeout of requests to the rendezvous store that it can answer immediately.
 STORE_TIMEOUT = timedelta(minutes=5)
-# Minimum interval between heartbeats. The positions of shorter steps may not be sent.
+# Minimum interval between heartbeats. If a rank changes its position more often than this, some positions are not sent.
 _TELL_PAUSE = 0.02
 # A rank has at least this time to send its first heartbeat, even if `parallel.stall_seconds` is shorter.
 UNSEEN_SECONDS = 600.0
@@ -146,15 +146,16 @@ class Watch:
             self._move(self._stages[-1])
 
     def progress(self, next_part: str | None = None) -> None:
-        """Reports progress within a long stage. `next_part` is added to the name of the position. With None the
-        position keeps its name; with an empty string it gets the name of the stage."""
+        """Reports progress within a long stage. `next_part` is added to the name of the position. If `next_part` is
+        None, the position keeps its name; if it is empty, the position gets the name of the stage."""
         where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
         if next_part is None:
             where = self._moment.where
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
     def started(self) -> None:
-        """Must be called when the first step begins. Afterwards the watchdog no longer counts CPU use as progress."""
+        """Must be called when the first step begins. After this call the watchdog no longer counts CPU use as
+        progress."""
         self._starting = False
 
     def _move(self, where: str, inside: bool = False) -> None:
@@ -187,7 +188,7 @@ class Watch:
                         self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
-                return  # the store is unreachable; `_log_waits` reports it if a rank still waits
+                return  # the store is unreachable; `_log_waits` reports this if a rank still waits
             if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
@@ -218,7 +219,7 @@ class Watch:
 
     def _is_busy(self, rank: int) -> bool:
         """Returns whether a rank on this host that sends no heartbeats is busy. A rank that loads a library may hold
-        the GIL and so send none."""
+        the GIL, and then it sends no heartbeats."""
         if rank not in self._activities:
             address = address_of(self._store, rank)
             self._activities[rank] = None if address is None else activity_of(address)
@@ -294,8 +295,8 @@ class Watch:
                 self._end_without_store(self._stall, moment, self._idle(now, moment))
 
     def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
-        """Ends this rank if the rendezvous store does not respond for 1.5 times the limit. Before that, the heartbeat
-        thread should end the run; but without the store it would wait forever."""
+        """Ends this rank if the rendezvous store does not respond for 1.5 times `parallel.stall_seconds`. Normally the
+        heartbeat thread ends a stalled run earlier, but without the store that thread would wait forever."""
         unanswered = time.monotonic() - max(self._answered, self._awake)
         if idle >= stall.seconds and unanswered >= 1.5 * stall.seconds and not self._ending:
             position = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"
@@ -303,7 +304,8 @@ class Watch:
             end_alone(self.rank, stall, [_headline(idle, stall), position, store])
 
     def missed(self, moment: Moment) -> list[str]:
-        """Returns one message for each rank that this rank waits for. Returns none if a lower rank reports them."""
+        """Returns one message for each rank that this rank waits for. Returns an empty list if another waiting rank
+        with a lower number reports the missing ranks."""
         now = time.monotonic()
         unanswered = now - max(self._answered, self._awake)
         if unanswered > self.after:

@@ -67,8 +67,8 @@ class World:
     """Tensor-parallel size: the number of neighbouring ranks that split the modules of a model and process the same
     micro-batches."""
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """The data-parallel group: the ranks that have the same index in their context- or tensor-parallel group as this
-    rank."""
+    """The data-parallel group of this rank. All its ranks have the same index in their context- or tensor-parallel
+    groups."""
     turn: int = 0
     """How often this process joined a process group before this world."""
 
@@ -182,7 +182,8 @@ class World:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """Must be called when the first step begins. Afterwards the watchdog no longer counts CPU use as progress."""
+        """Must be called when the first step begins. After this call the watchdog no longer counts CPU use as
+        progress."""
         if self.watch is not None:
             self.watch.started()
 
@@ -254,13 +255,13 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
     return replace(world, context=group, dp_group=dp_groups[index])
 
 
-# A problem that one rank finds must be raised on all ranks. If only one rank raised it, the other ranks would hang in
-# their next collective operation.
+# A problem that one rank finds must be raised on all ranks. If only one rank raised a problem, the other ranks would
+# hang in their next collective operation.
 
 
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
-    """Collects the problems that the `with` block raises on any rank. All ranks then raise all of these problems
+    """Collects the problems that the `with` block raises on any rank. All ranks then raise all collected problems
     together. `what` says what the problems are about, such as weights."""
     problems: list[Problem] = []
     try:

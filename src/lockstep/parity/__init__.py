@@ -1,1 +1,1 @@
-"""Tests whether two runs train alike, and locates their first difference. May be imported only by the command line."""
+"""Tests whether two runs train alike, and locates their first difference. Used by `cli`, `api` and `serve`."""

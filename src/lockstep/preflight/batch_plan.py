@@ -31,7 +31,7 @@ class BatchPlan:
     most: int
     fill: float
     group: int = 1
-    """Devices that share the same rows."""
+    """The number of devices (context- and tensor-parallel) that train on the same rows."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -66,7 +66,7 @@ class OnlinePlan:
     tokens: int | None
     longest: int
     group: int = 1
-    """Devices that share the same rows."""
+    """The number of devices (context- and tensor-parallel) that train on the same rows."""
 
     @property
     def updates(self) -> int:
@@ -157,8 +157,8 @@ def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) ->
 
 
 # The allowed mean of |log p_trainer - log p_engine| for a serving engine, by dtype. Rounding differences of other
-# attention kernels and other expert choices stay well below this limit. Responses that are swapped between prompts
-# differ by about 1 nat. The limit of the k3 KL estimate is half of this limit, because k3 gives more weight to the few
+# attention kernels and other expert choices stay well below this limit. If responses are swapped between prompts, this
+# mean is about 1 nat. The limit of the k3 KL estimate is half of this limit, because k3 gives more weight to the few
 # tokens with large differences.
 LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
 
@@ -168,7 +168,7 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
 
     With one update per step, the old log-probs equal the current log-probs, so they are computed only if the reward or
     the loss needs them before the update. With `rollout_correction.bypass`, the engine's log-probs replace the old
-    log-probs. Then the trainer computes them only if they are compared with the engine's.
+    log-probs. With bypass, the trainer computes its own log-probs only if they are compared with the engine's.
     """
     algorithm = recipe.algorithm
     if algorithm.rollout_correction.compares or estimator_row(algorithm.advantage).energy:
@@ -191,8 +191,8 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Returns the maximum length of a prompt in tokens: `data.max_prompt_tokens`, or what the longest response leaves
-    of the model's context and of a micro-batch."""
+    """Returns the maximum length of a prompt in tokens. This is `data.max_prompt_tokens`, or the number of tokens that
+    the longest response leaves of the model's context and of a micro-batch."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}

@@ -1,4 +1,4 @@
-"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all of them.
+"""All checks of a recipe before weights load, by recipe section. `train`, `plan` and `train --smoke` run all checks.
 
 A check is a function of a `Context` that returns problems or raises a refusal. Checks run stage by stage, and all
 problems of the stages before the plan are reported together.
@@ -41,15 +41,16 @@ class CheckStage(IntEnum):
     SETTINGS = 1
     """The recipe and the device."""
     OPEN = 2
-    """These checks read the tokenizer, the model's configuration and the validation questions into the context."""
+    """Checks of this stage read the tokenizer, the model's configuration and the validation questions into the
+    context."""
     MODEL = 3
     """What `OPEN` read."""
     READ = 4
-    """These checks read rows or prompts into the context and encode them."""
+    """Checks of this stage read rows or prompts into the context and encode them."""
     ROWS = 5
     """Rows or prompts."""
     PLAN = 6
-    """These checks need the batch plan and the memory plan."""
+    """Checks of this stage need the batch plan and the memory plan."""
 
 
 def _always(context: Context) -> bool:
@@ -64,7 +65,8 @@ class PreflightCheck:
     stage: CheckStage
     applies: Callable[[Context], bool] = _always
     in_plan: Literal["refuse", "remark", "last"] = "refuse"
-    """How `lockstep plan` treats a problem: refused, printed as a remark, or refused after the plan is printed."""
+    """How `lockstep plan` treats a problem: it refuses the recipe, prints a remark, or refuses the recipe after it has
+    printed the plan."""
 
     def problems(self, context: Context) -> list[Problem]:
         problems: list[Problem] = []
@@ -285,8 +287,8 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
 
 
 def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
-    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of them as remarks to the context
-    instead."""
+    """Returns the problems that all checks of a stage find. `lockstep plan` adds some of these problems as remarks to
+    the context instead."""
     problems: list[Problem] = []
     for check in (check for section in CHECKS.values() for check in section):
         if check.stage != stage or not check.applies(context):

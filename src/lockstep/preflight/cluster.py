@@ -140,12 +140,12 @@ class ModelCost:
     """The sizes of a decoder model that determine its FLOPs and its memory traffic."""
 
     multiplied: int
-    """N, the number of weights that one token is multiplied with. It excludes norms, biases, an input embedding that is
+    """N, the number of weights that one token is multiplied with. N excludes norms, biases, an input embedding that is
     not tied to the output head, and experts to which the token is not routed."""
     head: int
     """The weights of the output head (the projection to the vocabulary), which are part of `multiplied`."""
     read: int
-    """The number of weights that are read when many tokens are computed at once. It includes all experts."""
+    """The number of weights that are read when many tokens are computed at once, including those of all experts."""
     attended: int
     """The product L Hq d: the width of the queries of all layers."""
     cached: int
@@ -260,7 +260,7 @@ class StepWork:
 
 
 class StepSource(Protocol):
-    """Computes the tokens of a step. Its methods may be called with a changed recipe if the changed keys do not affect
+    """Computes the tokens of a step. The methods may be called with a changed recipe if the changed keys do not affect
     the training data."""
 
     def work(self, recipe: Recipe) -> StepWork: ...
@@ -270,16 +270,16 @@ class StepSource(Protocol):
         ...
 
     def rows(self, recipe: Recipe) -> int:
-        """Returns the number of rows or sequences per update. Each has at most `longest` tokens."""
+        """Returns the number of rows or sequences per update. Each row or sequence has at most `longest` tokens."""
         ...
 
 
 class OfflineSteps:
-    """The StepSource of an offline run. It assumes that an update consists of rows of mean length."""
+    """The StepSource of an offline run, which assumes that an update consists of rows of mean length."""
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
-        # The keys are pairs of booleans: rows are packed, and sequences of a row share their prefix.
+        # The keys are pairs of booleans: whether rows are packed, and whether sequences of a row share their prefix.
         self._works: dict[tuple[bool, bool], StepWork] = {}
         self._longest: dict[tuple[bool, bool], int] = {}
 
@@ -330,7 +330,7 @@ def _squares(item: Item, shared: bool) -> int:
 
 @dataclass(frozen=True)
 class OnlineSteps:
-    """The StepSource of an online run. It assumes prompts and responses of mean length."""
+    """The StepSource of an online run, which assumes prompts and responses of mean length."""
 
     prompt_tokens: float
     response_tokens: float
@@ -366,8 +366,8 @@ class OnlineSteps:
         )
 
     def _shared(self, recipe: Recipe) -> int:
-        """Returns how many responses of a group share a prompt that their packed row already contains: all but one per
-        packed row."""
+        """Returns how many responses of a group reuse a prompt that their packed row already contains. In each packed
+        row, these are all responses except the first."""
         if recipe.batch.tokens is None or recipe.parallel.context_parallel > 1:
             return 0
         on_a_line = max(1, int((recipe.batch.tokens - self.prompt_tokens) // self.response_tokens))

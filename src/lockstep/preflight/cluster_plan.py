@@ -101,8 +101,8 @@ class Outlook:
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
-        """Returns the outlook with tensor parallelism of this size. Raises Indivisible if the model cannot be divided
-        over so many ranks."""
+        """Returns a copy of this outlook with tensor parallelism over `tensor` ranks. Raises Indivisible if the model
+        cannot be divided over so many ranks."""
         refuse_heads(self.models.config, tensor)
         parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
         recipe = self.recipe.model_copy(update={"parallel": parallel})
@@ -179,7 +179,7 @@ def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) 
 KeyValues = dict[str, Any]
 # If no keys make the recipe fit, clusters with up to this many times as many nodes are tried.
 MOST_TIMES = 64
-# Changes of keys that save a smaller fraction of the step time are not proposed.
+# Changes of keys that save less than this fraction of the step time are not proposed.
 WORTH = 0.05
 
 
@@ -193,8 +193,8 @@ class Fit:
 
 
 def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
-    """Finds the recipe keys with which the recipe fits on the cluster and is fastest. If none fit, tries more nodes of
-    the same type. Returns None if nothing fits."""
+    """Finds the recipe keys with which the recipe fits on the cluster and is fastest. If no keys make the recipe fit,
+    tries more nodes of the same type. Returns None if the recipe fits on no tried cluster."""
     nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
     while nodes <= most:
         larger = replace(cluster, nodes=nodes)
@@ -251,8 +251,8 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
 
 
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
-    """Yields all valid combinations of keys with which the recipe fits. Each allows as many concurrent sequences as
-    fit."""
+    """Yields all valid combinations of keys with which the recipe fits. Each combination allows as many concurrent
+    sequences as fit."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
@@ -273,7 +273,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyV
 
 
 def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool:
-    """Returns whether the recipe is valid with these keys, and the longest row still fits into a micro-batch."""
+    """Returns True if the recipe is valid with these keys and the longest row still fits into a micro-batch."""
     recipe = with_keys(outlook.recipe, keys)
     try:
         grid_of(recipe.parallel, cluster.devices)
@@ -317,7 +317,7 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     """Returns alternatives for gradient checkpointing and activation offload. Offload is proposed only together with
-    checkpointing. Without checkpointing it would need host memory and bandwidth that are not modelled."""
+    checkpointing. Without checkpointing, offload would need host memory and bandwidth that are not modelled."""
     whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
     return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]

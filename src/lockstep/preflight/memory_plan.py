@@ -40,7 +40,7 @@ LAYERS_HERE = 2
 @dataclass(frozen=True)
 class TrainedBytes:
     """The bytes of a trained model on one device. `layer` is the bytes of weights that are gathered at a time.
-    `largest` is the number of elements of the largest tensor, which the optimizer updates in one piece.
+    `largest` is the number of elements of the largest tensor, which the optimizer updates at once.
     """
 
     state: int
@@ -123,7 +123,7 @@ def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[s
         if phase.name in (STEP, "generation"):
             gone += teacher
         if phase.name != "generation":
-            gone += reward  # also in load: reward models are tried and offloaded before the policy loads
+            gone += reward  # also in the phase load: reward models are offloaded before the policy loads
         found.append(replace(phase, weights=phase.weights - gone))
     own_pass = replace(validation, name="reference", weights=validation.weights - reward)
     return (*found, own_pass) if reference else tuple(found)
@@ -314,9 +314,9 @@ def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The settings that determine the engine's memory: the number of devices among which the prompts are divided, the
-    longest sequence, the tokens per prefill pass, and the maximum bytes of a KV cache that stays allocated during
-    training."""
+    """The settings that determine the engine's memory. The prompts are divided among `devices` devices. `longest` is
+    the length of the longest sequence. `prefill_tokens` is the number of tokens per prefill pass. A KV cache of at most
+    `keeps_cache` bytes stays allocated during training."""
 
     devices: int
     longest: int
@@ -330,8 +330,8 @@ class EnginePlan:
         return -(-recipe.batch.prompts // self.devices)
 
     def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
-        """Returns the bytes of the KV cache. They suffice for all sequences if `cache_room` allows it, and at least for
-        one sequence of maximum length."""
+        """Returns the bytes of the KV cache, which are at most `wanted` and limited by `rollout.cache_gb` or by
+        `cache_room`. `cache_room` never reduces the cache below `longest` bytes."""
         if recipe.rollout.cache_gb:
             return min(wanted, int(recipe.rollout.cache_gb * 1e9))
         return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))

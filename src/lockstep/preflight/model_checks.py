@@ -133,7 +133,7 @@ def classifier(context: Context) -> None:
 
 
 def architectures(context: Context) -> Iterator[Problem]:
-    """Reports models that loading would refuse. It does not read their weights."""
+    """Reports models that loading would refuse, without reading their weights."""
     recipe, device = context.recipe, context.device
     kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
     for key, path in model_folders(recipe).items():

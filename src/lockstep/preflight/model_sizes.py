@@ -102,8 +102,8 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
-    """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. These are
-    the parameters outside the layers and one gathered layer with its buffer, while the previous layer is still
+    """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. The extra
+    parameters are those outside the layers and one gathered layer with its buffer, while the previous layer is still
     allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
     layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
@@ -114,8 +114,8 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
 
 
 def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
-    """Returns the parameter count of a frozen reference or teacher by its offload key. `own` is the count of the
-    policy's model, which may also be the reference."""
+    """Returns the parameter count of a frozen reference or teacher by its offload key. `own` is the parameter count of
+    the policy's model, which may also be the reference."""
     if reference_kind(recipe) == "model":
         folder = reference_folder(recipe)
         return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}
@@ -136,17 +136,17 @@ def _parameters_of(folder: str) -> int:
 
 
 class LayerKernels(NamedTuple):
-    """Which fused kernels the layers use, because they change the stored activations."""
+    """Which fused kernels the layers use. Fused kernels change which activations are stored."""
 
     lean: bool = False
     """Norms, rotary and attention use the device's fused kernels."""
     fused: bool = False
-    """The feed-forward does too."""
+    """The feed-forward also uses the device's fused kernels."""
 
 
 def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
     model = recipe.model
-    # In fp32, torch computes the attention and keeps copies of its inputs, so the layers do not save memory.
+    # In fp32, torch computes the attention and keeps copies of its inputs, so fused layers save no memory.
     half = DTYPES[model.dtype].itemsize < 4
     lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
     return LayerKernels(lean, lean and model.lora is None)

@@ -38,7 +38,7 @@ class Context:
     """The number of devices of the run."""
     console: Console
     plans: bool = False
-    """True if `lockstep plan` runs the checks, False for training."""
+    """True if `lockstep plan` runs the checks, False if the run trains."""
     local: bool = True
     """Whether the run would use the devices of this machine."""
     tokenizer: Any = None
@@ -64,7 +64,7 @@ class Context:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes the run folder and the trackers."""
+        """Whether this is the rank that writes to the run folder and to the trackers."""
         return int(os.environ.get("RANK", "0")) == 0
 
     @property
@@ -134,7 +134,8 @@ class Prepared(Checked):
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end a response. If a reward model is trained, these are the last tokens of its texts."""
+        """The tokens that end a response. For a trained reward model, the last tokens of its training texts are
+        returned."""
         if METHODS[self.recipe.method].model == "value":
             return sorted({example.ids[-1] for example in sequences(self.train.items)})
         return sorted(self.train.end_tokens)

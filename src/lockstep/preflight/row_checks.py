@@ -37,8 +37,8 @@ from lockstep.types import Question
 
 
 def unreadable_files(context: Context) -> Iterator[Problem]:
-    """Reports problems of the data files. It runs if the rows cannot be encoded, so that file problems are reported
-    too."""
+    """Reports problems of the data files. The check of the data files runs if the rows cannot be encoded, so that file
+    problems are reported too."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
         yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
@@ -139,7 +139,7 @@ def long_questions(context: Context) -> list[Problem]:
 
 
 def method_rows(context: Context) -> Iterator[Problem]:
-    """Reports problems that the training method finds when it looks at all rows together."""
+    """Reports problems that the training method finds when it checks all rows together."""
     for key, rows in context.row_sets.items():
         problems, remarks = METHODS[context.recipe.method].check(context.recipe, rows, key)
         context.remarks += remarks
@@ -239,7 +239,7 @@ def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
     if different == taken:
         return []
     rows = sum(len(source) for source in read.sources)
-    cause = f"there are {rows:,}" if rows < taken else "a source has too few for its weight in an update"
+    cause = f"there are {rows:,}" if rows < taken else "a source is too small for its weight in an update"
     return [
         f"some {name} appear several times in one update: of its {taken:,} only {different:,} are different, because "
         f"{cause}; lower {key}, or add {name}"

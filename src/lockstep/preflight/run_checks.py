@@ -1,4 +1,4 @@
-"""Runs the checks of a recipe, then plans its batches and memory: `prepare_offline` and `prepare_online`."""
+"""Runs the checks of a recipe, then plans its batches and memory (`prepare_offline` and `prepare_online`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _check(context: Context) -> None:
 
 def _opened(context: Context, stages: list[CheckStage]) -> list[Problem]:
     """Returns the problems of these check stages. Without a tokenizer or model configuration, rows cannot be encoded,
-    so it refuses at once and includes the problems of the data files."""
+    so the function raises a refusal at once, which includes the problems of the data files."""
     problems = [problem for stage in stages for problem in run_checks(stage, context)]
     if context.tokenizer is None or context.config is None:
         refuse_each_once([*problems, *unreadable_files(context)])

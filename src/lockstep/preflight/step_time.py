@@ -27,9 +27,9 @@ from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 
-# The memory traffic of the optimizer in bytes per parameter. With fp32 master weights, it reads the gradient, writes
-# the half-precision weight, and reads and writes master weight and two moments. Without master weights, all tensors are
-# assumed in fp32.
+# The memory traffic of the optimizer in bytes per parameter. With fp32 master weights, the optimizer reads the
+# gradient, writes the half-precision weight, and reads and writes master weight and two moments. Without master
+# weights, all tensors are assumed in fp32.
 MASTER_BYTES, PLAIN_BYTES = 4 + 2 + 6 * 4, 4 + 6 * 4
 
 
@@ -262,7 +262,7 @@ class StepTimes:
 
     def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
         """Returns the time of an all-gather of parameters of `each` bytes. Parameters that tensor parallelism divides
-        are gathered over the shard group. Other parameters are gathered over the shard and tensor groups."""
+        are gathered over the shard group. All other parameters are gathered over the shard and tensor groups."""
         part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
         seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
         return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))
@@ -282,7 +282,8 @@ class StepTimes:
         """Returns the communication time of context-parallel attention for `tokens` tokens per device.
 
         The forward pass sends keys and values, and with ulysses also queries and outputs. The backward pass sends the
-        same tensors again. With layouts other than ulysses, it also sends the gradients of keys and values in fp32.
+        same tensors again. With layouts other than ulysses, the backward pass also sends the gradients of keys and
+        values in fp32.
         """
         count = self.context
         if count == 1:

@@ -1,4 +1,4 @@
-"""The schema of the recipe, and `load_recipe`, which reads a YAML file and overrides. All packages may import it."""
+"""The recipe schema, and `load_recipe`, which reads a YAML file and overrides. All packages may import this package."""
 
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import load_recipe, recipe_text

@@ -169,8 +169,8 @@ def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of keys that have no effect with gdpo, because they change only the total score. gdpo compares
-    the separate rewards."""
+    """Yields problems of keys that have no effect with gdpo, because they change only the total score, and gdpo
+    compares the separate rewards."""
     algorithm = recipe.algorithm
     if not estimator_row(algorithm.advantage).parts:
         if algorithm.gdpo_rewards:

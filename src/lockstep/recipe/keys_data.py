@@ -70,8 +70,8 @@ class Data(Section):
     )
     reader: str | None = Field(
         None,
-        description="Your function that yields the rows of each path in `train`, `val` and `val.questions`: "
-        "`path/to/file.py:name`.",
+        description="Your function (`path/to/file.py:name`) that yields the rows of each path in `train`, `val` and "
+        "`val.questions`.",
         effect=Effect(
             "matters", "a different function, or the same function at another path; compare the checksums of the rows"
         ),
@@ -119,7 +119,7 @@ class Data(Section):
     margin_key: str | None = Field(
         None,
         description="Column of the margin by which the chosen response should score higher than the rejected one "
-        "(method `rm`). Default: `margin`, or `score_chosen` minus `score_rejected`.",
+        "(method `rm`). The default is `margin`, or `score_chosen` minus `score_rejected`.",
     )
     responses_key: str | None = Field(
         None, description="Column of a list of responses to rank. Default: `responses` or `completions`."
@@ -135,7 +135,7 @@ class Data(Section):
         None,
         description="Column of the label (method `kto`) or of the step labels (method `prm`). Default: `label`, "
         "`labels`. "
-        "In online methods, column of the ground truth. Default: `reward_model.ground_truth`, `ground_truth`, "
+        "In online methods, column of the ground truth. The default is `reward_model.ground_truth`, `ground_truth`, "
         "`answer` (the part after `####` or inside `\\boxed{}`) or `solution`. If `prompt_key` is set, there is no "
         "default.",
     )

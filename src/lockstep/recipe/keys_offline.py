@@ -33,8 +33,8 @@ class Preference(Section):
     beta: float = Field(
         0.1,
         gt=0,
-        description="Scale of the log-ratio of policy to reference. With `orpo`, it is the weight of the odds-ratio "
-        "term.",
+        description="Scale of the log-ratio of policy to reference. With `orpo`, `beta` is the weight of the "
+        "odds-ratio term.",
     )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="Assumed fraction of pairs in which chosen and rejected are swapped."
@@ -49,8 +49,8 @@ class Preference(Section):
     )
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
         "reverse_kl",
-        description="Divergence from the reference model, whose derivative replaces the log-ratio (f-DPO). It "
-        "applies to the losses `sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
+        description="Divergence from the reference model, whose derivative replaces the log-ratio (f-DPO). The "
+        "divergence applies to the losses `sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
     )
     alpha: float = Field(
         0.5,
@@ -75,14 +75,14 @@ class Preference(Section):
     nll: float = Field(0.0, ge=0, description="Weight of the mean negative log-likelihood of the chosen response.")
     reference: str | None = Field(
         None,
-        description="Folder of the reference model. Default: `model.path` (with LoRA: the model with the adapter "
-        "disabled).",
+        description="Folder of the reference model. The default is `model.path` (with LoRA: the model with the "
+        "adapter disabled).",
         effect=FOLDER,
     )
     precompute: bool = Field(
         False,
-        description="Compute the log-probabilities of the reference once, before training, and store them on disk. "
-        "Then the reference model needs no memory during training.",
+        description="Compute the log-probabilities of the reference once, before training, and store them on disk, "
+        "so that the reference model needs no memory during training.",
         effect=Effect("harmless", "the reference log-probabilities are the same, only computed earlier"),
     )
     reference_free: bool = Field(
@@ -114,7 +114,7 @@ class ProcessReward(Section):
     placeholder: str = Field(
         "ки",
         min_length=1,
-        description="Text after each reasoning step that marks where the step is scored. It must be one token.",
+        description="Text (one token) after each reasoning step that marks where the step is scored.",
     )
     tokens: list[str] = Field(
         ["+", "-"],
@@ -148,6 +148,7 @@ class Distill(Section):
     top_k: int | None = Field(
         None,
         ge=1,
-        description="Store the teacher's probabilities of this many most likely tokens per position on disk, and "
-        "train from them. All other tokens of the vocabulary are treated as one token.",
+        description="Number of most likely tokens per position whose teacher probabilities are stored on disk before "
+        "training. Training then uses only the stored probabilities. All other tokens of the vocabulary are treated "
+        "as one token.",
     )

@@ -29,15 +29,15 @@ class Reject(Section):
 class RolloutCorrection(Section):
     bypass: bool = Field(
         False,
-        description="Use the engine's log-probabilities as the old log-probabilities of the ratio. This saves the "
+        description="Use the engine's log-probabilities as the old log-probabilities of the ratio, which saves the "
         "trainer's forward pass before the first update. Clipping then also limits the mismatch between engine and "
-        "trainer. Default: `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
+        "trainer. The default is `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
         "`geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description="Truncated importance sampling: multiply the loss of each token or sequence by trainer "
-        "probability / engine probability. Default: `token` if a serving engine generates, or if "
+        "probability / engine probability. The default is `token` if a serving engine generates, or if "
         "`rollout.max_staleness` is above 0 without `bypass`. Otherwise the default is `none`.",
     )
     cap: float | None = Field(
@@ -81,7 +81,7 @@ class RolloutCorrection(Section):
     )
     rejected: Literal["left_out", "zero"] = Field(
         "left_out",
-        description="How the loss means treat masked tokens. `left_out` excludes them from the mean. "
+        description="How the means in the loss treat masked tokens. `left_out` excludes masked tokens from the mean. "
         "`zero` includes them with the loss 0.",
     )
 
@@ -117,15 +117,15 @@ class Kl(Section):
     horizon: int = Field(
         10000,
         ge=1,
-        description="Number of sequences that sets the speed at which `coefficient` adapts. A larger number adapts "
-        "more slowly.",
+        description="With `target`, `coefficient` changes in each step by an amount proportional to the number of "
+        "sequences divided by `horizon`. With a larger value, `coefficient` adapts more slowly.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reward_coefficient: float = Field(
         0.0,
         ge=0,
         description="With `where: loss`, weight of an additional KL penalty in the reward. The value 0 disables this "
-        "penalty.",
+        "additional penalty.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
@@ -136,21 +136,22 @@ class Kl(Section):
     weighted: bool = Field(
         False,
         description="With a `+` estimator in the loss, multiply its gradient by the ratio of new to old probability, "
-        "at most 10. Then it remains the gradient of the KL divergence in later updates of a step, when responses "
-        "are off-policy.",
+        "at most 10. The ratio keeps the gradient of the KL divergence correct in later updates of a step, when "
+        "responses are off-policy.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     before_baseline: bool = Field(
         True,
-        description="When a KL penalty in the reward is applied, with advantage estimators that compare groups. "
-        "`true` subtracts the penalty from the rewards before the baseline of the group is computed. `false` "
-        "subtracts the penalty afterwards: each token gets the penalty of the rest of the response.",
+        description="When a KL penalty in the reward is subtracted, for advantage estimators that compare the "
+        "responses of a group. `true` subtracts the penalty from the rewards before the baseline of the group is "
+        "computed. `false` subtracts the penalty from the advantages after the baseline: for each token, the "
+        "penalties of this token and all later tokens.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reference: str | None = Field(
         None,
-        description="Folder of the reference model. Default: `model.path` (with LoRA: the model with the adapter "
-        "disabled).",
+        description="Folder of the reference model. The default is `model.path` (with LoRA: the model with the "
+        "adapter disabled).",
         effect=FOLDER,
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
@@ -172,7 +173,7 @@ class Whiten(Section):
         False, description="Use the biased variance for the normalisation: divide by n instead of n - 1."
     )
     divide: bool = Field(
-        True, description="`true` divides advantages by their standard deviation. `false` only subtracts their mean."
+        True, description="`true` divides advantages by their standard deviation. `false` only subtracts the mean."
     )
 
 
@@ -180,9 +181,9 @@ class DynamicSampling(Section):
     max_gen_batches: int = Field(
         1,
         ge=1,
-        description="Maximum number of batches of prompts that are generated per step. If it is above 1, groups "
-        "whose responses all have equal rewards are replaced by new prompts, until the step is full or this maximum "
-        "is reached.",
+        description="Maximum number of batches of prompts that are generated per step. If this number is above 1, "
+        "groups whose responses all have equal rewards are replaced by new prompts, until the step is full or this "
+        "maximum is reached.",
     )
     between: list[float] | None = Field(
         None,
@@ -193,17 +194,17 @@ class DynamicSampling(Section):
     )
     metric: str | None = Field(
         None,
-        description="Reward component that decides which groups are replaced: `rule`, `function`, or `function/NAME` "
-        "for a number that your function returns under this name. Default: the total score.",
+        description="Reward component that decides which groups are replaced (`rule`, `function`, or `function/NAME` "
+        "for a number that your function returns under this name). Default: the total score.",
     )
 
 
 class PolicyFiltration(Section):
     method: Literal["none", "pow", "max_min", "max_random"] = Field(
         "none",
-        description="PF-PPO: resample the responses of a step by their scores. `pow` draws responses in proportion "
-        "to a power of the score. `max_min` draws only the best and the worst responses. `max_random` draws the best "
-        "responses four times as often as the others.",
+        description="PF-PPO: resample the responses of a step by their scores. `pow` samples responses in proportion "
+        "to a power of the score. `max_min` samples only the best and the worst responses. `max_random` samples the "
+        "best responses four times as often as all others.",
     )
     power: float = Field(
         2.0, gt=0, description="The exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
@@ -220,19 +221,19 @@ class Overlong(Section):
     factor: float = Field(
         1.0,
         ge=0,
-        description="Penalty of a response with `rollout.max_tokens` tokens. It grows linearly from 0 within the "
-        "buffer.",
+        description="Penalty of a response with `rollout.max_tokens` tokens. The penalty grows linearly from 0 within "
+        "the buffer.",
     )
     truncated_reward: float | None = Field(
         None,
         le=1,
-        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 "
-        "multiplies their score. A value below 0 replaces their score.",
+        description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 is "
+        "a factor for the score of such a response. A value below 0 replaces the score of such a response.",
     )
     mask_truncated: bool = Field(
         False,
         description="Mask responses that were cut off at `rollout.max_tokens` in the loss (overlong filtering). The "
-        "baselines of other responses still include them.",
+        "baselines of other responses still include the scores of masked responses.",
     )
 
 
@@ -262,13 +263,13 @@ class Algorithm(Section):
         0.2,
         ge=0,
         description="The ratio of new to old probability is clipped at 1 minus this value. With `dppo_tv` and "
-        "`dppo_kl`, it limits how far a probability may fall.",
+        "`dppo_kl`, the value limits how far a probability may fall.",
     )
     clip_high: float = Field(
         0.2,
         ge=0,
         description="The ratio of new to old probability is clipped at 1 plus this value. With `dppo_tv` and "
-        "`dppo_kl`, it limits how far a probability may rise.",
+        "`dppo_kl`, the value limits how far a probability may rise.",
     )
     dual_clip: float | None = Field(
         3.0,
@@ -333,8 +334,9 @@ class Algorithm(Section):
     )
     gdpo_rewards: dict[str, float] = Field(
         default_factory=dict,
-        description="For the estimator `gdpo`: the weights of the rewards that are compared separately. The names of "
-        "rewards are those of `dynamic_sampling.metric`. Default: all rewards of the recipe, with `reward.weights`.",
+        description="For the estimator `gdpo`: the weights of the rewards that are compared separately. The rewards "
+        "have the same names as in `dynamic_sampling.metric`. Default: all rewards of the recipe, with "
+        "`reward.weights`.",
         read_where=("algorithm.advantage", ("gdpo",)),
     )
     whiten: Whiten = Field(default_factory=Whiten)
@@ -377,8 +379,8 @@ class Critic(Section):
 class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="The reward rule of each data source: `gsm8k`, `gsm8k_flexible`, `math` or `exact`. Some data "
-        "sources have a built-in rule: `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
+        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math` or `exact`). Data sources "
+        "with a built-in rule are `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
         "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,
     )
@@ -403,9 +405,9 @@ class Reward(Section):
     )
     process: str | None = Field(
         None,
-        description="Folder of a process reward model (method `prm`). The reward of each reasoning step of a "
-        "response is its probability of being good, divided by the number of steps. It is given at the last token of "
-        "the step.",
+        description="Folder of a process reward model (method `prm`). The reward of each reasoning step of a response "
+        "is its probability of being good, divided by the number of steps. This reward is assigned to the last token "
+        "of the step.",
         effect=FOLDER,
     )
     separator: str = Field(
@@ -422,13 +424,13 @@ class Reward(Section):
     )
     remote_form: Literal["items", "openrlhf"] = Field(
         "items",
-        description="Request and response format of the endpoint: `items` as in docs/rewards.md; `openrlhf` sends "
+        description="Request and response format of the endpoint. docs/rewards.md describes `items`. `openrlhf` sends "
         "the lists `query`, `prompts` and `labels` and expects `rewards`.",
         effect=Effect("matters", "requests to the endpoint have another format"),
     )
     format: str | None = Field(
         None,
-        description="Regular expression for the full response. The reward is 1 if it matches, otherwise 0.",
+        description="Regular expression for the full response. The reward is 1 if the expression matches, otherwise 0.",
         effect=REWARD,
     )
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(

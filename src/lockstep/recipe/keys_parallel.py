@@ -26,8 +26,8 @@ class Parallel(Section):
         gt=0,
         description="Stop the run if no process makes progress for this many seconds. The run reports the stage of "
         "each process and writes the stack traces to the run folder. Choose a value above the duration of the "
-        "longest stage of a training step. Before the first step, a process that computes or reads from disk makes "
-        "progress. Default: a stalled run is not stopped, but a collective times out after 30 minutes.",
+        "longest stage of a training step. Before the first step, computing and reading from disk count as progress. "
+        "Default: a stalled run is not stopped, but a collective times out after 30 minutes.",
     )
     max_restarts: int = Field(
         0,
@@ -56,9 +56,9 @@ class Parallel(Section):
     )
     offload: Offload = Field(
         "none",
-        description="Which parts of the trained model are kept in host memory: `optimizer`: the optimizer moments and "
-        "the master weights; `params`: the weights and gradients (needs several processes); `all`: both. Offloading "
-        "makes a step slower and does not change its results.",
+        description="Which parts of the trained model are kept in host memory. `optimizer` keeps the optimizer moments "
+        "and the master weights there. `params` keeps the weights and gradients there (needs several processes). "
+        "`all` keeps all of these there. Offloading makes a step slower and does not change its results.",
     )
     offload_critic: Offload = Field("none", description="Same as `parallel.offload`, for the critic.")
     offload_reference: bool = Field(
@@ -104,7 +104,7 @@ class Parallel(Section):
 class Tape(Section):
     record: bool = Field(
         False,
-        description="Record a tape: what a replay of this run on another device needs. `tape=true` is short "
+        description="Record a tape: the data that a replay of this run on another device needs. `tape=true` is short "
         "for `tape.record=true`.",
     )
     steps: int = Field(100, ge=1, description="Number of steps to record, starting with the first step.")

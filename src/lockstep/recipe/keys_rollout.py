@@ -108,7 +108,7 @@ class RolloutSettings(Section):
     )
     function: str | None = Field(
         None,
-        description="Your function that generates a full response turn by turn: `path/to/file.py:name`. The function "
+        description="Your function (`path/to/file.py:name`) that generates a full response turn by turn. The function "
         "requests each turn of the policy from the engine.",
         effect=Effect("matters", "the function differs, or only its path; compare the samples"),
     )
@@ -186,8 +186,9 @@ class RolloutSettings(Section):
     prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description="Native engine: prompt tokens per prefill pass. Default: 8,192, or the most efficient number for "
-        "the device that needs at most an eighth of its memory.",
+        description="Native engine: prompt tokens per prefill pass. Default: the most efficient number for "
+        "the device. If that number is above 8,192, it is lowered, but not below 8,192, until a pass needs at most an "
+        "eighth of the device memory.",
         effect=CACHE,
         resumable=True,
     )

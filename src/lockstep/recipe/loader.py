@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes text that `_Loader` would read as a number."""
+    """A YAML dumper that quotes a text if `_Loader` would read it as a number."""
 
 
 _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
@@ -183,7 +183,7 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Returns the resolved recipe as YAML; `load_recipe` restores the same recipe from this text."""
+    """Returns the resolved recipe as YAML, from which `load_recipe` restores the same recipe."""
     return yaml.dump(resolved(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -77,8 +77,7 @@ ONLINE: dict[str, dict[str, Any]] = {
     },
     # Shao et al. 2024 (arXiv 2402.03300): the advantage is the group-normalised reward; the KL penalty is in the loss.
     "grpo": {"algorithm": {"advantage": "grpo", "kl": {"where": "loss", "coefficient": 0.001}}},
-    # Liu et al. 2025 (arXiv 2503.20783): GRPO without division by the group's standard deviation and the response
-    # length.
+    # Liu et al. 2025 (arXiv 2503.20783) do not divide by the standard deviation of the group and the response length.
     "dr_grpo": {"algorithm": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"}},
     # Williams 1992: a token's advantage is the sum of the rewards after it, without a baseline.
     "reinforce": {"rollout": {"n": 1}, "algorithm": {"advantage": "reinforce", "loss": "policy_gradient"}},

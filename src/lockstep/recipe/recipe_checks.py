@@ -61,7 +61,7 @@ OFFLINE_ROWS = {
             "scores_key",
             "steps_key",
         ),
-        "name the columns as in the RL schema",
+        "name the columns as in verl's RL schema",
     ),
     "require_end": "remove it",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
@@ -104,7 +104,7 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of the load-balancing loss. Computing it needs full micro-batches and full layers on every
+    """Yields problems of the load-balancing loss. Computing this loss needs full micro-batches and full layers on every
     rank."""
     for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
@@ -122,7 +122,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
         yield conflict(
             "batch.micro_batch_size",
             "cannot be combined with batch.tokens",
-            "keep tokens (packed) or micro_batch_size (padded)",
+            "keep only batch.tokens (packed) or only batch.micro_batch_size (padded)",
         )
     if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
         context = recipe.parallel.context_parallel
@@ -230,7 +230,8 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
 
 
 def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each offload key whose model the run does not have, or that a tape forbids."""
+    """Yields a problem for each offload key that names a model which the run does not have, and for offloaded state in
+    a run that records a tape."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
         yield unfit(
@@ -255,7 +256,7 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each key that is set in a group that the method does not read."""
+    """Yields a problem for each key that the recipe sets although the method does not read the group of the key."""
     for section in OPTIONAL_SECTIONS:
         if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
@@ -295,7 +296,7 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. A
-    recipe from a run folder sets every key, so being set is no criterion."""
+    recipe from a run folder sets every key, so the check does not use whether a key is set."""
     settings, fields = recipe.preference, type(recipe.preference).model_fields
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
@@ -326,13 +327,17 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     for key, off in (("top_p", 1.0), ("top_k", 0)):
         if getattr(recipe.val, key) != off and not recipe.val.temperature:
-            yield unused(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove this key")
+            yield unused(
+                f"val.{key}",
+                "greedy decoding does not sample, so this key has no effect",
+                "set val.temperature, or remove this key",
+            )
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from rollout_problems(recipe)
     if recipe.data.val:
-        yield unused("data.val", "online methods validate on questions", "use val.questions")
+        yield unused("data.val", "online methods validate only on questions, not on rows", "use val.questions")
     if recipe.val.rules:
         yield unused(
             "val.rules", "an online run scores validation answers with the rewards of the run", "use reward.rules"
@@ -350,14 +355,14 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields a problem for each key that only offline methods read and that differs from its default. A recipe from a
-    run folder sets every key, so being set is no criterion."""
+    run folder sets every key, so the check does not use whether a key is set."""
     sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
     groups: dict[str, Section] = {"data": recipe.data, **sources}
     for where, group in groups.items():
         fields = type(group).model_fields
         for key, remedy in OFFLINE_ROWS.items():
             if key in fields and getattr(group, key) != fields[key].default:
-                yield unused(f"{where}.{key}", f"method {recipe.method} reads prompts of the RL schema", remedy)
+                yield unused(f"{where}.{key}", f"method {recipe.method} reads prompts in verl's RL schema", remedy)
 
 
 def with_derived_defaults(recipe: Recipe) -> Recipe:
@@ -394,9 +399,9 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     """Returns the default rollout correction for stale responses and for serving engines.
 
     For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
-    lets the policy drift away (measured in docs/online.md), so it is the default only for losses that do not clip. A
-    serving engine has the current weights, so its log-probs differ only by rounding and an importance weight is
-    sufficient.
+    does not keep the policy near the policy that generated the responses (measured in docs/online.md), so the weight is
+    the default only for losses that do not clip. A serving engine has the current weights, so its log-probs differ only
+    by rounding and an importance weight is sufficient.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:

@@ -45,9 +45,10 @@ class LossRow:
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Losses that
     select tokens need the old log-probs before the first update."""
     trust_region: bool = False
-    """Whether the clip stops the gradient of tokens that have moved too far from the old policy, and its bounds are
-    wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale responses can serve as
-    old log-probs. It is false if the clip bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
+    """Whether the clip stops the gradient of tokens whose probability is outside the clip bounds around the old policy,
+    and these bounds are wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale
+    responses can serve as old log-probs. `trust_region` is false if the clip bounds only a weight (cispo) or the bounds
+    fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,14 @@ class EngineRow:
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     server_adapter: str = ""
     """`package.module:name` of the `ServerAdapter` (`rollout/servers/`); empty if the engine is not a server. A serving
-    engine has its weights in another process and is reached over HTTP. The recipe starts a server with `rollout.server`
-    or names a running one with `rollout.url`. The `open_engine` of a serving engine also gets the `RunPlace`."""
+    engine has its weights in another process and is reached over HTTP. A run starts a server with the settings in
+    `rollout.server`, or uses the running server at `rollout.url`. The `open_engine` of a serving engine also gets the
+    `RunPlace`."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
-    """Maps the values of `rollout.truncated_sampling` for which the engine's log-probs match the trainer's to the
-    sampling keys that are supported with that value."""
+    """Maps each usable value of `rollout.truncated_sampling` to the sampling keys that the engine supports with this
+    value. A value is usable if the engine's log-probs then match the trainer's."""
 
     @property
     def served(self) -> bool:

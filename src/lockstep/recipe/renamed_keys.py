@@ -30,7 +30,7 @@ RENAMED = {
     "parallel.context": "parallel.context_parallel",
     "parallel.tensor": "parallel.tensor_parallel",
 }
-# Groups that contain a renamed key. The search for old names skips all other groups.
+# Groups that contain a renamed key. The search for old names skips groups that are not listed here.
 _GROUPS = {".".join(parts[:end]) for parts in (old.split(".") for old in RENAMED) for end in range(1, len(parts))}
 
 
@@ -55,13 +55,13 @@ def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[st
 
 
 def stored_recipe(values: Any) -> Any:
-    """Returns the recipe of a run, checkpoint or tape with new key names. A value that is not a dict is returned
-    unchanged."""
+    """Renames the old keys in the stored recipe of a run, checkpoint or tape, and returns this recipe. A value that is
+    not a dict is returned unchanged."""
     return _renamed(values, "", []) if isinstance(values, dict) else values
 
 
 def both_names(keys: Iterable[str]) -> list[Problem]:
-    """Returns one problem for each key that the given dotted keys set by both its old and its new name."""
+    """Returns one problem for each key whose old and new name are both among the given dotted keys."""
     given = list(keys)
     old_names = {old for key in given if (old := _old_name(key)) is not None}
     return [_both(old) for old in sorted(old_names) if any(_within(key, RENAMED[old]) for key in given)]

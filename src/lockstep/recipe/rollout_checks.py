@@ -87,10 +87,10 @@ def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     elif served and mode == "memory" and rollout.engine != "vllm":
         yield unfit(
-            key, f"{rollout.engine} cannot open the memory of the run", "use files (in /dev/shm), or collective"
+            key, f"{rollout.engine} cannot map the device memory of the run", "use files (in /dev/shm), or collective"
         )
     elif not served and mode == "files":
-        yield unfit(key, "asynchronous generation does not read files", "use memory, or collective")
+        yield unfit(key, "asynchronous generation does not read weights from files", "use memory, or collective")
     elif served and mode in ("collective", "memory") and recipe.model.lora is not None:
         yield unfit(key, "an adapter is sent to a server as files", "use files")
 

@@ -119,7 +119,10 @@ class RunSettings(Section):
         description="Whether operators that the device lacks may run on the CPU. The run counts and lists the "
         "operators that ran on the CPU. With `false`, the first operator that the device lacks stops the run. The "
         "run checks its operators in the first step.",
-        effect=Effect("harmless", "an operator that the device lacks runs on the CPU or stops the run"),
+        effect=Effect(
+            "harmless",
+            "decides only whether an operator that the device lacks runs on the CPU (true) or stops the run (false)",
+        ),
         resumable=True,
     )
     export: bool = Field(
@@ -142,20 +145,20 @@ class Lora(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Linear layers that get an adapter: `all-linear` (all except the output head), or a list of name "
-        "suffixes, each of which must match at least one layer. Layers that share their weight with another layer (a "
-        "tied embedding) cannot have an adapter.",
+        description="Linear layers that get an adapter, as `all-linear` (all except the output head) or as a list of "
+        "name suffixes, each of which must match at least one layer. Layers that share their weight with another "
+        "layer (a tied embedding) cannot have an adapter.",
     )
     exclude: str | list[str] | None = Field(
         None,
         description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
-        "Each entry must match at least one layer.",
+        "Each suffix or expression must match at least one layer.",
     )
     adapter: str | None = Field(
         None,
         description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
-        "such a run. This adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short for "
-        "`model.lora.adapter`. The reference model is still the model without an adapter.",
+        "such a run. The named adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short "
+        "for `model.lora.adapter`. The reference model is still the model without an adapter.",
         effect=FOLDER,
     )
 
@@ -185,8 +188,8 @@ class Model(Section):
         None,
         ge=0,
         description="Weight of the load-balancing loss of a mixture of experts, computed over all tokens of an "
-        "update. This loss needs one more forward pass. Default: no load-balancing loss; a model whose config.json "
-        "sets its weight is then refused.",
+        "update. The load-balancing loss needs one more forward pass. Default: no load-balancing loss; a model whose "
+        "config.json sets the weight of this loss is then refused.",
         effect=Effect("blocks", "a different loss is minimised"),
     )
     gradient_checkpointing: bool = Field(
@@ -294,17 +297,18 @@ class Val(Section):
     at_start: bool = Field(False, description="Validate before the first step too.")
     questions: str | list[str] | None = Field(
         None,
-        description="Questions in the RL schema, answered greedily unless `val.temperature` is set. The rule of a "
-        "question's data source scores its answer for the metric `val/accuracy`. Give a path, or a list of paths "
-        "that are read in order.",
+        description="Path of validation questions: rows with the columns of verl's RL data (`prompt`, `data_source`, "
+        "`reward_model.ground_truth`). The model answers the questions greedily unless `val.temperature` is set. The "
+        "rule of a question's data source scores its answer for the metric `val/accuracy`. A list of paths is read in "
+        "order.",
     )
     question_rows: int | None = Field(
         None, ge=1, description="Number of questions to use from the start of each path. Default: all."
     )
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="Offline: maps a data source to the rule that checks its answers: `{my/sums: gsm8k}`. Default: the "
-        "built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
+        description="Offline: maps a data source to the rule that checks its answers, as in `{my/sums: gsm8k}`. "
+        "Default: the built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
     )
     max_new_tokens: int = Field(64, ge=1, description="Maximum answer length in tokens.")
     n: int = Field(1, ge=1, description="Answers per question; more than 1 needs `val.temperature`.")

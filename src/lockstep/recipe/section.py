@@ -52,7 +52,7 @@ class Section(BaseModel):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Returns the value of a renamed key by its old name."""
+            """Returns the value of a renamed key, given the old name of the key."""
             if (new := new_attribute(name, type(self).model_fields)) is None:
                 return super().__getattr__(name)
             note = f"{type(self).__name__}.{name} is now {new}; the old name works until the next release"

@@ -46,8 +46,8 @@ def dry_run(
 
     Raises a refusal if scoring fails, if a score is not a finite number, or if a ground truth is invalid for its rule.
     `right_answers` gives the candidates for a correct answer. Warns if a component gives the same score to all
-    candidates and to the empty answer; the candidates may lack the format that it reads. Also warns if the weighted
-    score of the empty answer is above the score of every candidate.
+    candidates and to the empty answer; the candidates may lack the format that the component expects. Also warns if the
+    weighted score of the empty answer is above the score of every candidate.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in class before Python 3.11
+from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11, it is not the built-in class
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ class FunctionPart(RewardPart):
     """Calls the user's `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker
     processes. A function with the signature `f(queries=, prompts=, labels=)` is called with lists of one entry.
 
-    `name` is the name of the component in scores and failures; `reference` is `path/to/file.py:name` from the recipe
+    `name` is the name of the component in scores and failures. `reference` is `path/to/file.py:name` from the recipe
     key `key`. The file `output`-N.log keeps the last output lines of worker N, if its parent folder exists. If no other
     process can load the function (`local_callable`), it is called in this process.
     """
@@ -229,9 +229,9 @@ class FunctionPart(RewardPart):
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
-                f"reward {name}: {reference} is defined in this script or notebook and runs in its process: no memory "
-                "limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate file "
-                "has both limits"
+                f"reward {name}: {reference} is defined in this script or notebook and runs in its process. It has no "
+                "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate "
+                "file has both limits"
             )
             return
         path, word = locate(reference, key)

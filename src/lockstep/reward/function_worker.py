@@ -58,8 +58,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Raised:
-    """A call that gave no score. `spent`: the worker process must be replaced. `log`: the file with the last output of
-    the process."""
+    """A call that gave no score. `spent` is true if the worker process must be replaced. `log` is the file with the
+    last output of the process."""
 
     why: str
     spent: bool = False

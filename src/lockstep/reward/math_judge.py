@@ -1,5 +1,5 @@
-"""The reward function of the rule `math` for worker processes. It loads math-verify when the worker starts, so that
-loading does not count towards the time limit of a call.
+"""The reward function of the rule `math` for worker processes. The module loads math-verify when the worker starts, so
+that loading does not count towards the time limit of a call.
 
 No other module imports `math_judge`.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.reward.rules import math_score
 
-# This symbolic comparison loads all modules that a later call needs.
+# A symbolic comparison at the start loads all modules that a later call needs.
 math_score(r"\boxed{1+x}", "x+1")
 
 

@@ -234,7 +234,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
         raise Refusal.at(
             where,
             f"gives {config.num_labels} labels; a reward is one number",
-            "use a model of one label",
+            "use a model with one label",
             code="wrong-model-kind",
         )
 
@@ -274,7 +274,9 @@ class ModelPart(BatchedPart):
         try:
             return self.wait(self._reward_model.encode(question, text))
         except TemplateError as error:
-            return settled(Failure(self.name, f"{question.origin}: its chat template refuses this chat: {error}"))
+            return settled(
+                Failure(self.name, f"{question.origin}: the model's chat template refuses this chat: {error}")
+            )
 
     def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
         scores = self._reward_model.score([entry.ids for entry in waiting])

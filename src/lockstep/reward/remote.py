@@ -6,8 +6,8 @@ The request is `{"items": [{data_source, prompt, response, ground_truth, extra_i
 response of the endpoint is `{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
 
 Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that not every batch
-waits until its time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
-pause, one batch tries a skipped endpoint again.
+waits until its time limit. If all other endpoints are skipped, the last one is skipped only after a batch has used all
+its retries. After the pause of a skipped endpoint, one batch tries it again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from lockstep.types import Failure, Question
 # Number of concurrent batches: some are on the network while the endpoints score others.
 CONCURRENT_BATCHES = 4
 MAX_BYTES = 16 * 2**20
-# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. The bearer key is not a recipe key,
-# because recipes are stored and shown.
+# The bearer key for endpoints that require a key, such as `lockstep serve --api-key`. The bearer key is not a recipe
+# key, because recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
 MAX_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429
@@ -51,8 +51,8 @@ _ENDING = "the run ended before the response was scored"
 
 @dataclass
 class Endpoint:
-    """One endpoint and its failures. `retry_at`: the time when a batch may try a skipped endpoint again, or None while
-    the endpoint is in use."""
+    """One endpoint and its failures. `retry_at` is the time from which a batch may try a skipped endpoint again, or
+    None if the endpoint is not skipped."""
 
     address: str
     failures: int = 0
@@ -73,8 +73,8 @@ class Endpoints:
         return [endpoint.address for endpoint in self._endpoints]
 
     def choose(self) -> Endpoint | None:
-        """Returns a skipped endpoint whose pause is over, else the next endpoint in use, or None if all endpoints are
-        skipped."""
+        """Returns a skipped endpoint whose pause is over, else the next endpoint that is not skipped, or None if all
+        endpoints are skipped."""
         with self._lock:
             now = time.monotonic()
             order = self._endpoints[self._turn :] + self._endpoints[: self._turn]
@@ -93,7 +93,7 @@ class Endpoints:
             endpoint.failures, endpoint.why, endpoint.retry_at = 0, "", None
 
     def failed(self, endpoint: Endpoint, why: str, *, last_try: bool) -> None:
-        """Counts a failure of the endpoint. `last_try`: the batch has no retries left."""
+        """Counts a failure of the endpoint. `last_try` is true if the batch has no retries left."""
         with self._lock:
             endpoint.failures += 1
             endpoint.why = why
@@ -102,7 +102,7 @@ class Endpoints:
                 endpoint.retry_at = time.monotonic() + self._skip_seconds
 
     def left(self) -> str:
-        """Returns a text for messages with the number of endpoints in use."""
+        """Returns a text for messages with the number of endpoints that are not skipped."""
         with self._lock:
             used = sum(e.retry_at is None for e in self._endpoints)
             return f"{used} of {len(self._endpoints)} endpoints left"

@@ -24,7 +24,7 @@ from lockstep.types import Failure, Question, Rollout, Score
 
 
 class RuleJudge:
-    """Scores with built-in rules that always terminate, for validation of offline runs and `lockstep eval`."""
+    """Scores answers with the built-in rules that cannot hang, for validation of offline runs and `lockstep eval`."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
         rule = rule_for(question.data_source)
@@ -71,7 +71,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     try:
         file, name = locate(settings.function, "reward.function")
     except Refusal:
-        return EVERYTHING  # the missing function is reported when it is loaded
+        return EVERYTHING  # the error is reported when the function is loaded
     return _read_by(file, name)
 
 

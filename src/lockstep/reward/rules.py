@@ -25,7 +25,7 @@ from lockstep.errors import Problem, Refusal, missing_extra
 _LATEX_NUMBER = re.compile(
     r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
 )
-# Majority votes compare an answer with more characters than this as text.
+# In majority votes, an answer with more characters than this is compared as text.
 _LONGEST_VOTE = 1000
 # Exceptions that math-verify raises if two terms, such as a matrix and an interval, cannot be compared. Terms that
 # cannot be compared are not equal.
@@ -248,7 +248,7 @@ def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None)
 
 
 def rule_named(name: str, where: str) -> Rule:
-    """Returns the rule with this name; `where` is the recipe key that error messages show."""
+    """Returns the rule with this name. `where` is the recipe key that error messages show."""
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         raise Refusal.at(
@@ -263,8 +263,8 @@ def rule_named(name: str, where: str) -> Rule:
 
 
 def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str = "reward.rules") -> list[Problem]:
-    """Returns a problem for each entry of `rules` whose data source looks misspelt, because the rows would use another
-    rule. Other entries without rows are allowed, because several recipes share the same entries."""
+    """Returns a problem for each entry of `rules` whose data source is probably misspelt, because the rows would use
+    another rule. Other entries without rows are allowed, because several recipes share the same entries."""
     without_rule = [source for source in sources if source not in rules]
     problems = []
     for name in rules:
@@ -293,7 +293,8 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
     """Returns the rule of a data source: the entry of `rules` (the value of the recipe key `key`), or the built-in
     rule.
 
-    Raises `Refusal` if the data source has no rule, because its answers must not silently score 0.
+    Raises `Refusal` if the data source has no rule. Without the refusal, all answers of this source would silently
+    score 0.
     """
     available = {**DEFAULT_RULES, **(rules or {})}
     if data_source in available:

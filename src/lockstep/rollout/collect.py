@@ -69,7 +69,8 @@ def costs_of(prompts: Sequence[Prompt], n: int, expected: Sequence[float]) -> li
 
 def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None = None) -> list[list[int]]:
     """Returns the prompt indices of each rank. The most expensive prompt is assigned first, to the least-loaded rank.
-    `given` maps prompts to the rank that already generates them. With a single rank, the prompts keep their order."""
+    `given` maps prompts to the rank that already generates their responses. With a single rank, the prompts keep their
+    order."""
     if ranks == 1:
         return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -86,8 +87,8 @@ def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None
 
 
 class AskedAhead:
-    """Remembers which rank generates each prompt that was requested before its training step. All ranks compute the
-    same assignment of prompts."""
+    """Remembers which rank generates the responses to each prompt that was requested before its training step. All
+    ranks compute the same assignment of prompts."""
 
     def __init__(self, rank: int, ranks: int):
         self._rank, self._ranks = rank, ranks
@@ -154,7 +155,7 @@ class Shares:
         """Starts and returns up to `count` prompts of the rank with the most unstarted prompts.
 
         A rank that has started no prompt yet may have room for all of its prompts. So only an `idle` rank takes prompts
-        from such a rank.
+        from a rank that has started none.
         """
         if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []
@@ -200,7 +201,8 @@ def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
-    """Submits a response to the judge. A response whose rollout function failed gets a `Failure` instead."""
+    """Submits a response to the judge, which scores it. If the rollout function of the response failed, the result is a
+    `Failure`."""
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()
@@ -278,7 +280,7 @@ def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:
 
 
 class _OwnShare:
-    """Requests all prompts of this rank from the engine at once."""
+    """Requests the responses to all prompts of this rank from the engine at once."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares, world: World

@@ -174,8 +174,8 @@ class Generator:
         self._enter()
         with gathered(self.policy):
             yield
-            # The backward pass prefetches shards in the order of the last forward pass. This order must be the same
-            # on every rank, also on a rank without prompts.
+            # The backward pass prefetches shards in the order of the last forward pass. This prefetch order must be the
+            # same on every rank, also on a rank without prompts.
             self._enter()
 
     def _enter(self) -> None:

@@ -32,7 +32,7 @@ BATCH = 64
 
 
 class HfEngine(SharedWeights):
-    """The engine on transformers. `opened` is a context manager that yields the model; `decode` converts token ids to
+    """The engine on transformers. `opened` is a context manager that yields the model. `decode` converts token ids to
     text for stop strings."""
 
     instead = "use another model: the trainer cannot compute the log-probs of this model's responses"

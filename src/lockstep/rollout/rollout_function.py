@@ -135,8 +135,8 @@ class _Response:
 class FunctionEngine:
     """An engine that calls a rollout function for each response. The engine `inner` generates the policy's turns.
 
-    A request without a question, as the engine check sends, is passed directly to `inner`. If the function fails,
-    `failure` of the completion contains the reason; if `tolerant` is False, the first failure raises `Refusal`.
+    A request without a question, such as a request of the engine check, is passed directly to `inner`. If the function
+    fails, `failure` of the completion contains the reason; if `tolerant` is False, the first failure raises `Refusal`.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """Returns a `Refusal` that reports an exception of the function and names the data row; `UserFunction` adds
+        """Returns a `Refusal` that reports an exception of the function and names the data row. `UserFunction` adds
         file and line."""
         if not isinstance(error, Refusal):
             return self.function.refuse(
@@ -292,9 +292,9 @@ def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], lis
     if not isinstance(truncated, bool | None):
         raise ValueError(f"returned {truncated!r} as third value, which is neither True nor False")
     if len(ids) != len(trained):
-        raise ValueError(f"returned {len(ids)} ids and {len(trained)} entries of the mask")
+        raise ValueError(f"returned {len(ids)} ids and {len(trained)} entries of the mask, expected equal numbers")
     if set(trained) - {0, 1}:
-        raise ValueError(f"returned a mask with {sorted(set(trained) - {0, 1})[0]} in it")
+        raise ValueError(f"returned a mask with {sorted(set(trained) - {0, 1})[0]} in it, expected only 0 and 1")
     if not any(trained):
         raise ValueError("returned no token that the policy generated, so there is nothing to train on")
     if len(ids) > limit:

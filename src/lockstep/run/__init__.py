@@ -1,1 +1,1 @@
-"""The output of a run: folder, files, metrics, console. May be imported by `data`, `model`, `tape` and layers above."""
+"""The output of a run: folder, files, metrics, console. `data`, `model`, `tape` and higher layers may import it."""

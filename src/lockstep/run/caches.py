@@ -1,7 +1,7 @@
 """The cache folder of lockstep. Lockstep recreates missing cache entries, so deleting the cache costs only time.
 
-Models that lockstep has converted to Hugging Face folders are large. A process that uses such a model folder locks it
-until the process ends, so that other processes and `lockstep cache --clear` do not delete it.
+Models that lockstep has converted to Hugging Face folders are large. A process that uses a converted model folder locks
+it until the process ends, so that other processes and `lockstep cache --clear` do not delete it.
 """
 
 from __future__ import annotations

@@ -56,20 +56,21 @@ class State:
     planned: int | None = None
     """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """The type of the trained model: `policy` or `value`. Empty in checkpoints of earlier lockstep versions."""
+    """The type of the trained model, which is `policy` or `value`. Checkpoints of earlier lockstep versions have an
+    empty value here."""
     files: dict[str, str] = field(default_factory=dict)
     """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters have no weight decay. `role`: biases and norms. Empty, in checkpoints of earlier lockstep
-    versions: one-dimensional parameters."""
+    """Which parameters have no weight decay. `role` means that biases and norms have no weight decay. An empty value,
+    in checkpoints of earlier lockstep versions, means one-dimensional parameters."""
     probe: dict[str, Any] = field(default_factory=dict)
-    """A few token sequences and the model outputs for them, which the exported model must reproduce. Empty in
-    checkpoints of earlier lockstep versions."""
+    """A few token sequences and the model outputs for them, which the exported model must reproduce. Checkpoints of
+    earlier lockstep versions have an empty dict here."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. Empty in
-    checkpoints of earlier lockstep versions."""
+    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. Checkpoints of
+    earlier lockstep versions have an empty dict here."""
     version: int = VERSION
 
 
@@ -133,8 +134,8 @@ def unwritten_checkpoint(target: Path, why: str) -> Refusal:
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
-    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a piece of advice for the error
-    message: the recipe keys that save space."""
+    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a part of the error message that
+    says which recipe keys save space."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:
@@ -172,7 +173,8 @@ def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure
 
 
 def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
-    """Returns the step of the best checkpoint and its metric value. Of equally good steps, it returns the first."""
+    """Returns the step of the best checkpoint and its metric value. If several steps are equally good, the first of
+    these steps is returned."""
     values = {step: _measured(folder_of(checkpoints, step), measure) for step in steps_in(checkpoints)}
     for step in _ranked(values, measure):
         if (value := values[step]) is not None:
@@ -432,8 +434,8 @@ class ShardedWriter:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of the error message. If torch reports errors of several ranks, it uses the first
-    error."""
+    """Returns the first line of the error message. If torch reports errors of several ranks, the first error is
+    used."""
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     return first_line(error) or type(error).__name__

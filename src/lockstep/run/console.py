@@ -65,7 +65,7 @@ class Console:
     """The console interface. This base class prints nothing; ranks above 0 use it. `Console.open` returns a console
     that prints.
 
-    Output goes to stdout. Only the errors of `problems` go to stderr.
+    Output goes to stdout, except the errors that the method `problems` prints to stderr.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class Console:
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Prints every problem of a refusal to stderr. If `colour` is None, it prints colours if the terminal supports
+    """Prints every problem of a refusal to stderr. If `colour` is None, colours are printed if the terminal supports
     them."""
     from rich.text import Text
 
@@ -148,8 +148,8 @@ def validation_rows(metrics: dict[str, float]) -> str:
 
 
 class LiveConsole(Console):
-    """Console for a terminal: shows progress bars and metrics at the bottom. With `lines`, it prints one line per
-    step."""
+    """Console for a terminal: shows progress bars and metrics at the bottom. With `lines`, this console also prints one
+    line per step."""
 
     def __init__(self, columns: Sequence[Column], screen: RichConsole | None = None, *, lines: bool = False):
         self._columns = columns

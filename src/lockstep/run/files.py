@@ -76,7 +76,7 @@ def replace_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_private(path: Path, content: str | bytes | bytearray) -> None:
-    """Writes a file that only the user can read. The file is created with these permissions."""
+    """Writes a file that only the user can read, also while the file is being written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)

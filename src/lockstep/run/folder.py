@@ -75,7 +75,7 @@ def own_commit() -> str | None:
 
 
 def checkout_commit(folder: Path) -> str | None:
-    """Returns the git commit of `folder`, with `-dirty` if files were changed; None outside a checkout."""
+    """Returns the git commit of `folder`, with `-dirty` if files were changed, or None outside a checkout."""
     # If the package is installed in a virtual environment inside another git repository, the function must not return
     # the commit of that repository.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
@@ -114,7 +114,7 @@ class RunFolder:
 
     @property
     def template(self) -> Path:
-        """The path of the chat template. The file exists only if the run does not use the chat template of the
+        """The path of the chat template file, which exists only if the run does not use the chat template of the
         model."""
         return self.path / "chat_template.jinja"
 
@@ -179,7 +179,7 @@ class RunFolder:
             if (end := min(last, step)) > max(kept, default=0):
                 kept[end] = content
         if kept.get(step) == text:
-            del kept[step]  # unchanged
+            del kept[step]  # This recipe is unchanged.
         # New files are written before old files are deleted. After a kill, extra files may remain; the next start
         # removes them.
         for last, content in kept.items():
@@ -222,7 +222,7 @@ class RunFolder:
             _held.add(file)
             yield
         finally:
-            # The lock file is not removed. Otherwise two processes could each lock a different file with this name.
+            # The lock file is not removed, because two processes could then each lock a different file with this name.
             _held.discard(file)
             os.close(file)
 
@@ -249,7 +249,7 @@ def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
-    """Raises `Refusal` if an output file cannot be written. Commands call it before they start the work."""
+    """Raises `Refusal` if an output file cannot be written. Commands call this function before they start the work."""
     if path.is_dir():
         raise Refusal.at(f"{option} {path}", "is a folder", "give the path of a file", code="not-a-file")
     if not path.parent.is_dir():

@@ -107,14 +107,14 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 PhaseTimer = Callable[[str], AbstractContextManager[None]]
-"""Measures a phase of a step: `with timer("update_actor"): ...`."""
+"""Measures a phase of a step, as in `with timer("update_actor"): ...`."""
 
 
 class Phases:
-    """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
+    """Times the phases of a step with `with phases("update_actor"): ...`, then `take()`.
 
-    `synchronise` waits for the device. Without it, the time of asynchronous device work would be added to a later
-    phase. `stage` returns a context manager for the name of a phase, which is entered during the phase.
+    `synchronise` waits for the device. Without `synchronise`, the time of asynchronous device work would be added to a
+    later phase. `stage` gets the name of a phase and returns a context manager, which is entered during the phase.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def visible(text: str) -> str:
-    r"""Replaces invisible characters of `text` by escapes, such as `\x1b` or `\u202e`."""
+    r"""Replaces invisible characters of `text` with escapes, such as `\x1b` or `\u202e`."""
     return _HIDDEN.sub(lambda found: _escaped(ord(found[0])), text)
 
 
@@ -63,8 +63,8 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
-# `kl` is the KL divergence from the reference model if there is one. Otherwise it is `actor/ppo_kl`, the KL divergence
-# of the updated policy from the policy before the update.
+# `kl` is the KL divergence from the reference model if there is one. Without a reference model, `kl` is `actor/ppo_kl`,
+# the KL divergence of the updated policy from the policy before the update.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),

@@ -52,8 +52,8 @@ class TokenTexts:
         self._decoded: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token. The concatenated texts are the decoded response. If tokens decoded alone do
-        not give this text, they are decoded together with the tokens before them."""
+        """Returns the text of each token. The concatenated texts are the decoded response. If decoding the tokens one
+        by one does not give this text, each token is decoded together with the tokens before it."""
         apart = self._apart(ids)
         return apart if "".join(apart) == self._decode(list(ids)) else self._in_turn(ids)
 

@@ -22,7 +22,8 @@ from lockstep.types import Message, Origin, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The smallest temperature above 0, because logits divided by a smaller one would overflow. 0 means greedy decoding.
+# The smallest accepted temperature above 0, because logits divided by a smaller temperature would overflow. The
+# temperature 0 means greedy decoding.
 MIN_TEMPERATURE = 0.01
 MAX_CHOICES, MAX_STOPS, MAX_STOP_IDS = 128, 16, 128
 # If a text has more characters than this number times the context length, first only its beginning is tokenized.
@@ -227,7 +228,8 @@ def _prompts(value: Any, special: bool, served: ServedModel) -> list[list[int]]:
 
 
 def _tokens(text: str, key: str, served: ServedModel, *, special: bool) -> list[int]:
-    """Returns token ids. If a text is much too long, only its beginning is tokenized, because other requests wait."""
+    """Returns token ids. A text with more than CHARACTERS_PER_TOKEN characters per token of the context is first
+    tokenized only in part, so that a text that is too long is rejected quickly."""
     length = CHARACTERS_PER_TOKEN * served.max_model_len
     while length < len(text):
         tokens = len(served.tokenizer(text[:length], add_special_tokens=special)["input_ids"])

@@ -1,4 +1,4 @@
-"""The HTTP server: a starlette application on uvicorn that limits everything that a client can send.
+"""The HTTP server: a starlette application on uvicorn with limits for everything that a client can send.
 
 A request is cancelled when its client disconnects. A client that has closed its end of the connection is treated as
 disconnected.
@@ -169,8 +169,8 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
 
 def _check_framing(scope: Scope) -> None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
-    # The HTTP parser limits the size of request heads that arrive in several packets. This check limits the size of
-    # heads that arrive in one packet.
+    # The HTTP parser limits the size of request heads that arrive in several packets. The check here limits the size of
+    # request heads that arrive in one packet.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
         raise _head_too_long()
     for name in _SINGLE_HEADERS:
@@ -278,7 +278,8 @@ async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpRe
 
 class LimitedProtocol(H11Protocol):
     """HTTP/1.1 protocol with time limits for slow clients, a connection limit, and error replies in the format of the
-    site. uvicorn creates the instances, so `_config` creates a subclass with the attributes `site` and `limits`."""
+    site. The package uvicorn creates the instances, so `_config` creates a subclass with the attributes `site` and
+    `limits`."""
 
     site: HttpSite
     limits: ServeLimits
@@ -315,8 +316,8 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Sends an error reply. uvicorn calls it while it handles an exception of the HTTP parser, which contains the
-        status and the reason."""
+        """Sends an error reply. The package uvicorn calls this method while it handles an exception of the HTTP parser,
+        which contains the status and the reason."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self._reject(_head_too_long() if status == 431 else ApiError(status, f"no HTTP/1.1 request: {error}"))

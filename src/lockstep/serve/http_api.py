@@ -158,7 +158,7 @@ def check_caller(request: HttpRequest, api_key: str | None) -> None:
     is not this machine."""
     if api_key is not None:
         if request.method in ("GET", "HEAD") and request.path == "/health":
-            return  # health checks of load balancers have no key
+            return  # Health checks of load balancers have no key.
         # RFC 7235: the name of the scheme is case-insensitive.
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""

@@ -1,4 +1,4 @@
-"""Loads a model and serves it over HTTP: `lockstep serve`."""
+"""Loads a model and serves it over HTTP (`lockstep serve`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The OpenAI API of a language model: chat completions, completions and the list of models.
 
-Replies can contain token ids, as those of vLLM.
+Replies can contain token ids, as in vLLM's API.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ class ApiResponse:
         return {
             "tokens": texts,
             "token_logprobs": [_logprob(token) for token in tokens],
-            # Tokens that are only parts of characters all decode to the same text. The dict keeps the most likely of
-            # these tokens.
+            # Tokens that are only parts of characters all decode to the same text. For each text, the dict keeps the
+            # most likely token.
             "top_logprobs": [
                 {self._token(token_id): logprob for token_id, logprob in reversed(token.likeliest)} for token in tokens
             ],

@@ -1,8 +1,9 @@
 """The HTTP API of a reward model, for runs on other machines.
 
 `/v1/rewards` accepts the requests that a run with `reward.remote` sends: `{"items": [{prompt, response, ...}, ...]}`.
-The reply is `{"scores": [...]}`. It also accepts requests in the format of OpenRLHF's `serve_rm`: `{"query": [...],
-...}`. The reply is `{"rewards": [...]}`. The path `/get_reward`, which OpenRLHF uses, does the same.
+The reply is `{"scores": [...]}`. `/v1/rewards` also accepts requests in the format of OpenRLHF's `serve_rm`: `{"query":
+[...], ...}`. The reply to such a request is `{"rewards": [...]}`. The path `/get_reward`, which OpenRLHF uses, is the
+same as `/v1/rewards`.
 """
 
 from __future__ import annotations

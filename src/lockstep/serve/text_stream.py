@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 # Decoders return this character for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma)
-# return it once for each byte.
+# return this character once for each byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # With each new token, the last tokens (the window) are decoded again. `_MAX_WINDOW` and `_MIN_WINDOW` are the maximum
 # and minimum number of tokens in the window. A window is sufficient, because the text of a token depends only on the
@@ -59,7 +59,7 @@ class TextStream:
 
     def _take(self, settled: str) -> None:
         if self._seen.startswith(settled):
-            return  # no new text; it is shorter than before if the next character is incomplete
+            return  # No new text; the text is shorter than before if the next character is incomplete.
         # Text that was already returned is not changed, even if the decoder now returns a different text for these
         # tokens.
         pairs = zip(self._seen, settled, strict=False)

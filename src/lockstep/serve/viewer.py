@@ -1,9 +1,9 @@
 """The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs.
 
 The viewer never changes a run. Three measures keep other web pages and other users from reading the runs. The server
-listens only on the loopback address. Every path begins with a random token, which is compared in constant time. Only
-host names of the loopback address are accepted. Otherwise a web site could let its own host name resolve to 127.0.0.1
-and then read the replies.
+listens only on the loopback address. Every path begins with a random token, which is compared in constant time. The
+Host header of a request must be 127.0.0.1, localhost or [::1]. Without the check of the Host header, a web site could
+let its own host name resolve to 127.0.0.1 and then read the replies.
 """
 
 from __future__ import annotations

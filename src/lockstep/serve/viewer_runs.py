@@ -30,8 +30,8 @@ RESCAN_SECONDS = 1.0
 FileStates = tuple[tuple[int, int, int], ...]
 RunCache = dict[Path, tuple[FileStates, dict[str, Any]]]
 """The summary of each run, and the state (time, size, inode) of the files that the summary was read from."""
-# The index file is written when this many runs have changed. After fewer changes, the next start reads the changed runs
-# again.
+# The index file is written when this many runs have changed. If fewer runs have changed, the file is not written, and
+# the next start reads these runs again.
 WRITE_AFTER = 20
 MAX_SHOWN = 2_000
 """The maximum number of characters of a value in a list of differences."""
@@ -242,7 +242,7 @@ class RunIndex:
         if self._file is None or not (new or changed >= WRITE_AFTER):
             return
         body = {str(run): [states, read] for run, (states, read) in self.cache.items()}
-        # The checksum must be that of the data as it is read back. JSON converts tuples to lists.
+        # The checksum must match the data as it is read back. JSON converts tuples to lists.
         body = json.loads(json.dumps(body))
         stored = {"version": self._version, "sha256": _checksum(body), "runs": body}
         with contextlib.suppress(OSError):
@@ -389,7 +389,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
     try:
         differences, unknown = setup_differences(a, b)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        # This happens only if a user has changed the files.
+        # This error happens only if a user has changed the files.
         raise Missing(
             f"recipe.yaml or env.json differs from the format that a run writes: {type(error).__name__}: {error}"
         ) from error
@@ -429,7 +429,7 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     recipe = loaded(text)
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} does not contain a mapping of keys to values")
-    flat(recipe)  # raises if anchors expand without limit
+    flat(recipe)  # Raises if anchors expand without limit.
     # The import is here to make the list of runs faster.
     from lockstep.recipe.renamed_keys import stored_recipe
 

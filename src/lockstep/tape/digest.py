@@ -6,7 +6,8 @@ A digest has three parts.
 - A sketch: random projections of eight blocks of rows. The distance between two sketches estimates the distance between
   the tensors. The blocks show in which rows two tensors differ.
 - Three profiles, each as eight random projections: the column sums, the column sums of squares and the row sums of
-  squares. In these sums, rounding errors average out, but a systematic error does not (`parity/replay/tolerances.py`).
+  squares. In the sums of a profile, rounding errors average out, but a systematic error does not
+  (`parity/replay/tolerances.py`).
 
 The random signs of the projections depend only on the shape of the tensor. So every device and every version computes
 the same digest for a tensor. Tapes of earlier lockstep versions have digests without profiles.
@@ -36,8 +37,8 @@ TOGETHER = 2**26
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the digest of a tensor: `LENGTH` fp32 numbers on the device of the tensor. `on_host` copies many digests
-    at once."""
+    """Returns the digest of a tensor, which is `LENGTH` fp32 numbers on the device of the tensor. `on_host` copies many
+    digests at once."""
     return digests({"": tensor})[""]
 
 
@@ -130,7 +131,7 @@ def size_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
-    """Returns the relative distance of two tensors, given their digests: the distance divided by the larger norm. The
+    """Estimates from two digests the distance of their tensors, divided by the larger of the two tensor norms. The
     relative distance of two zero tensors is 0."""
     difference, size = distance(a, b), max(norm(a), norm(b), floor)
     if not math.isfinite(difference) or not math.isfinite(size):

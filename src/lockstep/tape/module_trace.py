@@ -29,9 +29,10 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Event:
-    """One call of one module. `entered` and `left` are values of an event counter at the begin and the end of the call,
-    which give the order and the nesting of calls. `Trace.tensors` has `inputs` digests of input tensors and `outputs`
-    digests of output tensors under `key`. In a backward event, these are digests of gradients."""
+    """One call of one module. `entered` and `left` are the values of an event counter at the beginning and the end of
+    the call. The values of the counter give the order and the nesting of calls. `inputs` and `outputs` are the numbers
+    of input and output tensors whose digests `Trace.tensors` has under `key`. In a backward event, the digests are
+    those of gradients."""
 
     module: str
     kind: str
@@ -227,10 +228,10 @@ def trace_modules(
     ranks: int = 1,
 ) -> Trace:
     """Traces `forward` and a backward pass. `forward` returns one number per target token. The backward pass starts at
-    `fixed_sum` of these numbers.
+    the `fixed_sum` of the numbers that `forward` returns.
 
-    Parameter gradients are cleared afterwards, because tracing happens between two updates. All ranks trace the same
-    sequences, and a sharded model sums the gradients of the ranks. So gradients are divided by `ranks`.
+    After tracing, the parameter gradients are cleared, because tracing happens between two updates. All ranks trace the
+    same sequences, and a sharded model sums the gradients of the ranks. So gradients are divided by `ranks`.
     """
     patterns, whole_patterns = list(patterns), list(whole_patterns)
     tracer = _Tracer(lambda name: _matches(name, patterns), lambda name: _matches(name, whole_patterns))

@@ -46,7 +46,7 @@ SWITCH_INTERVAL = 2e-4
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The recorded values of one training step: JSON (`info`) and tensors. `step` counts from 1, as in
+    """The recorded values of one training step, as JSON (`info`) and as tensors. `step` counts from 1, as in
     metrics.jsonl."""
 
     step: int

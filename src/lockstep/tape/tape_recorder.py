@@ -63,9 +63,9 @@ class Observer:
 
 @dataclass
 class _Passed:
-    """A processed micro-batch. `index_K` are the indices of its target tokens. `answers`, `received` and `pulls` are
-    functions that return the outputs, the inputs and the gradients of the outputs. These functions wait until the copy
-    to the CPU is complete."""
+    """A processed micro-batch. `index_K` are the indices of the micro-batch's target tokens. `answers`, `received` and
+    `pulls` are functions that return the outputs, the inputs and the gradients of the outputs. These functions wait
+    until the copy to the CPU is complete."""
 
     index_K: torch.Tensor
     answers: Callable[[], torch.Tensor]
@@ -187,8 +187,8 @@ class UpdateObserver(Observer):
         found = {f"{self._key}/weights/{name}": one for name, one in weights.items()}
         for name, weight in self.optimizer.trained.items():
             found[f"{self._key}/sample/{name}/after"] = _pick(weight)
-            # This is the weight in the model. If the optimizer has master weights, it is a rounded copy of the
-            # master weight.
+            # `held` is the weight in the model. If the optimizer has master weights, this weight is a rounded copy of
+            # the master weight.
             found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name])
         self.tensors |= on_host(found)
 
@@ -428,7 +428,7 @@ class TapeRecorder(Recorder):
 
 def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
     """Returns the sequences of a module trace: the first sequences that have target tokens, up to `rows` sequences and
-    `TRACE_TOKENS` tokens. The first such sequence is always included."""
+    `TRACE_TOKENS` tokens. The first sequence with target tokens is always included."""
     chosen: list[Example] = []
     for example in examples:
         if not example.targets:

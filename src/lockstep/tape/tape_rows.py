@@ -33,8 +33,8 @@ RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
 # The names that the types of training items have on a tape. These names are part of the tape format.
 KINDS: dict[type, str] = {Ranking: "Ranking", LabeledResponse: "Judged", StepLabels: "Steps"}
-# How parquet types that JSON does not have are stored as JSON: the Python type, a function to text and a function from
-# text. The order matters, because a datetime is also a date.
+# Conversions of parquet types that JSON does not have: the Python type, a function that converts a value to text, and a
+# function that converts the text back. The order matters, because a datetime is also a date.
 _TAGS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "$date": (date, date.isoformat, date.fromisoformat),

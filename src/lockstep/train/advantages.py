@@ -27,7 +27,7 @@ ROUNDING = 1e-5
 class Advantages:
     """Rewards, advantages and returns of the tokens on this rank. `keep_K` is 0 for tokens that are excluded from the
     loss. `is_weights_K` are importance sampling weights. `repeats_S` is the number of times that each response is
-    trained on; None means once."""
+    trained on (None: once)."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor

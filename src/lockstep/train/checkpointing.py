@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def model_kind(recipe: Recipe) -> str:
-    """Returns the type of the trained model for `State.kind`: `policy` (a language model) or `value` (a reward
+    """Returns the type of the trained model for `State.kind`, which is `policy` (a language model) or `value` (a reward
     model)."""
     method = METHODS.get(recipe.method)
     return "policy" if method is None else method.model
@@ -207,7 +207,7 @@ class Checkpointer:
                 _layout(state.world_size, tensor, context),
             ]
             self.run.console.warn(
-                f"resuming on {layouts[0]} what ran on {layouts[1]}: "
+                f"resuming on {layouts[0]} a run of {layouts[1]}: "
                 "the rows of each update stay the same, but dropout masks differ"
             )
 

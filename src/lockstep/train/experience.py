@@ -37,16 +37,16 @@ class Experience:
     """The responses of a step: the metadata of all responses, and the tokens of the responses on this rank."""
 
     metas: Sequence[RolloutMeta]
-    """The metadata of all responses of the step, ordered by prompt and sample. The number of a response is its index in
-    this list."""
+    """The metadata of all responses of the step, ordered by prompt and sample. The index of a response in this list is
+    called its number."""
     prompts: Mapping[int, Prompt]
     """The prompts of the step, by prompt index."""
     local_numbers: Sequence[int]
-    """The numbers of the responses on this rank, in ascending order."""
+    """The numbers (indices in `metas`) of the responses on this rank, in ascending order."""
     rollouts: list[Rollout]
     examples: list[Example]
     sequence_K: torch.Tensor
-    """For each token, the number of the response that contains it."""
+    """For each token, the index in `metas` of the response that contains the token."""
     group_S: torch.Tensor
     rollout_logprobs_K: torch.Tensor
     """The log-probs that the inference engine returned."""
@@ -77,7 +77,8 @@ class Experience:
         return self.num_response_tokens_S[list(self.local_numbers)].cumsum(0) - 1
 
     def responses_to(self, first: int, last: int) -> slice:
-        """Returns the range of numbers of the responses to the prompts with index `first` to `last` - 1."""
+        """Returns the range of the indices in `metas` of all responses to the prompts from `first` up to, but not
+        including, `last`."""
         inside = [i for i, meta in enumerate(self.metas) if first <= meta.prompt_index < last]
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
@@ -120,8 +121,8 @@ class Experience:
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
 
     def with_local_rollouts(self, local: Mapping[int, Rollout]) -> Experience:
-        """Returns the experience of the same step, but with other responses on this rank. `local` maps response numbers
-        to responses."""
+        """Returns the experience of the same step, but with other responses on this rank. `local` maps the index of a
+        response in `metas` to the response."""
         return _experience(self.metas, self.prompts, local, self.baseline_S, self.world)
 
 
@@ -266,11 +267,11 @@ class UpdateRows:
 
     responses: slice
     rows_by_rank: list[list[PackedRow]]
-    """The packed rows of each data-parallel rank. Response numbers in the rows count from the first response of the
+    """The packed rows of each data-parallel rank. In these rows, responses are numbered from the first response of the
     update."""
 
     def owners(self) -> Iterator[tuple[int, int]]:
-        """Yields for each response the data-parallel rank that trains on it, and the number of the response in the
+        """Yields for each response the data-parallel rank that trains on it, and the index of the response in the
         step."""
         for rank, rows in enumerate(self.rows_by_rank):
             yield from ((rank, self.responses.start + packed.number) for row in rows for packed in row)

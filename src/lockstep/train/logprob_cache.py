@@ -81,8 +81,8 @@ def open_cache(
     world: World,
     advance: Callable[[int], None],
 ) -> LogprobCache:
-    """Returns the cache of these rows. Computes and writes it if it is not on disk. `compute` returns the columns of
-    some rows, and every rank must call it."""
+    """Returns the cache of these rows. Computes and writes the cache if it is not on disk. `compute` returns the
+    columns of some rows, and every rank must call it."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = parent / f"{kind}-{digest[:16]}"
     targets = sum(example.targets for example in sequences(items))
@@ -100,7 +100,7 @@ def open_cache(
 
 
 def _is_complete(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
-    """Returns whether the cache folder is complete. If not, the cache is computed again."""
+    """Returns whether the cache folder is complete. An incomplete cache is computed again."""
     if not (folder / MANIFEST).is_file():
         return False
     for name, shape in shapes.items():

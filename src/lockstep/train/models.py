@@ -49,8 +49,8 @@ from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
 
 # Log-probs, values and scores are vectors on the CPU with one number per target token. Usually every rank has the
-# numbers of all targets of an update. If the responses are distributed over the ranks, a rank has only the numbers of
-# its own targets.
+# vector entries of all targets of an update. If the responses are distributed over the ranks, a rank has only the
+# entries of its own targets.
 
 T = TypeVar("T", bound=Item)
 
@@ -85,8 +85,8 @@ class Packing:
         self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
         """Returns the micro-batch of a packed row. `starts` is the index of the first target of each example among all
-        targets of the update. If this rank does not have all targets, `places` is the index of this target in the
-        vectors of this rank."""
+        targets of the update. If this rank does not have all targets, `places` is the index of the first target of each
+        example in the vectors of this rank."""
         context = self.world.context
         shares = [packed.shared for packed in row]
         batch = micro_batch(
@@ -121,15 +121,17 @@ class Models:
     learner: Learner | None = None
     critic: Learner | None = None
     reference: Policy | None = None
-    """A separate frozen reference model. None if there is no reference model, or if the reference is the policy without
-    its adapter."""
+    """A separate frozen reference model. The attribute is None if there is no reference model, or if the reference is
+    the policy without its adapter."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
-    """The cached outputs of a reference model or teacher for all rows. If it is set, the model itself is not used."""
+    """The cached outputs of a reference model or teacher for all rows. If this cache is set, the model itself is not
+    used."""
     longest: int = 0
     """The maximum length of a sequence of this run in tokens."""
     reference_outputs: list[torch.Tensor] | None = None
-    """If it is a list, the reference log-probs are appended to it, so that the tape can record them."""
+    """If `reference_outputs` is a list, the reference log-probs are appended to it, so that the tape can record
+    them."""
 
     @property
     def trained(self) -> Learner:

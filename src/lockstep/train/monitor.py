@@ -68,7 +68,7 @@ def failure_warning(failed: Unscored) -> list[str]:
 
 
 def _of_rollout(failure: Failure) -> bool:
-    """Returns whether the rollout function failed. Otherwise a reward function failed."""
+    """Returns True if the rollout function failed, and False if a reward function failed."""
     return failure.part == ROLLOUT_FUNCTION
 
 
@@ -185,7 +185,7 @@ class EarlyStop:
         if measure is None or settings is None or measure.name not in metrics or self.reached:
             return
         value = measure.value(metrics)
-        # The value is None for NaN, which is not an improvement.
+        # `measure.value` returns None for NaN, which is not an improvement.
         if value is not None and (
             self._best is None or measure.rank(value) < measure.rank(self._best[0]) - settings.min_delta
         ):
@@ -397,7 +397,7 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         WarningSign(
             "moved",
             lambda metrics: abs(metrics.get("actor/ppo_kl", 0.0)) > 0.2,
-            f"the policy moved by more than 0.2 nats per token {'since the draw' if from_draw else 'within a step'}. "
+            f"the policy moved by more than 0.2 nats per token {'since generation' if from_draw else 'within a step'}. "
             "Usually optim.lr is too high",
         ),
         WarningSign(

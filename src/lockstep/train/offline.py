@@ -54,7 +54,7 @@ def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
     """Raises `Refusal` if the policy and the reference differ before the first update. In a replay of a tape, the run
-    continues and finds the cause."""
+    continues, because the replay finds the cause."""
     kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return
@@ -74,7 +74,7 @@ def assert_identity(
     if not _agree(update, policy, reference, tolerance, kind):
         return
     if wanted is None or (kind == "disk" and dtype != torch.float32):
-        return  # in half precision, rounding errors of a cache can change the loss a lot
+        return  # in half precision, rounding errors of a cache can change the loss by more than the tolerance
     found = measure(items, objective, models)
     loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
     # The tolerance is proportional to the loss, because a large loss, such as that of IPO, also has a large gradient.
@@ -93,7 +93,8 @@ def assert_identity(
 
 
 def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
-    """Returns whether all log-probs agree. If they differ, raises `Refusal`; only a replay of a tape continues."""
+    """Returns whether all log-probs agree. If some log-probs differ, raises `Refusal`; only a replay of a tape
+    continues."""
     difference = (policy - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:

@@ -66,8 +66,9 @@ class Optimizer:
     """AdamW on the parameters, or on fp32 master weights that are copied to the parameters.
 
     With master weights, the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` is the name of
-    the fused AdamW kernel of the device. The kernel accepts the gradient of a single micro-batch in its own dtype.
-    Parameters in `spared` and one-dimensional parameters have no weight decay, unless `settings.decay_all` is set.
+    the fused AdamW kernel of the device. The kernel accepts the gradient of a single micro-batch in the dtype of the
+    gradient. Parameters in `spared` and one-dimensional parameters have no weight decay, unless `settings.decay_all` is
+    set.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class Optimizer:
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
-            # `fused` would keep the step counts on the device, but the fused kernel of lockstep needs them on the CPU.
+            # The option `fused` of torch would keep the step counts on the device, but the fused kernel of lockstep
+            # needs them on the CPU.
             fused=fused and self._kernel is None,
         )
 

@@ -26,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class HostOptimizer(Optimizer):
     """AdamW with offload. `device` computes the update. With `state_on_host`, master weights and moments are on the CPU
-    between updates. Weights and gradients are where the model keeps them."""
+    between updates. Weights and gradients stay where the model keeps them, on the device or on the CPU."""
 
     def __init__(
         self,

@@ -58,8 +58,8 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
-    # A checkpoint of an earlier lockstep version may not have all groups of keys. If a missing group may change at a
-    # resume, it is not reported as a change.
+    # A checkpoint of an earlier lockstep version may not have all groups of keys. If the keys of a missing group may
+    # change at a resume, the missing group is not reported as a change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     # Secrets are masked before the comparison.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
@@ -117,8 +117,8 @@ def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]
             found.append(f"the {name} after step {step} changes, because recipe keys have changed: {rates_text}")
         else:
             found.append(
-                f"the {name} schedule up to step {step} was computed for {before} steps, and after it for {steps}: "
-                f"{rates_text}; it differs from the schedule of a run of {steps} steps"
+                f"the {name} schedule up to step {step} was computed for {before} steps, and after this step for "
+                f"{steps}: {rates_text}; it differs from the schedule of a run of {steps} steps"
             )
     return found
 
@@ -183,7 +183,7 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
 
 
 def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
-    """Returns warnings about parameters whose weight decay differs from that of the lockstep version that saved the
+    """Returns warnings about parameters whose weight decay was different in the lockstep version that saved the
     checkpoint."""
     if state.decay_rule or not optim.weight_decay:
         return []
@@ -291,8 +291,8 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
 
 
 # `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
-# also gets the metrics, samples and recipes up to that checkpoint. The new run is then resumed as usual. The other run
-# is not changed.
+# also gets the metrics, samples and recipes up to that checkpoint. Then training continues in the new folder from this
+# checkpoint. The source run is not changed.
 
 ORIGIN = "resumed_from.json"
 """A file in the new run folder that contains the path and the step of the source run."""
@@ -376,5 +376,5 @@ def _linked(source: str, target: str) -> None:
     """Creates a hard link to a file. A link is enough, because checkpoint files are never changed."""
     try:
         os.link(source, target)
-    except OSError:  # the file system has no hard links, or the target is on another one
+    except OSError:  # the file system has no hard links, or the target is on another file system
         shutil.copyfile(source, target)

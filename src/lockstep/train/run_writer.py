@@ -88,10 +88,10 @@ class Run:
         self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
         self.fingerprint = self._fingerprint() if world.main else {}
         self.engine: dict[str, Any] = {}
-        """The rollout engine and its version. Empty if the run has no rollout engine."""
+        """The rollout engine and its version, or an empty dict if the run has no rollout engine."""
         self.fallbacks: dict[str, int] | None = None
-        """The operators of the first step that ran on the CPU, because the device has no kernel for them. None before
-        the first step."""
+        """The operators of the first step that ran on the CPU, because the device has no kernel for them, or None
+        before the first step."""
         self.resumed: dict[str, Any] = {}
         """For a resumed run: the step of the checkpoint, the changed recipe keys, and the changed models that the user
         accepted."""
@@ -203,8 +203,8 @@ class Run:
 
     @contextmanager
     def timed(self, step: int) -> Iterator[None]:
-        """Times step `step`, which counts from 1. In the first step, it also records operators that fall back to the
-        CPU."""
+        """Times step `step`, which counts from 1. In the first step, operators that fall back to the CPU are also
+        recorded."""
         self._step = step
         self.world.started()
         with self.phases("step"):
@@ -248,7 +248,7 @@ class Run:
         tokens: bool = False,
     ) -> None:
         """Appends responses to samples.jsonl. `advantages` has a list per response, with one number per policy token.
-        With `tokens`, it also writes token details."""
+        With `tokens`, token details are written too."""
         if not self.world.main or not rollouts:
             return
         advantage_lists = advantages if advantages is not None else [None] * len(rollouts)

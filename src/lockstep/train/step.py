@@ -227,7 +227,7 @@ class Learner:
 
 class _Arriving:
     """The sums of a micro-batch, which are being copied to the CPU. `loss`, `metrics` and `maxima` are functions that
-    wait for the copy and return it."""
+    wait until the copy is complete and return the copied values."""
 
     def __init__(self, sums: Sums):
         self.names, self.largest = sorted(sums.metrics), sorted(sums.maxima)

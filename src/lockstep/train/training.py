@@ -111,7 +111,7 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
 
 def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
     if not measure.validated:
-        # This metric is missing in a step whose returns are all equal.
+        # `critic/vf_explained_var` is missing in a step whose returns are all equal.
         sometimes = measure.name == "critic/vf_explained_var" and "critic/values/mean" in metrics
         return sometimes or measure.name in metrics
     # Validation on rows computes the same metrics as an update.

@@ -46,10 +46,10 @@ def mean_over_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
 
 
 def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:
-    """Returns the metrics of a policy update. `pg_loss` and `kl_loss` are divided by `divisor`, as the loss is. Other
-    sums are divided by the number of unmasked tokens (`kept`). The probability differences between engine and trainer
-    are divided by the number of all tokens. Undefined values are omitted: means over no token, and the standard
-    deviation of one token."""
+    """Returns the metrics of a policy update. `pg_loss` and `kl_loss` are divided by `divisor`, which also divides the
+    loss. Other sums are divided by the number of unmasked tokens (`kept`). The probability differences between engine
+    and trainer are divided by the number of all tokens. Undefined values are omitted: means over no token, and the
+    standard deviation of one token."""
     sums, means = dict(outcome.sums), outcome.means()
     averaged = {name: sums.pop(name) / divisor for name in ("pg_loss", "kl_loss") if name in sums}
     averaged = averaged if kept else {}
@@ -209,7 +209,7 @@ class _Tokens:
     """The inputs of the loss for the tokens of a micro-batch, on the device."""
 
     local_K: torch.Tensor
-    """The index of the sequence of each token within the micro-batch."""
+    """For each token, the index of its sequence within the micro-batch."""
     advantages_K: torch.Tensor
     loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor

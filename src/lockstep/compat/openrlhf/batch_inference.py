@@ -226,7 +226,8 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, limit: int) -> list[int] | None:
-    """Returns the first `limit` tokens of prompt and answer, the last one an EOS; None if no answer token fits."""
+    """Returns at most `limit` tokens: the first tokens of prompt and answer, then an EOS. Returns None if no answer
+    token fits."""
     if not prompt or not answer or len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) >= limit - 2:
         return None
     text, end = (prompt + answer).rstrip("\n"), str(tokenizer.eos_token)
@@ -240,7 +241,7 @@ def _column(row: Row, key: str, origin: Origin, flag: str) -> Any:
     if row.get(key) is None:
         raise Refusal.at(
             origin,
-            f"has no column {key}; it has {', '.join(row)}",
+            f"has no column {key}; the existing columns are {', '.join(row)}",
             f"name the column with {flag}",
             code="missing-column",
         )
@@ -304,7 +305,7 @@ def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, Sc
 
 
 def _normalized(rows: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
-    """Normalizes rewards to mean 0 and standard deviation 1 (with n - 1)."""
+    """Normalizes rewards to mean 0 and standard deviation 1 (computed with the divisor n - 1)."""
     rewards = [row["reward"] for row in rows]
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))

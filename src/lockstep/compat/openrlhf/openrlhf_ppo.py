@@ -55,7 +55,7 @@ def algorithm_rule(done: Conversion) -> None:
     _kl(done)
     _correction(done)
     if done["dynamic_filtering"]:
-        note = "at most 10 generation batches, then filtered groups fill the step; OpenRLHF has no limit"
+        note = "lockstep fills the step with filtered groups after 10 generation batches; OpenRLHF has no such limit"
         done.write("algorithm.dynamic_sampling.max_gen_batches", 10, "dynamic_filtering", note=note)
         bounds = "dynamic_filtering_reward_range"
         done.write("algorithm.dynamic_sampling.between", done.numbers(bounds), bounds)

@@ -42,7 +42,8 @@ _LOSS_PARAMETERS = {
 # Values of verl's filter_groups.metric that mean the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# For each of verl's rejection criteria: token or sequence statistic, and its name. k1 is lockstep's inverse ratio.
+# For each of verl's rejection criteria: how lockstep combines the statistic over tokens, and its name in lockstep.
+# verl's k1 becomes a range of the ratio in lockstep; `_band` inverts its bounds.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {
@@ -257,7 +258,7 @@ def _correction(done: Conversion) -> None:
 def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> None:
     done.write("algorithm.rollout_correction.bypass", True, BYPASS)
     if done[BYPASS_LOSS] == "ppo_clip":
-        why = "the clipped ratio already compares with the rollout engine; verl uses the weights only in metrics"
+        why = "the clipped ratio already uses the rollout engine's log-probs; verl uses the weights only in metrics"
         done.ignore(why, WEIGHT, BOUND, NORMALIZE)
         return
     if done.lookup(BYPASS_LOSS) is None:

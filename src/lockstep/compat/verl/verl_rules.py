@@ -27,7 +27,8 @@ def run_name(value: Any) -> str:
 
 
 def first_set(done: Conversion, keys: Sequence[str]) -> str:
-    """Returns the first of `keys` that the command sets; if it sets none, the first with a default; else the first."""
+    """Returns the first of `keys` that the command sets. If it sets none, returns the first with a default, or else the
+    first."""
     return next((key for key in keys if done.is_set(key)), next((key for key in keys if done[key]), keys[0]))
 
 

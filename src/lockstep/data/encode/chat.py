@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ChatText:
     """One chat, rendered by the tokenizer's template up to any of its messages.
 
-    `apply_chat_template` is slow for this, because it copies every message and rebuilds the template context in each
-    call, and a chat is rendered once per turn. Messages that have only role and content are therefore rendered directly
-    by the compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
+    A chat is rendered once per turn, and `apply_chat_template` is slow, because it copies every message and rebuilds
+    the template context in each call. Messages that have only role and content are therefore rendered directly by the
+    compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _FastTemplate:
         self._compiled = compiled
         self._globals = {**compiled.globals, "tools": None, "documents": None}
         self.correct = True
-        """False after the output differed from that of `apply_chat_template`."""
+        """Becomes False when an output differs from that of `apply_chat_template`."""
         self.checked: set[bool] = set()
         """Values of `open_turn` for which the output was compared with `apply_chat_template`."""
 
@@ -97,12 +97,12 @@ class _FastTemplate:
         context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
         try:
             return "".join(compiled.root_render_func(context))
-        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports it
+        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports why
             return None
 
 
 def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
-    """Returns the compiled template; None if the tokenizer overrides `apply_chat_template`."""
+    """Returns the compiled template, or None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase
@@ -170,7 +170,7 @@ def render_chat(
             raise Refusal.at(
                 origin,
                 f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
-                "use a template that renders it (data.template), write it into the content, or remove it from the row",
+                "use a template that renders this part (data.template), write the part into the content, or remove it",
                 code="template-changes-chat",
             )
     refuse_dropped_by_template(spans.text, messages, tools, origin)
@@ -309,8 +309,8 @@ def render_prompt(
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
     """Tokenises the text of `spans`; also returns whether the text was split at the borders of trained ranges.
 
-    A prompt must have the same tokens in training as in generation. If a token of the full text crosses the border of a
-    trained range, the pieces between the borders are therefore tokenised separately.
+    A prompt must have the same tokens in training as in generation. If a token of the full text crosses the start or
+    end of a trained range, the text is therefore split at these positions, and the parts are tokenised separately.
     """
     counted = _between_borders(tokenizer, spans)
     if counted is None:
@@ -323,7 +323,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Returns the tokens and a trained flag per token; None if tokens cannot be counted per trained range."""
+    """Returns the tokens and a trained flag per token, or None if tokens cannot be counted per trained range."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
     # Some tokenizers report no offset for a token of spaces, or add its range to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
@@ -365,7 +365,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
     """Masks white space after the end token: templates add a line break there, but generation stops before it.
 
-    White space after a special token inside a turn stays trained.
+    White space after a special token inside an assistant turn is not masked, so it is part of the loss.
     """
     facts = token_facts(tokenizer)
     for ended in facts.where_special(ids):

@@ -64,7 +64,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
     """Returns the token that ends an answer in the template of `data`, found by rendering a chat.
 
     Generation must stop at this token, even if the model has another end token. Returns None if `data` sets no
-    template, or if the answer has no end token and `data.require_end` is false.
+    template. If the template ends an answer without a special token, returns None if `data.require_end` is false, and
+    raises `Refusal` otherwise.
     """
     if not is_named(data):
         return None

@@ -22,7 +22,8 @@ TOOLS = ("tools", "functions")
 
 @dataclass(frozen=True)
 class ExtraColumns:
-    """Columns that extend the prompt: input, system message, earlier turns, tools. "" means: no such column."""
+    """Columns that extend the prompt: input, system message, earlier turns, tools. An empty name means that the rows
+    have no such column."""
 
     input: str = ""
     system: str = ""
@@ -31,7 +32,7 @@ class ExtraColumns:
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
-        """Finds the extra columns of a source. A column in `used` is not found.
+        """Finds the extra columns of a source. Columns in `used` are ignored.
 
         Input and history columns are found only if the prompt column is `instruction`.
         """
@@ -150,11 +151,11 @@ class ColumnFinder:
     """For each column that only some rows have, the number of rows that have it."""
 
     def setting(self, key: str) -> str:
-        """Returns the value of `key` of the source, else of the recipe's `data`; empty if it is set nowhere."""
+        """Returns the source's value of `key`, or else that of the recipe's `data`; empty if neither is set."""
         return getattr(self.source, key) or getattr(self.data, key) or ""
 
     def first_column(self, names: Sequence[str]) -> str:
-        """Returns the first of `names` that is a column of the source; empty if no name is."""
+        """Returns the first of `names` that is a column of the source, or an empty string if there is none."""
         return next((name for name in names if name in self.available), "")
 
     def first_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
@@ -176,7 +177,7 @@ class ColumnFinder:
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 
     def unread(self, *used: str) -> str:
-        """Returns a text for the data report that lists the columns that are not read."""
+        """Returns a text for the data report: the names of the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
         names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
@@ -185,7 +186,7 @@ class ColumnFinder:
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
             self.source.path,
-            f"cannot tell which columns {what}; it has {', '.join(self.available)}",
+            f"cannot tell which columns {what}; the columns are {', '.join(self.available)}",
             remedy,
             code="unclear-columns",
         )

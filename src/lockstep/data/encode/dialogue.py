@@ -67,9 +67,9 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """Converts a dialogue stored as one text ("Human: ... Assistant:") to a chat; returns None for anything else.
+    """Converts a dialogue that is one text with "Human:" and "Assistant:" to a chat. Returns None for anything else.
 
-    Otherwise, a chat template would put the full dialogue into one user message.
+    Without this conversion, a chat template would put the full dialogue into one user message.
     """
     if not isinstance(beginning, str) or not all(isinstance(answer, str) for answer in answers):
         return None
@@ -167,7 +167,8 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """Returns how many messages of a full chat are the prompt. A text prompt is the last user turn of that text."""
+    """Returns how many messages of a full chat are the prompt. If the prompt is a text, it ends with the last user turn
+    that has this text."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [

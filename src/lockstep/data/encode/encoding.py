@@ -22,11 +22,12 @@ _DROP = "raise data.max_tokens or drop the row"
 
 
 class OverLimit(Refusal):
-    """Raised for a row over the token limit. Such rows are handled by `data.overlong`, not by `data.bad_rows`."""
+    """Raised for a row over the token limit. The key `data.overlong`, not `data.bad_rows`, says what happens to rows
+    that are too long."""
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """Returns the range of tokens that `data.overlong` keeps; None if the row is dropped.
+    """Returns the range of tokens that `data.overlong` keeps, or None if the row is dropped.
 
     If `overlong` is `error`, raises `over`.
     """

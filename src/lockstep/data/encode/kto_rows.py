@@ -34,7 +34,7 @@ SPELLED = {"true": True, "false": False, "1": True, "+1": True, "0": False, "-1"
 
 @dataclass(frozen=True)
 class JudgedColumns:
-    """The columns of the label and of either prompt and response, or a chat that ends with the response."""
+    """The column of the label, and the columns of prompt and response, or of a chat that ends with the response."""
 
     label: str
     prompt: str = ""

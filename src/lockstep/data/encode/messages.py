@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The conversion is needed, because chat templates drop or wrongly render ShareGPT's `from`/`value` and role names,
-# contents that are null or lists of text parts, and tool arguments that are JSON strings.
+# The conversion is needed, because chat templates drop or wrongly render some formats: ShareGPT's keys `from` and
+# `value` and its role names, contents that are null or a list of text parts, and tool arguments that are JSON strings.
 
 # Role names of other projects, mapped to the standard roles. A message with role `function_call` is an assistant turn.
 ROLES = {
@@ -39,7 +39,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-# Keys of images, video and audio. Rows with such inputs are refused: the model would answer what it does not see.
+# Keys of images, video and audio. Rows with such inputs are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 

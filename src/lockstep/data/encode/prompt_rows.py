@@ -138,8 +138,8 @@ def read_questions(
     *,
     first: int = 0,
 ) -> list[Question]:
-    """Read `limit` rows (default: all) starting at `first`. All invalid rows are reported together. If `columns` is
-    None, the columns are found by name."""
+    """Reads `limit` rows (default: all) starting at row `first`. All invalid rows are reported together. If `columns`
+    is None, the columns are found by name."""
     columns = columns or _named_columns(rows)
     questions: list[Question] = []
     problems: list[Problem] = []
@@ -243,7 +243,7 @@ class PromptRows:
         self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
-        """Number of rows per answer format. The key is the data set that uses the format, such as GSM8K."""
+        """Number of rows per answer format. A format is named by the data set that uses it, such as GSM8K."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
@@ -290,7 +290,7 @@ def load_prompts(
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> None:
-    """Refuse prompts that a chat template would reject or render wrongly."""
+    """Refuses prompts that a chat template would reject or render wrongly."""
     if data is not None and data.template == "none":
         if data.system is not None:
             raise Refusal.at(

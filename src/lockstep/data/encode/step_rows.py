@@ -72,8 +72,8 @@ class Marks:
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
     """Returns the target distribution over the label tokens at each step, from a list of labels or its JSON text.
 
-    A label that is a label token gets probability 1. If there are two label tokens, a label may also be the probability
-    of the first token: true, 1 or 0.8.
+    If a label is one of the label tokens, this token gets probability 1. If there are two label tokens, a label may
+    also be the probability of the first token: true, 1 or 0.8.
     """
     if isinstance(value, str):
         try:
@@ -232,7 +232,7 @@ def find_step_columns(finder: ColumnFinder) -> StepColumns:
         # Rows of PRM800K have a question, and a label object with rated steps.
         return StepColumns(label, prompt=prompt)
     raise finder.unknown(
-        "hold the labelled steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
+        "hold the labelled steps", "set data.label_key, and either data.text_key, or data.prompt_key and data.steps_key"
     )
 
 

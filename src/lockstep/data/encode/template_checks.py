@@ -11,7 +11,7 @@ from lockstep.types import Message, Origin
 
 # Keys of a chat message that hold its reasoning, separately from its content.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_REMEDY = "use a template that renders it (data.template), or remove it from the row"
+_REMEDY = "use a template that renders the missing part (data.template), or remove this part from the row"
 
 
 def refuse_dropped_by_template(
@@ -70,8 +70,8 @@ def dropped_by_template(turn: Message, text: str) -> str:
 
 
 def _names(function: dict[str, Any]) -> list[str]:
-    """Returns the names of a tool and its parameters. A user message may mention the tool, but hardly all its
-    parameters."""
+    """Returns the names of a tool and its parameters. The parameters are searched too, because a user message may
+    contain the name of a tool, but hardly the names of all its parameters."""
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return [function["name"], *(properties if isinstance(properties, dict) else ())]

@@ -3,18 +3,18 @@
 Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. The text
 can be cut at positions where a word ends regardless of its context. The tokens of the text are then the concatenated
 tokens of its pieces. A chat consists of hundreds of pieces, and most pieces occur in many chats. Looking up a cached
-piece is many times faster than tokenising it. A piece that is not cached goes to the tokenizer. For ASCII pieces, each
-uncached word goes to the tokenizer. This module does no BPE merges itself. A text that cannot be cut safely is
-tokenised as a whole.
+piece is many times faster than tokenising it. A piece that is not cached is tokenised by the tokenizer. An uncached
+ASCII piece is split into words, and only the words that are not cached are tokenised. This module does no BPE merges
+itself. A text that cannot be cut safely is tokenised as a whole.
 
 Positions where a text can safely be cut, for the word patterns in `_CUTS`:
 
 - A text can be cut before white space that follows a character other than white space, because words contain white
   space only at their start. Exception: in all patterns except GPT-2's, newlines after punctuation belong to the
   punctuation.
-- A text can be cut after the last newline in a run of white space. GPT-2's pattern is an exception, because it splits
-  white space before its last character. A "/" after the newline is another exception, in patterns that let newlines and
-  slashes follow punctuation.
+- A text can be cut after the last newline in a run of white space. GPT-2's pattern is an exception, because it splits a
+  run of white space before the last character of the run. A "/" after the newline is another exception, in patterns
+  that let newlines and slashes follow punctuation.
 
 The word patterns have no lookbehind, and their lookahead covers only white space.
 """
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The cache uses about 50 MB at most. MOST limits the characters of all pieces, where each piece counts OVERHEAD
-# characters more. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of cached words.
+# The cache uses about 50 MB at most. MOST limits the total size of the cached pieces, where the size of a piece is its
+# number of characters plus OVERHEAD. LONGEST limits the characters of a cached piece. MOST_WORDS limits the number of
+# cached words.
 MOST, OVERHEAD, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
@@ -70,7 +71,7 @@ _GPT2 = next(iter(_CUTS))
 
 
 class NotCacheable(Exception):
-    """The tokens of a text cannot be composed from the tokens of its pieces, or a border cannot be cut safely."""
+    """Raised if the tokens of a text are not those of its pieces, or if the text cannot be cut safely at a border."""
 
 
 class Pieces(dict[str, bytes]):
@@ -150,7 +151,7 @@ class Pieces(dict[str, bytes]):
         ends."""
         border = ahead[0]
         if border < start:
-            raise NotCacheable  # the border is inside an added token, or it is the second one in a piece
+            raise NotCacheable  # the border is inside an added token, or is the second border in a piece
         match, right = self._find.match, b""
         while start < border:
             found = match(text, start, end)
@@ -271,7 +272,7 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
     if kinds[-1:] != ["ByteLevel"] or steps[-1]["add_prefix_space"]:
         return None
     if steps[-1]["use_regex"]:
-        # A Digits step before ByteLevel changes the words, but not the pieces, because digits are not white space.
+        # The pre-tokenizer Digits changes the words, but not the pieces, because digits are not white space.
         if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]):
             return _CUTS[_GPT2], _in_ascii(_GPT2) if kinds == ["ByteLevel"] else None
         return None
@@ -287,8 +288,8 @@ def _state(part: Any) -> Any:
 
 
 def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
-    """Returns the added tokens. Returns None if an added token is not matched by its exact text, or if it is white
-    space, whose offsets are unreliable."""
+    """Returns the added tokens and their ids. Returns None if the tokenizer does not match an added token by its exact
+    text, or if an added token is white space, whose offsets are unreliable."""
     found: dict[str, int] = {}
     for index, token in backend.get_added_tokens_decoder().items():
         if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():

@@ -1,1 +1,1 @@
-"""Writes files of rows: generated tasks, GSM8K, pairs of sampled responses. Only the command line uses this package."""
+"""Writes files of rows: generated tasks, GSM8K, pairs of sampled responses. Commands and `compat` use this package."""

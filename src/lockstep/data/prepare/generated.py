@@ -91,7 +91,8 @@ class Sum:
 def write_arithmetic(
     folder: Path, *, train_rows: int = 2000, val_rows: int = 200, difficulty: int = 1, seed: int = 0
 ) -> dict[str, int]:
-    """Writes train and val rows in the RL schema and in the SFT schema (`sft_*`). Returns the number of rows by file.
+    """Writes training and validation rows in verl's RL schema, and the same rows for SFT (`sft_*`). Returns the number
+    of rows by file.
 
     Difficulty 1 has 1,100 questions: sums of two or three 1-digit numbers. Difficulty 2 has 8,100 questions: sums of
     two 2-digit numbers. Difficulty 3 has 1,214,550 questions: sums and differences of 3-digit numbers. Difficulty 4 has
@@ -153,7 +154,7 @@ def _three_digit(number: int) -> ArithmeticQuestion:
     return "-", (100 + a, 100 + rest - a * (a - 1) // 2)
 
 
-# By difficulty level: the number of questions, and a function that returns the question of an index.
+# For each difficulty level: the number of questions, and a function that returns the question with a given index.
 LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
     1: (1100, _one_digit),
     2: (90 * 90, lambda number: ("+", _two_digit(number))),
@@ -232,8 +233,8 @@ class RequestedSum:
 
 
 def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> dict[str, int]:
-    """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*` files for training and validation. Returns the row count
-    by file.
+    """Writes `pairs_*`, `prompts_*` (verl's RL schema) and `steps_*` files for training and validation. Returns the row
+    count by file.
 
     There are 1,100 sums of two or three one-digit numbers, so there are 2,200 pairs and 2,200 prompts. If more rows are
     requested, all 2,200 are written, and at most a fifth of them are used for validation. The sum of a validation pair
@@ -258,8 +259,8 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
 
 
 def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
-    """Returns each sum with both requests (brief, worked), in random order. If `wanted` is odd, the last sum has one
-    request."""
+    """Returns each sum with both requests (brief, worked), in random order. If `wanted` is odd, the last sum occurs
+    with only one of the two requests."""
     size, question_at = LEVELS[1]
     drawn = draw.sample(range(size), size)
     # Each sum gives two questions, so half as many sums are needed, rounded up.
@@ -284,7 +285,7 @@ def _step_rows(draw: random.Random) -> Iterator[Row]:
     """Yields rows of several sums with results below ten. Each sum is wrong with probability one half.
 
     Each number is one token and all steps have the same form, so a model only has to learn addition, which a tiny model
-    can do. There are at least 55 to the power of ten lists of sums, so a repeated list is practically impossible.
+    can do. There are at least 55^10 lists of sums, so a repeated list is practically impossible.
     """
     facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:

@@ -54,7 +54,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
     if missing:
         raise Refusal.at(
             samples,
-            f"lacks the columns {', '.join(missing)}; it has {', '.join(rows.columns)}",
+            f"lacks the columns {', '.join(missing)}; the existing columns are {', '.join(rows.columns)}",
             "give a file that `lockstep sample` wrote",
             code="missing-column",
         )
@@ -353,8 +353,8 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns a KTO row for each distinct response, labelled by the threshold or the mean reward. Returns the reason if
-    there is no row."""
+    """Returns a KTO row for each distinct response. Its label is true if its reward is at least `threshold`, which by
+    default is the mean reward of the question's responses. Returns the reason if there is no row."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold

@@ -92,7 +92,7 @@ def locate(given: str, base: Path | None) -> FoundFiles:
 
 
 def _refuse_pipe(given: str, path: Path) -> None:
-    """Refuse pipes and devices: reading them may never end."""
+    """Refuses pipes and devices, because reading them may never end."""
     if path.exists() and not path.is_file():
         raise Refusal.at(
             given, "is a pipe or a device, not a file", "write the rows to a file and give its path", code="not-a-file"
@@ -100,7 +100,7 @@ def _refuse_pipe(given: str, path: Path) -> None:
 
 
 def _refuse_odd(given: str, path: Path) -> None:
-    """Refuse pipes and broken symbolic links."""
+    """Refuses pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
         raise Refusal.at(given, "is a broken symbolic link", "give the path of an existing file", code="no-such-file")
@@ -228,8 +228,8 @@ class FileCache:
         return CachedFile(FileInfo(name, rows, size, sha256), shape, every, partly, open_file)
 
     def remember(self, form: str, file: RowFile) -> None:
-        """Store the metadata of a valid file. Metadata of small files is not stored, because parsing a small file is as
-        fast as reading the cache."""
+        """Stores the metadata of a valid file. Metadata of small files is not stored, because parsing a small file is
+        as fast as reading the cache."""
         info, lines = file.info, file.lines
         if not worth_keeping(info.rows):
             return

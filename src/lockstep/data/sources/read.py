@@ -1,7 +1,7 @@
 """Reads the rows of a source: a file, a folder, a pattern of files, or a hub data set.
 
-All files are checked before the first row is used, and all problems are reported together. Otherwise a truncated last
-file could stop a run after hours.
+All files are checked before the first row is used, and all problems are reported together. Without this check a
+truncated last file could stop a run after hours.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def read_hub(given: str) -> RowSet:
         raise Refusal.at(given, f"cannot be loaded: {error}", _FORM, code="hub-failed") from error
     if isinstance(loaded, dict):
         if len(loaded) != 1:
-            # Taking the first split without asking could train on the test split.
+            # If the first split were used silently, a run could train on the test split.
             raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM, code="several-candidates")
         loaded = next(iter(loaded.values()))
     table: pa.Table = loaded.with_format("arrow")[:]

@@ -3,8 +3,8 @@
 All rows of a source must have the same columns of `FORMAT_COLUMNS`, which determine the row format, with values of one
 kind. Other columns, such as an id or a comment, may have values of several kinds. Other columns may also be missing in
 some rows, which is reported. A kind is a JSON type (string, number, boolean, list, object), also for Arrow columns, so
-that parquet and jsonl files can be compared. Null agrees with every kind. Integers and floats are the same kind. The
-kinds of nested values are not compared.
+that parquet and jsonl files can be compared. A null value is accepted in a column of any kind. Integers and floats are
+the same kind. The kinds of nested values are not compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ColumnKinds = Mapping[str, str]
 
 NULL = "null"
 MIXED = "mixed"
-# Columns that a row may lack, as if they were null. For example, not every chat has tools.
+# Columns that a row may lack. A missing column is treated as null. For example, not every chat has tools.
 OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
 # Columns that determine the format of a row.
 # fmt: off

@@ -1,7 +1,7 @@
 """Reads rows with a user function: `reader(path)` yields a dict for each row.
 
-The function runs in a separate process with time and memory limits. Another process cannot load a callable that was
-passed from Python. Such a callable runs in this process, with the time limit only.
+The function runs in a separate process with time and memory limits. A callable that was passed from Python cannot be
+loaded in another process, so it runs in this process, with a time limit but without a memory limit.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class UserReader:
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
     """Reads all rows of `path` with the user's function. The hash of the rows replaces the hash of a file.
 
-    If something outside kills or stops the reader's process, it is restarted once. If the process is lost a second
-    time, raises `LostProcess`. In that case the user's function is not at fault (the host may lack memory), so
-    restarting the run may help.
+    If something other than the user's function kills or stops the reader's process, the process is restarted once. If
+    the process is lost a second time, raises `LostProcess`. The cause of `LostProcess` is not the user's function (the
+    host may lack memory), so restarting the run may help.
     """
     if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))

@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 # Attention sinks only rescale the output of attention without sinks: the keys keep the fraction sigmoid(lse - sink) of
-# the probability. The value vector of a sink is 0, so the gradient of a sink is -probability * (upstream . output).
-# Shapes: T tokens, H heads.
+# the probability. The value vector of a sink is 0, so the gradient of a sink is -probability * (upstream . output). The
+# suffixes of tensor names mean T tokens and H heads.
 
 
 def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,8 +25,8 @@ def sink_gradient(
     return -(p_sink_HT * delta_HT).sum(1).to(sinks_H.dtype)
 
 
-# Shapes: N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A soft cap c replaces a score s
-# by c * tanh(s / c). A sink is one extra logit per head whose value vector is 0.
+# The suffixes of tensor names mean N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A
+# soft cap c replaces a score s by c * tanh(s / c). A sink is one extra logit per head whose value vector is 0.
 
 # Maximum memory of one block of fp32 scores. Queries are processed in blocks, so that no (heads, T, T) tensor is
 # allocated.

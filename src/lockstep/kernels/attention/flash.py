@@ -14,8 +14,8 @@ from lockstep.kernels.attention.partial_attention import Gradients, PartialKerne
 # Cascade attention over sequences that share a prefix, without copying the prefix. One part is the attention of a token
 # to the unshared tokens of its sequence, and the other part is its attention to the shared prefix, if there is one. The
 # two parts are merged by their log-sum-exp (lse). Given the merged output and lse, the backward of each part returns
-# its exact contribution to the gradients. Shapes: T tokens of the packed row, of which R follow a shared prefix, H
-# query heads, G key/value heads, D head size.
+# its exact contribution to the gradients. The suffixes of tensor names mean T tokens of the packed row, of which R
+# follow a shared prefix, H query heads, G key/value heads, D head size.
 
 
 def cascade_attention(
@@ -105,8 +105,8 @@ def add_rows_(total_THD: torch.Tensor, rows_R: torch.Tensor, more_RHD: torch.Ten
     total_THD.index_add_(0, rows_R, more_RHD)
 
 
-# Torch's varlen flash attention. Shapes: T tokens, H query heads, G key/value heads, D head size. The plain-torch
-# reference is in `varlen.py`.
+# Torch's varlen flash attention. The suffixes of tensor names mean T tokens, H query heads, G key/value heads, D head
+# size. The plain-torch reference is in `varlen.py`.
 
 # The largest head size that torch's flash attention kernel supports.
 LARGEST_HEAD = 256
@@ -152,8 +152,8 @@ def flash_with_sinks(
 class _FlashWithSinks(torch.autograd.Function):
     """Computes attention without sinks, and rescales the output because the sinks take a part of the probability mass.
 
-    The kernel's backward needs only the output and the lse. If output and lse include the sinks, its gradients are
-    exact. The gradient of the sinks is computed by `sink_gradient`.
+    The kernel's backward needs only the output and the lse. If output and lse include the sinks, the kernel's gradients
+    are exact. The gradient of the sinks is computed by `sink_gradient`.
     """
 
     @staticmethod
@@ -238,8 +238,8 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Computes partial attention (see `partial_attention.py`). Like the reference, the kernel aligns causal sequences
-    at their end."""
+    """Computes partial attention (see `partial_attention.py`). Like the reference, the kernel aligns the queries and
+    keys of a causal sequence at their end."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )

@@ -85,7 +85,7 @@ def transformers_attention(
         )
     rows, heads, width, size = query.shape
     scale = scaling if scaling is not None else size**-0.5
-    # N rows of equal width are flattened to one packed row. Right-padded batches also use this path.
+    # N rows of equal width are flattened to one packed row. Right-padded batches are flattened too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window: int | None = getattr(module, WINDOW)
     chunk: int | None = getattr(module, CHUNK, None)

@@ -34,20 +34,21 @@ class Layout:
     """Describes sequences packed into one row, and the slot of each token when sequences are regrouped by length.
 
     `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, and `tokens_of_slots` is the
-    inverse. Padding slots point at token 0, and their output is never read. Both maps are None if all sequences have
-    the same length, because regrouping is then a view. Both maps are built on first use, because varlen kernels do not
-    need them. A prefix that several sequences share is stored once in the packed row (see `Sharing`).
+    inverse. Padding slots point at token 0, and their output is never read. `slots_of_tokens` and `tokens_of_slots` are
+    None if all sequences have the same length, because regrouping is then a view. Both are built on first use, because
+    varlen kernels do not need these maps. A prefix that several sequences share is stored once in the packed row (see
+    `Sharing`).
     """
 
     kernel: str
     longest: int
     bounds: torch.Tensor
     ends: tuple[int, ...]
-    """End of each sequence in the packed row, as host integers. Reading the ends from the device would synchronise with
-    it."""
+    """End of each sequence in the packed row, as host integers. Reading the ends from device memory would wait for the
+    device."""
     packed_index_E: torch.Tensor | None = None
-    """Index in the packed row of each token of the expanded sequences (with a copy of the prefix each), on the host;
-    None if no prefix is shared."""
+    """For each token of the expanded sequences (each with its own copy of the prefix), its index in the packed row. A
+    host tensor, or None if no prefix is shared."""
     in_chunks: bool = False
     """Whether the sequences of this layout are the chunks of the sequences of another layout."""
     _chunked: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
@@ -79,7 +80,7 @@ class Layout:
 
     @property
     def slots_E(self) -> torch.Tensor | None:
-        """Slot of each token of the expanded sequences. None if no prefix is shared."""
+        """Slot of each token of the expanded sequences, or None if no prefix is shared."""
         return self._regrouped.slots_E
 
     @cached_property

@@ -1,8 +1,8 @@
 """Reads the attention window of each layer from the model's masks: causal, or causal within a window.
 
 In transformers, a model may pass a window to attention as a keyword, as a mask, or as both. Lockstep builds no masks.
-Instead, a probe forward pass after loading sets the window on each attention module. Only causal and sliding-window
-masks are accepted.
+Instead, lockstep runs the model once after loading (the probe pass), and stores the window on each attention module.
+Only causal and sliding-window masks are accepted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 
 PROBE = "lockstep_probe"
-# Names of attributes that are set on an attention module. WINDOW is its window, or None if it sees all earlier tokens.
-# SHAPE is the shape of its keys and values as (heads, key size, value size).
+# Names of attributes that are set on an attention module. WINDOW is the module's window, or None if a token sees all
+# earlier tokens. SHAPE is the shape of its keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
@@ -113,7 +113,8 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     """Returns the window of a transformers mask function `(batch, head, query, key) -> seen`, which takes index
     tensors.
 
-    Lockstep has one window for all `heads` of a layer, so a mask with different tokens per head is an error.
+    Lockstep has one window for all `heads` of a layer, so a mask that shows different tokens to different heads is an
+    error.
     """
 
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -162,8 +163,8 @@ def _mismatch(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], found:
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if it sees all
-    tokens."""
+    """Returns the number of tokens that the token at position FAR sees, including itself. Returns None if this token
+    sees all earlier tokens."""
     query = torch.tensor([FAR])
     if bool(sees(query, torch.tensor([0]))):
         return None

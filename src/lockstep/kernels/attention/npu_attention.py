@@ -104,9 +104,10 @@ def infer_decode(
 
 
 # Partial attention. The forward operator returns the row maximum and the sum of exponentials, so lse = max + log(sum).
-# The backward operator takes maximum and sum. With max = lse, sum = 1 and the merged output, it returns this part's
-# contribution to the gradients. By default, maximum and sum are ordered by head within each sequence. `softmax_layout`
-# selects the order of the queries instead. `partial.py` checks this kernel against the reference before it is used.
+# The backward operator takes maximum and sum. With max = lse, sum = 1 and the merged output, the backward operator
+# returns this part's contribution to the gradients. By default, maximum and sum are ordered by head within each
+# sequence. The argument `softmax_layout` orders maximum and sum by query instead. `partial.py` checks this kernel
+# against the reference before it is used.
 
 PACKED_LAYOUT = "TND"
 # The operator stores this many copies of the maximum and the sum of each query and head.

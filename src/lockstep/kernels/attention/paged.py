@@ -1,8 +1,8 @@
 """Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
-Shapes: T tokens of a forward pass, B sequences that decode one token each, M block-table entries per sequence, H query
-heads, G key/value heads, D head size. A slot holds the key and value of one token. The index of a slot is block * block
-size + position in the block.
+The suffixes of tensor names mean T tokens of a forward pass, B sequences that decode one token each, M block-table
+entries per sequence, H query heads, G key/value heads, D head size. A slot holds the key and value of one token. The
+index of a slot is block * block size + position in the block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Paged decode attention in Triton: one query token per sequence attends to its KV cache blocks, with split-KV.
 
-The plain-torch reference is `gathered_decode` in `paged.py`. Shapes: B sequences, H query heads, G key/value heads,
-D key size, V value size, S splits of a sequence.
+The plain-torch reference is `gathered_decode` in `paged.py`. The suffixes of tensor names mean B sequences, H query
+heads, G key/value heads, D key size, V value size, S splits of a sequence.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Returns the number of splits per sequence. The number depends only on the sizes of batch and block table, because
-    the grid of a captured CUDA graph is fixed."""
+    """Returns the number of splits per sequence. This number of splits depends only on the sizes of batch and block
+    table, because the grid of a captured CUDA graph is fixed."""
     target = BUSY * _processors(device) // programs
     return max(1, min(MOST_SPLITS, _power_below(target), _power_below(longest // PIECE)))
 

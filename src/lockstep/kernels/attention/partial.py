@@ -61,13 +61,14 @@ def same_parts(
     )
 
 
-# Shapes: T queries, S keys, H query heads, G key/value heads, D key size, E value size.
+# The suffixes of tensor names mean T queries, S keys, H query heads, G key/value heads, D key size, E value size.
 
 
 def partial_kernel(
     name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None = None
 ) -> PartialKernel:
-    """Returns the kernel of the device whose `attention` is `name` if it supports these inputs, else plain torch."""
+    """Returns the kernel with the name `name` (`Device.attention`) if it supports these inputs, otherwise plain
+    torch."""
     if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
         return FLASH_PARTS
     if name == "npu_fusion" and _fusion_serves(query_THD, value_SGE, where, window):
@@ -88,7 +89,8 @@ def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sect
 def _warn_once(problem: str) -> None:
     """Warns once per problem."""
     warnings.warn(
-        f"attention over parallel.context_parallel uses plain torch: npu_fusion_attention has no {problem}",
+        "attention over parallel.context_parallel uses plain torch: npu_fusion_attention has no support for "
+        f"these inputs: {problem}",
         stacklevel=4,
     )
 

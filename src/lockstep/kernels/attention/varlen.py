@@ -102,16 +102,16 @@ def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 
 
 class Fused(NamedTuple):
-    """A varlen kernel, and a function that says which inputs it supports. The reference implementation handles other
-    inputs."""
+    """A varlen kernel, and a function that says which inputs it supports. The reference implementation handles the
+    inputs that the kernel does not support."""
 
     run: Callable[..., torch.Tensor]
     fits: Callable[[torch.Tensor, Layout, float], bool]
     with_sinks: Callable[..., torch.Tensor] | None = None
     """The kernel that takes attention sinks as an additional argument. No kernel with sinks supports a soft cap."""
     shared: Callable[..., torch.Tensor] | None = None
-    """The kernel for shared prefixes (a `Cascade`). If None, every sequence gets a copy of its prefix before `run` is
-    called."""
+    """The kernel for shared prefixes (a `Cascade`). If `shared` is None, every sequence gets a copy of its prefix
+    before `run` is called."""
 
 
 # The varlen kernels by name. `Device.attention` holds the name of the kernel.
@@ -158,10 +158,10 @@ def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Gathers rows by index, each row once. The backward pass is a gather too.
+    """Gathers rows by index, each row once. The backward pass of this gather is a gather too.
 
-    Every token has exactly one slot, and the output of padding slots is never read. Therefore the gradient is the
-    inverse gather, with zeros for padding slots, and it needs no scatter-add.
+    Every token has exactly one slot, and the output of padding slots is never read. Therefore the gradient of this
+    gather is the inverse gather, with zeros for padding slots, and needs no scatter-add.
     """
 
     @staticmethod

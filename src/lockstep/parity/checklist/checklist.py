@@ -183,11 +183,13 @@ def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]
     if other or unlike:
         found = [f"other {part}" for part in other]
         found += [f"{len(unlike)} weights differ, the first is {unlike[0]}"] if unlike else []
-        means = "the two sides do not start from the same model: copy the folder, and run this again first"
+        means = (
+            "recorded run and replay start from different models: copy the model folder, and run the checklist again"
+        )
         return CheckItem(name, False, "; ".join(found), means)
     if "weights" not in parts:
-        return CheckItem(name, None, "", "the model of one side is not a local folder, so its files cannot be compared")
-    return CheckItem(name, True, f"the same {', '.join(parts)}", "both sides start from the same model")
+        return CheckItem(name, None, "", "the model of one run is not a local folder, so its files cannot be compared")
+    return CheckItem(name, True, f"the same {', '.join(parts)}", "recorded run and replay start from the same model")
 
 
 def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout], tolerance: Tolerance) -> CheckItem:
@@ -200,13 +202,13 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
         for which, rollout in by_prompt_and_sample(ours).items()
     )
     measured = f"{same} of {len(ours)} responses begin with the recorded {FIRST_TOKENS} tokens; "
-    measured += f"log-probabilities differ by {check.error:.2g} (allowed {check.allowed:.2g})"
+    measured += f"log-probabilities differ by {check.error:.2g} (at most {check.allowed:.2g} is allowed)"
     if check.passed:
-        measured += "" if same == len(ours) else "; where responses diverge it was a tie"
+        measured += "" if same == len(ours) else "; where responses diverge, two tokens tied within the tolerance"
         return CheckItem("first tokens", True, measured, "the engines generate the same tokens from the same weights")
     means = (
-        f"the engine generates other tokens from the same weights, and no tie explains it ({check.where}): see "
-        "prefill and decode; if that passes, check sampling (seed, temperature, top-p, end tokens)"
+        f"the engine generates other tokens from the same weights, and no tie explains it ({check.where}): see the "
+        "item `prefill and decode`; if it passes, check sampling (seed, temperature, top-p, end tokens)"
     )
     return CheckItem("first tokens", False, measured, means)
 
@@ -235,7 +237,8 @@ def first_update(recorded: StepRecord, replayed: StepRecord, tolerance: Toleranc
     """Compares the loss and gradient norm of the first update of each trained model (policy, critic)."""
     checks = [check for pair in _firsts(recorded, replayed) for check in _update_checks(recorded, *pair, tolerance)]
     measured = "; ".join(
-        f"{check.what} {check.where} (differs by {check.error:.2g}, allowed {check.allowed:.2g})" for check in checks
+        f"{check.what} {check.where} (differs by {check.error:.2g}, at most {check.allowed:.2g} is allowed)"
+        for check in checks
     )
     failed = [check.what for check in checks if not check.passed]
     if not any(update.get("grad_norm") for pair in _firsts(recorded, replayed) for update in pair):
@@ -259,8 +262,8 @@ def _firsts(recorded: StepRecord, replayed: StepRecord) -> list[tuple[dict[str, 
 
 def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance) -> list[Check]:
     learner = a["learner"]
-    # With centred advantages a loss may be 0 although its gradients are not. So the error is relative to the sum of
-    # absolute token gradients, if that is larger.
+    # With centred advantages a loss may be 0 although its gradients are not. So the error is relative to the loss or to
+    # the sum of absolute token gradients, whichever is larger.
     pulls = float(recorded.tensors[f"{learner}/0/pulls"].double().abs().sum())
     figures = {"loss": (max(abs(a["loss"]), pulls, 1e-12), tolerance.loss + tolerance.logprob)}
     if "grad_norm" in a and "grad_norm" in b:
@@ -285,7 +288,7 @@ def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
     ]
     if not differ and replayed.info["updates"] == again.info["updates"]:
         return CheckItem(
-            "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
+            "repeatability", True, f"{len(names)} tensors of the step are bitwise equal", "the step repeats exactly"
         )
     measured = f"{len(differ)} of {len(names)} tensors differ when the step runs twice"
     means = "for information: some kernels are not deterministic; run.deterministic=true selects deterministic ones"

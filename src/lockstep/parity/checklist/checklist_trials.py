@@ -34,7 +34,8 @@ SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
 STANDSTILL = 3
 # To distinguish old weights from new ones, an update must change log-probs by this multiple of the tolerance.
 VISIBLE = 10
-# Number of learning rates that are tried for such an update: the recipe's rate first, then each ten times larger.
+# Number of learning rates that are tried until an update changes log-probs enough: first the recipe's rate, then rates
+# that are each ten times larger than the previous one.
 RATES = 5
 
 OFFLINE = "an offline method generates nothing"
@@ -94,12 +95,12 @@ class Bench:
         return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
-        """Returns the model's output for each target token. For a policy it is the log-prob."""
+        """Returns the model's output for each target token. For a policy the output is the log-prob."""
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
-        """Runs an update that increases the model's outputs instead of the run's loss, so that its gradient is never
-        0."""
+        """Runs an update whose loss is minus the sum of the model's outputs, not the run's loss, so that the gradient
+        is never 0."""
         learner.forward_backward(self.arranged(self.examples).batches, _raise_outputs)
         learner.optim_step(rate)
 
@@ -217,8 +218,8 @@ def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
     old_K = bench.answers(learner, bench.arranged(after.experience.examples))
     moved, stale = root_mean_square(after.trainer_K, old_K), root_mean_square(after.rollout_logprobs_K, old_K)
     measured = (
-        f"after an update at rate {rate:.2g} the engine is {after.difference:.2g} from the trainer's new weights "
-        f"(allowed {allowed:.2g}) and {stale:.2g} from the old ones"
+        f"after an update at rate {rate:.2g} the engine is {after.difference:.2g} nats from the log-probabilities of "
+        f"the trainer's new weights (at most {allowed:.2g} is allowed) and {stale:.2g} nats from those of the old ones"
     )
     measured += bench.training.generator.proof()
     if after.difference <= allowed:
@@ -272,14 +273,16 @@ def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
         for learner in bench.models.learners
     }
     drift = max(drifts.values())
-    measured = f"{STANDSTILL} updates at rate 0 changed the model's outputs by {drift:.2g} (allowed {allowed:.2g})"
+    measured = (
+        f"{STANDSTILL} updates at rate 0 changed the model's outputs by {drift:.2g} (at most {allowed:.2g} is allowed)"
+    )
     means = "weights do not change at learning rate 0"
     failed = []
     if not drift <= allowed:
         whose = max(drifts, key=lambda name: drifts[name])
         failed.append(
             f"weights of `{whose}` change at learning rate 0: master weights that differ from the weights, decay or "
-            "momentum that ignores the rate, a buffer that counts, dropout left on"
+            "momentum that ignores the rate, a buffer that counts, or dropout left on may be the cause"
         )
     if before is not None:
         after = generate_and_score(bench)
@@ -287,7 +290,9 @@ def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
         measured += f"; engine and trainer differed by {before.difference:.2g} and now by {after.difference:.2g}"
         means += ", and engine and trainer differ by no more than before"
         if not grown <= allowed:
-            failed.append("engine and trainer drift apart: the engine keeps state from call to call")
+            failed.append(
+                "engine and trainer drift apart (their difference changed): the engine keeps state from call to call"
+            )
     bench.restore()
     return CheckItem("learning rate 0", not failed, measured, "; ".join(failed) or means)
 
@@ -300,21 +305,19 @@ def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
     bench.restore()
     name, allowed = "prefill and decode", bench.tolerance.logprob
     first, later = generate_and_score(bench, max_tokens=1), complete.later()
-    measured = f"engine against trainer: first token {first.difference:.2g}, "
-    measured += f"later ones {later.difference:.2g} (allowed {allowed:.2g})"
+    measured = f"engine against trainer: first token {first.difference:.2g} nats, "
+    measured += f"later tokens {later.difference:.2g} nats (at most {allowed:.2g} is allowed)"
     if not first.difference <= allowed:
         where = worst_difference(first.rollout_logprobs_K, first.trainer_K, "response")
         means = (
-            f"prefill differs, or the pass that samples the first token ({where}): check how the engine runs a prompt "
-            "(positions, mask, cache, temperature); differences of later tokens may follow from it"
+            f"prefill differs, or the pass that samples the first token differs ({where}): check how the engine runs a "
+            "prompt (positions, mask, cache, temperature); differences of later tokens may have the same cause"
         )
     elif not later.difference <= allowed:
         where = worst_difference(later.rollout_logprobs_K, later.trainer_K, "later token")
-        means = (
-            f"decode differs and prefill does not ({where}): check the cache of earlier tokens, its blocks, positions"
-        )
+        means = f"decode differs and prefill does not ({where}): check the KV cache, its blocks and the positions"
     elif len(later.rollout_logprobs_K):
-        means = "the engine runs prompts and continues responses as the trainer scores them"
+        means = "the engine's log-probabilities match the trainer's, in prefill and in decode"
     else:
         means = "prefill is correct; no response has a second token to test decode"
     return CheckItem(name, first.difference <= allowed and later.difference <= allowed, measured, means)
@@ -335,7 +338,9 @@ def padding(bench: Bench) -> CheckItem:
     packed_K, padded_K = (bench.answers(learner, update) for update in (bench.packed(), bench.padded()))
     bench.restore()
     difference = root_mean_square(packed_K, padded_K)
-    measured = f"packed against padded, {len(bench.examples)} sequences: {difference:.2g} (allowed {allowed:.2g})"
+    measured = (
+        f"packed against padded, {len(bench.examples)} sequences: {difference:.2g} (at most {allowed:.2g} is allowed)"
+    )
     if difference <= allowed:
         return CheckItem("padding and packing", True, measured, "micro-batches do not change the model's outputs")
     where = worst_difference(packed_K, padded_K, "target")

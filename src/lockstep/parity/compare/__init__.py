@@ -1,1 +1,1 @@
-"""Compares two runs or logs: errors, statistical test and verdict. May be imported by `parity` and `cli`."""
+"""Compares two runs or logs: errors, statistical test and verdict. Used by `parity`, `cli`, `api` and `serve`."""

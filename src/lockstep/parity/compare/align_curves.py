@@ -1,7 +1,7 @@
 """Aligns the curves of two runs: finds common steps, averages over logging intervals, and detects shifted step counts.
 
-transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If the
-other run logs every step, its values are averaged over the same steps before the comparison.
+transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If one run
+logs such means and the other logs every step, the values of the other run are averaged over the same steps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""With fewer values it is not tested whether a curve consists of means over several steps."""
+"""Only in a curve with at least this many values, lockstep tests whether the values are means over several steps."""
 CLEARLY = 2.0
-"""The best explanation of two curves (means or single steps, or one shift) must have an error this many times smaller
-than the alternatives."""
+"""Lockstep accepts an explanation of two curves (values are means, or steps are shifted) only if its error is this many
+times smaller than that of the alternatives."""
 MIN_SHIFT_STEPS = 8
 """A shift needs at least this many common steps, because with fewer steps curves may agree by chance."""
 NEAREST_SHIFTS = 4
@@ -90,8 +90,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Matched:
-    """The curves of both sides on comparable steps. `only_a` and `only_b` count the steps that only one side has.
-    `averaged` says whether and how a side was averaged."""
+    """The curves of A and B on comparable steps. `only_a` and `only_b` count the steps that only A or only B has.
+    `averaged` says whether and how A or B was averaged."""
 
     a: list[Series]
     b: list[Series]
@@ -101,7 +101,7 @@ class Matched:
 
     @property
     def explanation(self) -> str:
-        """Describes which side was averaged and how many steps were left out. The description is empty if both sides
+        """Describes which of A and B was averaged and how many steps were left out. The description is empty if A and B
         logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
@@ -112,9 +112,9 @@ class Matched:
 
 
 def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
-    """Aligns the first runs of both sides, and treats further runs of a side in the same way. A side is averaged only
-    if the other side logs means over several steps, and if all steps of these means are present. Whether values are
-    means is known from the log format or detected by `_detected_means`."""
+    """Aligns the first runs of A and B, and treats their repeated runs in the same way. A is averaged only if B logs
+    means over several steps and A has all these steps, and vice versa. Whether values are means is known from the log
+    format or detected by `_detected_means`."""
     a, b = a_runs[0], b_runs[0]
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
@@ -128,7 +128,9 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
     every, other = max(gap_a, gap_b), "B" if rarer == "A" else "A"
     if means is None or 2 * len(means.steps) < len(plain.steps):
         certain = coarse.mean and gap_a != gap_b and len(plain.steps)
-        explanation = f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of them: not averaged"
+        explanation = (
+            f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of these steps: not averaged"
+        )
         return Matched(series_a, series_b, *only, explanation if certain else "")
     detected = "" if coarse.mean else _detected_means(coarse.series, fine.series, means)
     if detected is None:
@@ -143,8 +145,8 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
 
 
 def averaged(coarse: Series, fine: Curve) -> Series | None:
-    """Averages `fine` over each logging interval of `coarse` in which `fine` has every step. Returns None if there is
-    no such interval.
+    """Averages `fine` over each logging interval of `coarse` in which `fine` has every step. Returns None if `fine`
+    lacks steps of every interval.
 
     If the values of `fine` are means themselves, each value is weighted by the number of its steps.
     """
@@ -154,8 +156,8 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
     first, last = np.searchsorted(cell_ends, starts, "right"), np.searchsorted(cell_ends, ends, "right")
     upto = np.concatenate([[0], np.cumsum(lengths)])
     covered = (last > first) & (upto[last] - upto[first] == ends - starts)
-    # The cells (steps of one value of `fine`) do not overlap. If they have as many steps as the interval of `coarse`
-    # and start where it starts, they cover it.
+    # The cells (steps of one value of `fine`) do not overlap. If the cells have as many steps as an interval of
+    # `coarse` and start where the interval starts, they cover the interval.
     covered[covered] = cell_starts[first[covered]] == starts[covered]
     if not covered.any():
         return None
@@ -185,8 +187,8 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
-    """Tests whether the values of `coarse` are means of several steps of `fine`. If they are, returns as text the
-    errors that show it; otherwise None."""
+    """Tests whether the values of `coarse` are means of several steps of `fine`. If they are means, returns a text with
+    the errors against means and against single steps, otherwise None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
@@ -207,8 +209,8 @@ def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
 
 
 def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
-    """Describes the planned steps for which a side has no finite value: at the end, at the start and in between.
-    Returns an empty string if there are none. If a side logs every ten steps, the nine steps in between are not
+    """Describes the planned steps for which A or B has no finite value: at the end, at the start and in between.
+    Returns an empty string if no step is missing. If a run logs every ten steps, the nine steps in between are not
     missing."""
     last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
     # Step 0 is ignored, because some frameworks log an evaluation as step 0 before the first update.
@@ -233,15 +235,15 @@ def _missing(series: Series, first: int, last: int) -> Iterator[str]:
 
 
 def usual_gap(series: Series) -> float:
-    """Returns the median number of steps between two values of the curve. If it has a single value, returns the step of
-    that value."""
+    """Returns the median number of steps between two values of the curve. If the curve has a single value, returns the
+    step of that value."""
     steps = series.steps
     if not len(steps):
         return 1.0
     return float(np.median(np.diff(steps))) if len(steps) > 1 else float(max(1, steps[0]))
 
 
-# Shifted step counts: one side starts at 0 and the other at 1, or a resumed run restarts its count -------------------
+# Shifted step counts: one run starts at 0 and the other at 1, or a resumed run restarts its count -------------------
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,7 @@ def _selected(series: Series, first: int, last: int) -> Series:
 
 def better_shift(a: Curve, b: Curve) -> Shift | None:
     """Returns the shift of B's steps with which the curves agree clearly better than with any other shift. Returns None
-    if there is no such shift."""
+    if no shift is clearly better."""
     needed = max(MIN_SHIFT_STEPS, min(_finite_count(a.series), _finite_count(b.series)) // 2)
     if _finite_count(a.series) < needed or _finite_count(b.series) < needed or _mean_error(a, b)[0] == 0:
         return None

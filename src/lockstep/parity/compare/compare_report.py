@@ -126,11 +126,11 @@ def _cell(value: float | int | None, width: int) -> str:
 def _speed(throughput: Throughput) -> list[tuple[str, str]]:
     rows = []
     if throughput.ratio is not None:
-        rates = f"{throughput.b:,.0f} over {throughput.a:,.0f} tokens/s per device"
+        rates = f"B {throughput.b:,.0f}, A {throughput.a:,.0f} tokens/s per device"
         rows.append(("first 4 steps", f"{throughput.ratio:.3f} ({rates})"))
     if throughput.matched_ratio is not None:
         rows.append(("equal lengths", f"{throughput.matched_ratio:.3f} ({throughput.matched_steps:,} steps)"))
-    rows += [(phase.name, f"{phase.ratio:.3f} ({phase.b:,.0f} over {phase.a:,.0f})") for phase in throughput.phases]
+    rows += [(phase.name, f"{phase.ratio:.3f} (B {phase.b:,.0f}, A {phase.a:,.0f})") for phase in throughput.phases]
     return rows or [("unknown", "the logs contain no throughput")]
 
 
@@ -166,14 +166,14 @@ def as_strict_json(comparison: Comparison) -> str:
     """Returns the comparison as one line of strict JSON, which has null instead of NaN and infinity."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     values = strict(replace(comparison, metrics=bare).as_json())
-    # The curves already have None instead of NaN. Converting them again would be slow, because they are long.
+    # The curves already have None instead of NaN. Converting the curves again would be slow, because they are long.
     for metric, written in zip(comparison.metrics, values["metrics"], strict=True):
         written |= {"steps": metric.steps, "a": metric.a, "b": metric.b, "repeats": metric.repeats}
     return json.dumps(values, allow_nan=False, ensure_ascii=False)
 
 
 def strict(value: Any) -> Any:
-    """Returns a copy of the value for strict JSON: NaN and infinity become None, and objects of other types become
+    """Returns a copy of the value for strict JSON, in which NaN and infinity are None and objects of other types are
     text."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
@@ -185,7 +185,7 @@ def strict(value: Any) -> Any:
 
 
 def curve(values: list[float | None], digits: int | None) -> list[float | None]:
-    """Replaces NaN and infinity by None and rounds other points to `digits` significant digits (None: exact values)."""
+    """Replaces NaN and infinity with None and rounds other points to `digits` significant digits (None: exact)."""
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     if digits is None:
         return finite
@@ -207,7 +207,7 @@ def page(comparison: Comparison) -> str:
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """Returns the data of the HTML page: `as_json()` as strict JSON, with each distinct list of steps stored only
+    """Returns the data of the HTML page, which is `as_json()` as strict JSON with each distinct list of steps stored
     once."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())

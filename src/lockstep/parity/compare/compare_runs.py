@@ -44,8 +44,8 @@ from lockstep.run.output import write
 @dataclass(frozen=True)
 class CompareOptions:
     """The options of `lockstep compare`. `report` is the path of the HTML report (None: in B's run folder). `support`
-    is the support table to update (None: no table is updated). `value` is the metric name of a tensorboard csv export,
-    because the export does not contain the name. `steps` is the first and the last compared step."""
+    is the support table to update (None: no table is updated). `value` is the metric name for a tensorboard csv export,
+    which does not contain a metric name. `steps` is the first and the last compared step."""
 
     a: str
     b: str
@@ -61,7 +61,8 @@ class CompareOptions:
 
 
 def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
-    """Returns the exit code: 0 in step or within noise, 1 out of step, 2 cannot tell or not comparable."""
+    """Returns the exit code of the verdict: 0 for in step or within noise, 1 for out of step, 2 for cannot tell or not
+    comparable."""
     names = {
         **(read_names(options.names) if options.names else {}),
         **({VALUE: options.value} if options.value else {}),
@@ -90,8 +91,8 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
-    """Shows the comparison of the curves, then that of the stages and modules of all recorded updates. Returns whether
-    the updates are in step."""
+    """Shows the comparison of the curves, then the comparison of the stages and modules of all recorded updates.
+    Returns whether the recorded updates of A and B are in step."""
     # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
@@ -156,8 +157,8 @@ def compare(
     steps: tuple[int, int] | None = None,
 ) -> Comparison:
     """Compares B with A. The verdict uses the metrics in `metrics` (`name` or `name in A=name in B`) instead of the
-    default metrics. It also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to the steps
-    of B and its repeats; `steps` (first, last) limits the compared steps."""
+    default metrics. The verdict also uses the metrics in `bars` (metric name -> limit in percent). `shift` is added to
+    the steps of B and its repeats. `steps` (first, last) limits the compared steps."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))
@@ -200,7 +201,7 @@ def compare(
 
 def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
     """Assigns each repeat run to the side (A or B) with the same set-up, or to A if neither side matches. Also returns
-    remarks on repeats that may not be repeats."""
+    remarks on runs that the user gave as repeats but that may not be repeats."""
     of_a, of_b, doubts = [a], [b], []
     for repeat in repeats:
         side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
@@ -211,8 +212,8 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
             )
         if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
             doubts.append(
-                f"the noise between runs with the same seed: the repeat {repeat.source} has another seed, which adds "
-                "noise"
+                f"the noise between runs with the same seed is unknown: the repeat {repeat.source} has another seed, "
+                "which adds noise"
             )
     return Sides(tuple(of_a), tuple(of_b)), doubts
 
@@ -224,7 +225,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
             if name in log.ambiguous:
                 return Refusal.at(
                     log.source,
-                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resumed run does not explain this",
                     "write a separate file for each rank or run, or keep only the rows of one rank or run",
                     code="ambiguous-steps",
                 )
@@ -245,7 +246,7 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
             yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
-            yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"
+            yield f"{whose}: {lacking} of its repeats {verb} too many steps in a row, so only the others are used"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
@@ -264,7 +265,8 @@ def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) 
 
 def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
     """Returns the metric that decides the verdict by default: the reward of online runs or the loss of other runs, as
-    in the Ascend documents. If a log does not have this metric, the result contains it only if `needed` is true."""
+    in the Ascend documents. If a log lacks this default metric, the result contains the metric only if `needed` is
+    true."""
     methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
     rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
     online = any(method in ONLINE for method in methods) if methods else bool(rewards)
@@ -307,7 +309,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
     if not len(pair.steps):
         return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
     if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
-        return f"{choice.name} is not a number in A or B at any of the {len(pair.steps):,} common steps"
+        return f"{choice.name} is a number in both A and B at none of the {len(pair.steps):,} common steps"
     return matched
 
 

@@ -1,4 +1,5 @@
-"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display these values."""
+"""The result of `lockstep compare` as dataclasses. The outputs (console, JSON, HTML) only display the values in these
+dataclasses."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ class Figures:
     first: int
     last: int
     mean_error_percent: float
-    """sum |a - b| / N x 100 over the N common steps. It is an absolute difference, as the Ascend documents define
-    it."""
+    """sum |a - b| / N x 100 over the N common steps. The mean error is an absolute difference, as the Ascend documents
+    define it."""
     relative_error_percent: float | None
     """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
-    """sum |a - b| / sum |a| x 100. This relative error is robust against single steps at which a is near 0."""
+    """sum |a - b| / sum |a| x 100. The scaled error is robust against single steps at which a is near 0."""
     worst: float
     worst_step: int
     drift: float
-    """The mean of b - a. If its absolute value is near the mean error, curve b is mostly above or mostly below curve
-    a."""
+    """The mean of b - a. If the absolute value of the drift is near the mean error, curve b is mostly above or mostly
+    below curve a."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from this step to the end the curves differ by more than the bar and the noise. None unless
-    the verdict is out of step."""
+    """The divergence step: from this step to the end the curves differ by more than the bar (the allowed error) and by
+    more than noise. The divergence step is None unless the verdict is out of step."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,22 @@ class Noise:
     """The mean of the errors between all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """The 95 % bootstrap interval (over blocks of steps) of the mean error between A and B minus the mean error between
-    repeats, in percent."""
+    """The bounds, in percent, of a 95 % bootstrap interval over blocks of steps. The interval is for this difference:
+    the mean error between A and B minus the mean error between repeats."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference between A and B that exceeds the noise of repeats, as one statistic of curve_tests.py found it."""
+    """A difference between A and B that exceeds the noise of repeats and that one statistic of curve_tests.py found."""
 
     statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
     """The first and the last step of the difference."""
     difference: float
-    """The mean of b - a from step `first` to step `last`. For a trend, it is the change of b - a between these steps.
-    For scatter, it is the ratio to the scatter of repeats. For opposed moves, it is their correlation."""
+    """The mean of b - a from step `first` to step `last`. For the statistic trend, `difference` is the change of b - a
+    from step `first` to step `last`. For scatter, `difference` is the scatter of b - a divided by the scatter of
+    repeats. For opposed moves, `difference` is the correlation of the moves."""
     noise: float
     """The largest value of `difference` that noise explains."""
     excess: float
@@ -97,37 +99,38 @@ class Metric:
     figures: Figures
     noise: Noise | None
     verdict: Verdict | None
-    """None if the metric is shown but gets no verdict."""
+    """The verdict is None if the metric is shown but not judged."""
     decided_by: str
-    """The explanation of the verdict: which error metric met or missed which bar."""
+    """Explains the verdict: names the error metric and the bar (the allowed error), and says whether the error meets
+    the bar."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
     repeats: list[list[float | None]] = field(default_factory=list)
     scaled: bool = False
-    """True if the scaled error is compared with the bar, False if the mean error is."""
+    """True if the scaled error is compared with the bar (the allowed error), False for the mean error."""
     only_a: int = 0
     only_b: int = 0
-    """The numbers of steps that only log A or only log B contains. These steps are not compared."""
+    """The numbers of steps that only log A or only log B contains and that are therefore not compared."""
     matching: str = ""
     """Describes which values were averaged before the comparison and how many steps are not compared."""
     findings: list[Finding] = field(default_factory=list)
-    """The significant differences, the strongest first. Empty if the metric has no verdict."""
+    """The significant differences, the strongest first. A metric without a verdict has an empty list."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """Whether the error meets the bar of the Ascend documents, without the statistical test. None if the metric has no
-    verdict."""
+    """Whether the error meets the bar (the allowed error) of the Ascend documents, without the statistical test. A
+    metric without a verdict has None."""
     test_result: TestResult | None = None
-    """The result of the statistical test, without the bar. "small difference" means significant, but small relative to
-    the bar."""
+    """The result of the statistical test, without the bar. The result "small difference" means that a difference is
+    significant, but too small for the metric to fail."""
     incomplete: str = ""
-    """Describes the planned steps that are not compared. If it is not empty, the metric does not pass."""
+    """Describes the planned steps that are not compared. A metric for which this text is not empty does not pass."""
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal lengths. If
-    there is no such step, over all common steps."""
+    """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal response
+    lengths (offline: token counts). If there are no such steps, the rates are computed over all common steps."""
 
     name: str
     a: float
@@ -183,7 +186,7 @@ class Comparison:
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Data of the support table: method, model, dtype, hardware and versions of A and B. An unknown value is None."""
     setup_known: bool = True
-    """Whether A and B both recorded their set-up. If one did not, `differences` is empty."""
+    """Whether A and B both recorded their set-up. If A or B did not record its set-up, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
     """Remarks on shifted or selected steps, and on shifts of B's steps with which the curves would agree better."""
 

@@ -20,8 +20,8 @@ MIN_NOISE_STEPS = 8
 
 def figures(pair: Pair, tolerance: np.ndarray | float | None) -> Figures:
     """Computes all error metrics of two curves with at least one common step. The errors are NaN if there is no step at
-    which both curves are finite. `tolerance` is the allowed distance of the curves at each step. If it is None, no
-    divergence step is computed."""
+    which both curves are finite. `tolerance` is the allowed distance of the curves at each step. If `tolerance` is
+    None, no divergence step is computed."""
     finite = pair.finite
     a, b = pair.a[finite], pair.b[finite]
     distance, size = np.abs(a - b), np.abs(a)
@@ -56,13 +56,14 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
-    """Returns the first step after which the curves differ by more than `tolerance` until the end of the run. At each
-    later step, most steps in a window around it must exceed `tolerance`.
+    """Returns the first step from which on the curves differ by more than `tolerance` until the end of the run. From
+    the returned step on, the curves must differ by more than `tolerance` at the majority of the steps in a window
+    around each step.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A divergence that starts in the last half window is ignored. A
-    step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is ignored.
-    Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
+    near the end from causing or hiding a divergence. A divergence that starts in the last `window // 2` steps is
+    ignored. A step at which only one curve is finite exceeds the tolerance. A step at which neither curve is finite is
+    ignored. Curves that cross do not diverge: the mean difference from the returned step to the end must also exceed
     `tolerance`.
     """
     voting = pair.finite | pair.one_sided
@@ -83,8 +84,8 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
 
 
 def window_length(steps: int) -> int:
-    """Returns the length of the voting window: an odd number near a tenth of the steps, between 3 and 9. It is 1 for a
-    curve of one or two steps."""
+    """Returns the length of the voting window: an odd number near a tenth of the steps, between 3 and 9. The window has
+    1 step if the curve has one or two steps."""
     return 1 if steps < 3 else min(LONGEST_WINDOW, max(3, (steps // 10) | 1))
 
 
@@ -112,10 +113,11 @@ def noise_floor(a_runs: Sequence[Series], b_runs: Sequence[Series], seed: int = 
 
 def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarray:
     """Returns bootstrap samples of mean(`across`) - mean(`within`). `across` has the errors between A and B, `within`
-    the errors between repeats. Both have one row per pair of runs and one column per step.
+    the errors between repeats. `across` and `within` have one row per pair of runs and one column per step.
 
-    Each bootstrap sample consists of circular blocks of steps, because errors of neighbouring steps are correlated. It
-    uses one random row of `across` and one of `within`, because a single run may deviate at every step.
+    Each bootstrap sample consists of circular blocks of steps, because errors of neighbouring steps are correlated.
+    Each bootstrap sample uses one random row of `across` and one of `within`, because a single run may deviate at every
+    step.
     """
     steps = across.shape[1]
     block = block_length(across.mean(axis=0) - within.mean(axis=0))
@@ -128,9 +130,9 @@ def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarra
 
 
 def block_length(excess: np.ndarray) -> int:
-    """Returns the block length of the circular block bootstrap, between N^(1/3) and N/4. It is optimal for the mean of
-    an AR(1) series with the lag-1 correlation of `excess` (Politis & White 2004). It gives at most 100 blocks, because
-    more blocks take time and do not narrow the interval."""
+    """Returns the block length of the circular block bootstrap, between N^(1/3) and N/4. This block length is optimal
+    for the mean of an AR(1) series with the lag-1 correlation of `excess` (Politis & White 2004). The bootstrap uses at
+    most 100 blocks, because more blocks take time and do not narrow the interval."""
     steps = len(excess)
     from_mean = excess - excess.mean()
     spread = float((from_mean**2).sum())

@@ -1,8 +1,8 @@
-"""The statistical test of whether run B differs from run A by more than repeats of one run differ, and its power.
+"""Tests whether run B differs from run A by more than repeats of one run differ, and computes the power of this test.
 
 The test examines the difference of the curves: its drift, windows of steps, the end of the run, its trend, its scatter
-and single steps. Without repeats it also tests whether the curves move in opposite directions. docs/compare.md contains
-the formulas and the measured error rates.
+and single steps. Without repeats, the test also examines whether the curves move in opposite directions. The formulas
+and the measured error rates are in docs/compare.md.
 """
 
 from __future__ import annotations
@@ -46,28 +46,31 @@ MEMORY_OF_FEW = 5.5
 """The factor by which noise with a lag-1 autocorrelation of 0.9 raises the t statistic of a mean over up to seven
 steps."""
 LARGEST = 1e6
-"""The maximum reported ratio of a statistic to its critical value. It is reported if the noise is exactly 0."""
+"""The maximum reported ratio of a statistic to its critical value. This ratio is also reported if the noise is exactly
+0."""
 SPIKE_SIZE = 9.5
 """The difference at a single step is significant only if it exceeds this multiple of the root mean square of the
 differences at all other steps."""
 SPIKE_CHANCE = 0.025
-"""The difference at a single step is significant only if the estimated tail of all other steps reaches it with a
-probability of at most this value and at most 0.5 / (number of steps)."""
+"""The difference at a single step is significant only if it is improbable by the estimated tail of all other steps: its
+probability must be at most this value and at most 0.5 / (number of steps)."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
-"""The false-alarm probability of the test for opposed moves. The other statistics together have 4.5 %."""
+"""The false-alarm probability of the test for opposed moves, which runs only without repeats. Without repeats, all
+other statistics together have a false-alarm probability of 4.6 %."""
 FEWER_MOVES = 1.5
 """The number of step-to-step moves is divided by this factor, because moves are correlated. Neighbouring moves share a
-step, so their correlation is -1/2 if the noise is uncorrelated. Then n moves have the information of n / (1 + 2 / 4)
-independent moves (Bartlett 1935). If the noise is autocorrelated, the moves have more information."""
+step, so their correlation is -1/2 if the noise is uncorrelated. With a correlation of -1/2, n moves have the
+information of n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, n moves have more
+information than this."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
-"""The reported power assumes that a late collapse of a curve affects the last steps of the run, of this fraction."""
+"""The reported power assumes that a late collapse affects this fraction of all steps, at the end of the run."""
 DEEP = 10
 """The latest detectable step is reported for a collapse of this depth, in noise standard deviations."""
 ROOM_ALONE = 1.35
-"""A safety factor for runs without repeats. There the noise is estimated from A and B, and a fault in one run increases
-this estimate."""
+"""A safety factor for runs without repeats. Without repeats, the noise is estimated from A and B, and an error in one
+run increases this estimate."""
 NO_NOISE = 1e-100
 """Noise below this value is treated as 0."""
 MARGIN = 0.85
@@ -78,8 +81,8 @@ MAX_TIMES_LONGER = 16
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of the statistical test. `repeats` is the number of usable repeats. `spread` and `power` are None if
-    there are too few steps."""
+    """The result of the statistical test. `repeats` is the number of usable repeat runs. `spread` and `power` are None
+    if there are too few steps."""
 
     steps: np.ndarray
     repeats: int
@@ -132,8 +135,8 @@ def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
-    """Returns a finding if the curves significantly move in opposite directions. This test needs no repeats, because
-    noise does not make curves move in opposite directions."""
+    """Returns a finding if the curves significantly move in opposite directions. The test for opposed moves needs no
+    repeats, because noise does not make curves move in opposite directions."""
     correlation, excess = opposition(a, b)
     first, last = int(steps[0]), int(steps[-1])
     return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
@@ -145,15 +148,15 @@ def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
 
 
 def _covers(there: np.ndarray) -> bool:
-    """Returns whether enough steps are True in `there` and no gap between them is long."""
+    """Returns whether enough entries of `there` are True and no gap between them is too long."""
     edges = np.concatenate([[-1], np.flatnonzero(there), [len(there)]])
     longest = int(np.diff(edges).max()) - 1
     return int(there.sum()) >= MIN_STEPS and longest <= max(1, MAX_MISSING * len(there))
 
 
 def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
-    """Runs a t test of the mean difference over two to seven steps. It assumes a high autocorrelation of the noise,
-    because so few steps do not allow an estimate."""
+    """Runs a t test of the mean difference over two to seven steps. The test assumes a high autocorrelation of the
+    noise, because so few steps do not allow an estimate."""
     count = len(steps)
     if count < 2 or not difference.any():
         return []
@@ -196,8 +199,8 @@ def _window_findings(
 
 
 def _onset(difference: np.ndarray) -> int:
-    """Returns the index of the step at which the difference most likely began. From this step to the end, the mean
-    difference exceeds the noise by the largest factor."""
+    """Returns the index of the step at which the difference most likely began. From the returned step to the end, the
+    mean difference exceeds the noise by the largest factor."""
     from_here = np.cumsum(difference[::-1])[::-1]
     return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
 
@@ -217,9 +220,11 @@ class SeriesScores:
     deviates: np.ndarray
     """(..., windows): signed normal deviates of the window means."""
     excess: np.ndarray
-    """(..., windows): the absolute deviate divided by the critical deviate. A value above 1 is significant."""
+    """(..., windows): the absolute deviate divided by the critical deviate. A deviate with a ratio above 1 is
+    significant."""
     scatter: np.ndarray
-    """(...): the test statistic of the step-to-step scatter divided by its critical value. It is 0 without repeats."""
+    """(...): the test statistic of the step-to-step scatter divided by its critical value. The ratio is 0 without
+    repeats."""
     scattered: np.ndarray
     """(...): the step-to-step scatter of the difference of A and B divided by that of repeats."""
     spike: np.ndarray
@@ -252,9 +257,9 @@ def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
 
 
 def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tests whether the difference of A and B scatters more from step to step than the repeats do. It is a t test on
-    the logarithms of mean squared moves in up to 16 blocks of the run. It assumes nothing about the distribution of
-    single steps."""
+    """Tests whether the difference of A and B scatters more from step to step than the repeats do. The test is a t test
+    on the logarithms of mean squared moves in up to 16 blocks of the run. The test assumes nothing about the
+    distribution of single steps."""
     rows, steps = noise.shape[-2:]
     blocks = min(16, (steps - 1) // 6)
     if rows == 0 or blocks < 4:
@@ -277,8 +282,8 @@ def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.
 def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tests whether the difference at one step is too large to be noise. Heavy-tailed noise always has outliers, so the
     tail of the noise is estimated from all other steps. Above the k-th largest value, log-compressed values decay
-    exponentially (Hill 1975). With probability p, the largest value exceeds the second largest by more than k (p^(-1/k)
-    - 1) times the mean excess of the k largest values (Renyi 1953)."""
+    exponentially (Hill 1975). With probability p, the largest value exceeds the second largest by more than the mean
+    excess of the k largest values times k * (p^(-1/k) - 1) (Renyi 1953)."""
     difference, residuals = contrasts(a, b)
     equal = mostly_equal(difference)
     scale = np.where(equal[..., None], 1.0, scale)  # few steps differ, so the noise per step is unknown
@@ -394,8 +399,9 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """Returns how many repeats and steps would exclude a drift of `limit` if A and B do not differ. Returns None if the
-    largest tried numbers do not suffice. The computation uses the estimated noise."""
+    """Returns how many repeats and steps would exclude a drift of `limit` if A and B do not differ. Returns None if
+    even the largest tried numbers of repeats and steps would not exclude this drift. The computation uses the estimated
+    noise."""
     at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)

@@ -1,8 +1,8 @@
 """A model of the noise between runs of the same set-up, estimated from repeats or from the difference of two runs.
 
-All functions work along the last axis, which is the steps. They accept leading axes for many comparisons at once.
-"Memory" is the lag-1 autocorrelation of the noise; the short-memory model is AR(1). docs/compare.md contains the
-formulas.
+All functions work along the last axis, which is the steps. The functions accept leading axes, so that many comparisons
+can be computed at once. "Memory" is the lag-1 autocorrelation of the noise; the short-memory model is AR(1). The
+formulas are in docs/compare.md.
 
 Differences between runs are compressed by an inverse hyperbolic sine before they are averaged, so that outliers have
 little weight. The difference of each pair of runs is compressed separately. The difference of two runs of the same
@@ -19,15 +19,15 @@ from statistics import NormalDist
 import numpy as np
 
 SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatter": 0.004}
-"""The false-alarm probability of each statistic. Together they have 5 %."""
+"""The false-alarm probability of each statistic. The probabilities add up to 5 %."""
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
-"""The statistic "end" tests the last steps of the run. These are the tested lengths, as fractions of all steps."""
+"""The statistic "end" tests the last steps of the run. The tested lengths are these fractions of all steps."""
 MIN_STEPS = 8
 """The minimum number of common steps for the test. With fewer steps, noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight, in degrees of freedom, of the AR(1) estimate of the variance of long windows. It matters if there are few
-repeats."""
+"""The weight, in degrees of freedom, of the AR(1) estimate of the variance of long windows. The weight of the AR(1)
+estimate matters only if there are few repeats."""
 CAUTION = 1.5
 """The assumed ratio of the true variance of long windows to the estimate of the short-memory (AR(1)) model."""
 WANDER = 0.18
@@ -37,19 +37,20 @@ CAUTION_ALONE = 25
 uncertain. N is the number of steps."""
 MEMORY_ALONE = 36
 """Without a repeat, (MEMORY_ALONE / N)^4 is added to the factor 1 + CAUTION_ALONE / N, because a short run
-underestimates a high autocorrelation. The term is 0 if the estimated autocorrelation is below N / 50 - 0.45."""
+underestimates a high autocorrelation. The added term is 0 if the estimated autocorrelation is below N / 50 - 0.45."""
 MAX_UNSEEN = 25.0
-"""The maximum of the term (MEMORY_ALONE / N)^4. It suffices for an autocorrelation of 0.9."""
+"""The maximum of the term (MEMORY_ALONE / N)^4, which suffices for an autocorrelation of 0.9."""
 WANDER_ALONE = 0.5
 """The assumed standard deviation of the constant offset between runs if there is no repeat, in noise standard
 deviations."""
 FREEDOM_ALONE = 10.0
 LINEAR = 1.5
-"""The compression is linear for differences up to about this many standard deviations of the difference of two runs. It
-is logarithmic for larger differences."""
+"""The compression is linear for differences up to about this many standard deviations of the difference of two runs.
+The compression is logarithmic for larger differences."""
 MAX_TAILS = 3.0
 STAYS = 4
-"""If A and B are equal at more than half of the steps, this many consecutive differences of one sign are not noise."""
+"""If A and B are equal at more than half of the steps, this many consecutive differences of one sign are not treated as
+noise."""
 CUT_MOVES = 4.0
 """For the estimate of the noise at each step, step-to-step moves are clipped at this multiple of the median move."""
 TINY = 1e-300
@@ -103,7 +104,8 @@ class Spread:
         return 1 + self.tails[..., at.which] * (at.critical**2 - 3).clip(0) / 24
 
     def uncompressed(self, mean: np.ndarray) -> np.ndarray:
-        """Returns the constant difference whose compressed value has the mean `mean`. Both are in units of `scale`."""
+        """Returns the constant difference whose compressed value has the mean `mean`. The argument `mean` and the
+        result are in units of `scale`."""
         linear = np.clip(LINEAR * self.level, TINY, 1e300)
         return linear * np.sinh(np.minimum(mean / linear, 100.0)) / self.gain
 
@@ -122,8 +124,8 @@ class Compressed:
 @lru_cache(maxsize=64)
 def windows_for(steps: int) -> Windows:
     """Returns the tested windows of a run of N = `steps` steps. The shortest windows have N/64 steps (at least 4), and
-    each longer length is doubled. Windows overlap by half, and one window of each length ends at the last step. The
-    ends of the run, all steps and the trend follow."""
+    each further length is twice the previous one. Windows overlap by half, and one window of each length ends at the
+    last step. After these windows, the result contains the ends of the run, all steps, and the trend."""
     lengths = [max(4, round(steps / 64))]
     while lengths[-1] * 2 <= steps / 2:
         lengths.append(lengths[-1] * 2)
@@ -192,9 +194,9 @@ def _helmert(runs: np.ndarray) -> np.ndarray:
 
 
 def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
-    """Returns `contrasts` computed from compressed differences. The difference of each pair of runs is compressed by an
-    inverse hyperbolic sine. Without a repeat there is no compression, because the critical values are then cautious
-    enough."""
+    """Returns the same rows as `contrasts`, but computed from compressed differences. The difference of each pair of
+    runs is compressed by an inverse hyperbolic sine. Without a repeat there is no compression, because the critical
+    values for this case are already conservative."""
     plain, noise = contrasts(a, b)
     scale = shape_of_noise(np.concatenate([noise, plain[..., None, :]], axis=-2))
     if not noise.shape[-2]:
@@ -241,8 +243,9 @@ def spread_of(of: Compressed) -> Spread:
 
 
 def mostly_equal(difference: np.ndarray) -> np.ndarray:
-    """Returns whether A and B are equal at more than half of the steps. Rewards of few responses are an example. Then
-    most differences are 0, so the median difference and a few repeats do not show the size of the noise."""
+    """Returns whether A and B are equal at more than half of the steps. For example, mean rewards over few responses
+    are often equal in A and B. If most differences are 0, the median difference and a few repeats do not show the size
+    of the noise."""
     return (difference == 0).mean(axis=-1) > 0.5
 
 
@@ -284,8 +287,8 @@ def _among_repeats(of: Compressed, at: Windows) -> Spread:
 
 
 def _alone(of: Compressed, at: Windows) -> Spread:
-    """Estimates the noise from the difference of A and B alone: AR(1) noise estimated from step-to-step moves, plus an
-    assumed constant offset between runs."""
+    """Estimates the noise from the difference of A and B alone. The estimate is AR(1) noise from step-to-step moves,
+    plus an assumed constant offset between runs."""
     noise = of.difference / of.scale
     variance, memory = _variogram(noise)
     equal = mostly_equal(noise)
@@ -408,8 +411,8 @@ def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rare(curves: np.ndarray) -> np.ndarray:
-    """Returns the variance of curves that are mostly 0. Runs of STAYS or more steps with one sign are skipped, because
-    only a real difference keeps its sign."""
+    """Returns the variance of curves that are mostly 0. Sequences of STAYS or more consecutive steps with one sign are
+    skipped, because only a real difference keeps its sign."""
     sign = np.sign(curves)
     count = curves.shape[-1] - STAYS + 1
     stays = np.logical_and.reduce([sign[..., k : k + count] == sign[..., :count] for k in range(STAYS)])
@@ -431,7 +434,7 @@ def typical_square(moves: np.ndarray) -> np.ndarray:
 
 def typical_size(values: np.ndarray) -> np.ndarray:
     """Estimates the standard deviation of normally distributed values without the influence of outliers. If most values
-    are 0, it is the root mean square of all values."""
+    are 0, the estimate is the root mean square of all values."""
     square = typical_square(values)
     return np.sqrt(np.where(square > 0, square, (values**2).mean(axis=-1)))
 

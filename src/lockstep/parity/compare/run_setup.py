@@ -25,11 +25,11 @@ Values = Mapping[str, Any]
 _ORDER = ("blocks", "matters", "harmless")
 _ABSENT = object()
 
-# Packages that affect the computation. Other packages only read and write data.
+# Packages that affect the computation. Packages that are not listed here only read and write data.
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
 # Device properties that are not compared here, because they change during a run or are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
-_DEVICE = Effect("harmless", "comparing devices is the purpose; sums in another order round differently")
+_DEVICE = Effect("harmless", "devices are expected to differ; sums in another order round differently")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
@@ -240,7 +240,9 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
 def _engine(a: Evidence, b: Evidence) -> Differences:
     """Compares the versions and the number of rollout servers. The recipe comparison covers the engine's name, and the
     package comparison covers the versions of built-in engines."""
-    versions = Effect("matters", "another version of the rollout engine: the same distribution with other kernels")
+    versions = Effect(
+        "matters", "another version of the rollout engine: it samples from the same distribution with other kernels"
+    )
     number = Effect("harmless", "only the number of rollout servers differs")
     return [
         *_differences("engine", "engine.version", a, b, versions),
@@ -343,7 +345,8 @@ def _without_secrets(value: Any, key: str) -> Any:
 
 
 def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Compares a group of keys that one recipe lacks with its defaults. A key without a default is None."""
+    """Compares a group of keys that only one recipe contains with the defaults of these keys. For a key without a
+    default, the value None is used."""
     there, swap = (a, False) if b is _ABSENT else (b, True)
     if isinstance(there, dict):
         yield from _unlike(*(({}, there) if swap else (there, {})), key)
@@ -412,15 +415,15 @@ def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
 
 
 def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
-    """Returns pairs of samples of A and B with the same prompt and step. An element is None if that run has no such
-    sample."""
+    """Returns pairs of samples of A and B with the same prompt and step. An element of a pair is None if that run has
+    no sample with this prompt and step."""
     of_a, of_b = ({_prompt_key(line): line for line in log.evidence.samples} if log.evidence else {} for log in (a, b))
     keys = list(dict.fromkeys([*of_a, *of_b]))
     return [(of_a.get(key), of_b.get(key)) for key in keys[:MAX_SAMPLES]]
 
 
 def same_setting(one: Log, other: Log) -> bool:
-    """Returns whether two runs are repeats: they use the same hardware and differ only in the seed and in harmless
+    """Returns whether two runs are repeats. Repeats use the same hardware and differ only in the seed and in harmless
     keys."""
     if one.evidence is None or other.evidence is None:
         return False

@@ -1,4 +1,4 @@
-"""Records a comparison as a row of the support table (docs/support.md) and a JSON file with its evidence."""
+"""Records a comparison as a row of the support table (docs/support.md) and as a JSON file with its curves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_STEPS = 2_000
 STORED_DIGITS = 7
 UNKNOWN = "unknown"
 
-# Matches the folders of an absolute path, without the last name. It does not match slashes in metric names, fractions
-# and web addresses.
+# Matches the folders of an absolute path, without the last name. The pattern does not match slashes in metric names,
+# fractions and web addresses.
 _FOLDERS = re.compile(r"(?<![\w./:~-])~?(?:/[^\s/:;,()'\"]+)*/(?=[^\s/])")
 _PATH = re.compile(r"(?:~?/|[A-Za-z]:[\\/]).*")
 
@@ -42,9 +42,10 @@ INTRODUCTION = """# Support: which pairs train in step
 
 Each row is one `lockstep compare A B --record`: run B compared with run A, with the same algorithm on the same model.
 The mean error is the mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage.
-The scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens per second over A's.
-Hardware and versions are those of A and B. *In step* means that the error is within the bar (the allowed error) and
-that no difference beyond noise is large relative to the bar. The verdict is the worse result of the bar and the
+The scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens per second divided
+by A's. The columns hardware and versions have the values of A and of B. The verdict *in step* means that the error is
+within the bar (the allowed error), that no significant drift over all steps exceeds half of the bar, and that no
+significant difference over a part of the run exceeds the bar. The verdict is the worse result of the bar and the
 statistical test of `lockstep compare`. A pair with any other verdict also has a row with its numbers. The evidence file
 of a row contains its error metrics and curves. The command writes the rows. Recording the same pair again replaces its
 row.
@@ -67,7 +68,7 @@ def record(comparison: Comparison, support: Path, evidence: Path) -> str:
     file = evidence / f"{slug(comparison)}.json"
     row = row_of(comparison, quote(Path(os.path.relpath(file, support.parent)).as_posix()))
     replaced = any(each.evidence == row.evidence for each in table.rows)
-    # The evidence is written first, so that a row never links to a missing file.
+    # The JSON file is written first, so that a row of the table never links to a missing file.
     _write(file, json.dumps(evidence_of(comparison), allow_nan=False, separators=(",", ":")) + "\n")
     _write(support, table.with_row(row).text())
     return f"{'replaced' if replaced else 'added'} a row of {support} ({row.verdict}), evidence in {file}"
@@ -98,7 +99,7 @@ def slug(comparison: Comparison) -> str:
 
 
 def evidence_of(comparison: Comparison) -> dict[str, Any]:
-    """Returns the comparison as strict JSON values. Long curves keep every n-th step, and paths keep only their last
+    """Returns the comparison as strict JSON values. Long curves are reduced to every n-th step, and paths to their last
     name."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
@@ -151,8 +152,8 @@ def _machines(comparison: Comparison) -> tuple[str, str]:
 
 
 def _shared(comparison: Comparison, fact: str) -> str:
-    """Returns a property that A and B should share, or `A vs B` if it differs. If it is unknown for one run, the other
-    run's value is returned."""
+    """Returns a property that A and B should share, or `A vs B` if it differs. If the property is unknown for one run,
+    the value of the other run is returned."""
     a, b = _pair(comparison, fact)
     values = [value for value in (a, b) if value != UNKNOWN]
     return " vs ".join(dict.fromkeys(values)) or UNKNOWN
@@ -280,7 +281,7 @@ def _row(path: Path, number: int, line: str) -> SupportRow:
         raise _damaged(path, number, f"has {len(cells)} cells, and the table has {len(COLUMNS)} columns")
     link = re.fullmatch(r"\[json\]\(([^)\s]+\.json)\)", cells[-1])
     if link is None:
-        raise _damaged(path, number, f"its evidence is `{cells[-1]}` instead of a link `[json](....json)`")
+        raise _damaged(path, number, f"its last cell (evidence) is `{cells[-1]}` instead of a link `[json](FILE.json)`")
     return SupportRow(*(cell.replace("\\|", "|") for cell in [*cells[:-1], link[1]]))
 
 
@@ -288,7 +289,7 @@ def _refuse_duplicates(path: Path, first: int, rows: list[SupportRow]) -> None:
     seen: dict[str, int] = {}
     for number, row in enumerate(rows, start=first):
         if row.evidence in seen:
-            raise _damaged(path, number, f"links to the same evidence file as line {seen[row.evidence]}")
+            raise _damaged(path, number, f"links to the same JSON file as line {seen[row.evidence]}")
         seen[row.evidence] = number
 
 

@@ -74,7 +74,7 @@ def throughput(a: Log, b: Log) -> Throughput:
 
 def devices_of(log: Log) -> int:
     """Returns the number of devices by which perf/throughput was divided. Returns 1 if the metrics do not give a whole
-    number."""
+    number of devices."""
     tokens = ALL_TOKENS if ALL_TOKENS in log.metrics else ROW_TOKENS
     steps = _common_steps(log, log, [RATE, tokens, STEP])
     if not len(steps):

@@ -25,13 +25,14 @@ BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}
 """The bars (maximum allowed errors) in percent. The bars of losses and rewards are from the Ascend documents. Other
 metrics are compared with a bar only if the user asks for a verdict on them."""
 SMALL = 5
-"""A curve is too small for an absolute bar if its mean is below this multiple of the bar (0.1 for a bar of 2 %)."""
+"""A curve is too small for an absolute bar if its mean is below this multiple of the bar. With a bar of 2 %, for
+example, a curve is too small if its mean is below 0.1."""
 ALIKE = 2
 """The absolute and the scaled error are both reported if one of them is more than this many times the other."""
 MATERIAL_DRIFT = 0.5
 """A metric that meets its bar still fails if the test finds a drift over all steps that exceeds this fraction of the
-bar. It also fails if the test finds a difference over a part of the run that exceeds the bar. Smaller differences are
-only reported, because rounding differs between two devices."""
+bar. The metric also fails if the test finds a difference over a part of the run that exceeds the bar. Smaller
+differences are only reported, because rounding differs between two devices."""
 ROUNDING = 1e-9
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
@@ -41,8 +42,8 @@ _MEASURED = {"timing_s", "perf"}
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of a metric. `scaled_because` explains why the scaled error is compared with the bar. It is "" if the
-    mean error is compared."""
+    """The bar of a metric. `scaled_because` explains why the scaled error is compared with the bar. `scaled_because` is
+    "" if the mean error is compared with the bar."""
 
     percent: float
     scaled_because: str
@@ -78,8 +79,8 @@ def kind_of(name: str) -> Kind:
 
 
 def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
-    """Returns the bar of a metric: `percent`, or the default for losses, rewards or other metrics. The bar also says
-    whether the mean error or the scaled error is compared with it."""
+    """Returns the bar of a metric, which is `percent` or the default for losses, rewards or other metrics. The bar also
+    says whether the mean error or the scaled error is compared with it."""
     percent = BARS[kind] if percent is None else percent
     if kind == "other":
         return Bar(percent, "neither a loss nor a reward")
@@ -137,7 +138,8 @@ def _against(error: float, met: bool, bar: float) -> str:
 
 
 def _scaled(figures: Figures) -> str:
-    """Returns the scaled error as text if it differs much from the absolute error. Returns "" otherwise."""
+    """Returns the scaled error as text if it differs from the absolute error by more than the factor ALIKE. Returns ""
+    otherwise."""
     absolute, scaled = figures.mean_error_percent, figures.scaled_error_percent
     if scaled is None or ALIKE * min(absolute, scaled) >= max(absolute, scaled):
         return ""
@@ -183,8 +185,8 @@ def _with_test(met: bool, divergence_step: int | None, examined: Examined, allow
 
 def _judged_by_test(found: Sequence[Finding], examined: Examined, allowed: float) -> Judgement:
     """Returns the verdict on a metric that meets its bar, which limits only the mean error. The metric still fails if
-    the test finds a difference that is large relative to the bar, or if noise could hide a drift as large as the
-    bar."""
+    the test finds a difference that is large relative to the bar (`_is_material`), or if noise could hide a drift as
+    large as the bar."""
     assert examined.power is not None
     who = _who(examined)
     found = sorted(found, key=lambda each: each.statistic != "drift")  # the drift comes first
@@ -216,9 +218,10 @@ def _who(examined: Examined) -> str:
 
 
 def _is_material(found: Finding, allowed: float) -> bool:
-    """Returns whether a significant difference is large relative to the bar."""
+    """Returns whether a significant difference exceeds the bar. For a drift over all steps, half of the bar is the
+    limit."""
     if found.statistic in ("scatter", "opposed"):
-        return False  # no difference in the metric's units
+        return False  # scatter and opposed moves are not in the units of the metric
     share = MATERIAL_DRIFT if found.statistic == "drift" else 1.0
     return abs(found.difference) > allowed * share * (1 + ROUNDING)
 

@@ -24,8 +24,7 @@ BACKWARD_FACTOR = 5.0
 # The tolerance for the model's final outputs is larger by this factor, because log-probs near 0 are small compared with
 # the logits from which they are computed.
 ANSWERS = 2.0
-# A systematic difference is measured relative to its limit. From a module's input to its output, it may grow by this
-# factor.
+# From a module's input to its output, a systematic difference (relative to its limit) may grow by this factor.
 PASSED_ON = 3.0
 
 
@@ -42,14 +41,14 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The error appears in the module's own computation, between these two child modules. None stands for the start or
-    the end of the module."""
+    """The error appears in the module's own computation, between these two child modules. None means the start or the
+    end of the module."""
     parameter: str | None = None
     """In the backward pass, the parameter whose gradient differs although the gradients that enter and leave the module
     agree."""
     systematic: str = ""
-    """A description of the systematic difference, if only that exceeds its limit. It is empty if the distance exceeds
-    its limit."""
+    """A description of the systematic difference, if only the systematic difference exceeds its limit. The description
+    is empty if the distance of the tensors exceeds its limit."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
@@ -65,7 +64,7 @@ def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
 def first_diverged(
     a: StepRecord, b: StepRecord, tolerance: Tolerance, phases: Sequence[str] = (FORWARD, BACKWARD)
 ) -> DivergedModule | None:
-    """Returns the first module at which two traces diverge. It compares the forward passes of all ranks, then the
+    """Returns the first module at which two traces diverge, first in the forward passes of all ranks, then in the
     backward passes."""
     ours, theirs = traces_of(a), traces_of(b)
     for phase in phases:
@@ -203,8 +202,8 @@ def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_Modu
 
 
 def _occurrences(trace: Trace, phase: str) -> list[tuple[tuple[str, int], Event]]:
-    """Returns the module calls of the forward or backward pass. Each has a key: the module's name and how often it was
-    called before."""
+    """Returns the module calls of the forward or backward pass. The key of a call is the module's name and how often
+    the module was called before."""
     seen: Counter[str] = Counter()
     found = []
     for event in trace.events:
@@ -231,8 +230,8 @@ def _norms(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float,
 
 
 def _few_gradients_differ(a: Trace, b: Trace, tolerance: Tolerance) -> bool:
-    """Returns whether the gradients of less than half of the parameters differ. If more differ, no single module is the
-    cause."""
+    """Returns whether the gradients of less than half of the parameters differ. If the gradients of more parameters
+    differ, no single module is the cause."""
     names = [name for name in a.tensors if name.startswith("parameter/") and name in b.tensors]
     differing = [name for name in names if _gradient_differs(a.tensors[name], b.tensors[name], tolerance, 0.0)]
     return 2 * len(differing) < len(names)

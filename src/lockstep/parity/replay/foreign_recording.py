@@ -1,9 +1,9 @@
 """Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays such a recording.
 
 A recording contains the inputs of the model's calls and the gradient of the loss with respect to every log-probability.
-It does not contain the trainer's loss function and data. So a replay makes the same calls with the same weights, runs
-backward from the recorded gradients, and steps with the recorded optimizer. The recorder also records the replay, and
-`judge` compares both recordings.
+A recording does not contain the trainer's loss function and data. So a replay makes the same calls with the same
+weights, runs backward from the recorded gradients, and steps with the recorded optimizer. The recorder also records the
+replay, and `judge` compares both recordings.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
 # The tolerance for weights whose dtypes differ, because the weights then differ by the rounding of the coarser dtype.
 ROUNDED = 1e-2
-# Arguments of the model's forward call that a replay does not pass on. They do not change the compared outputs, or the
-# replay sets them itself.
+# Arguments of the model's forward call that a replay does not pass on, because they do not change the compared outputs,
+# or because the replay sets them itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
-    """Compares the recordings of every rank that A and B both contain. The result is that of the first rank that
-    diverges."""
+    """Compares the recordings of every rank that A and B both contain. If a rank diverges, the result of the first such
+    rank is returned."""
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
@@ -100,7 +100,8 @@ def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
-    """Checks that both recordings start with the same weights. If they do not, later comparisons mean nothing."""
+    """Checks that both recordings start with the same weights. If these weights differ, later comparisons mean
+    nothing."""
     errors = relative_errors(one.tensors, other.tensors, f"{LEARNER}/0/start/")
     if not errors:
         return []
@@ -111,7 +112,8 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """Checks the optimizer steps of recording A by AdamW's formula. `judge` checks those of recording B."""
+    """Checks the optimizer steps of recording A with AdamW's formula. `judge` checks the optimizer steps of recording
+    B."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:
         return []
@@ -196,8 +198,8 @@ def _keys(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -> list[int]:
-    """Returns the steps that can be replayed: those with recorded weights. If there are none, it is the first step,
-    which starts from the weights in the model folder."""
+    """Returns the steps that can be replayed: those with recorded weights. If no step has recorded weights, only the
+    first step can be replayed, which starts from the weights in the model folder."""
     complete = set(tape.steps())
     able = [step for step in tape.weighed() if step in complete] or [manifest["recorder"]["first_step"]]
     steps = [step for step in able if step in complete and (not only or step in only)]
@@ -257,8 +259,8 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the same
-    weights."""
+    """Restores the recorded weights. If the weights were not recorded, the model folder must contain the weights of the
+    recorded run."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]

@@ -76,12 +76,12 @@ class Located:
     """The computed and the expected value at the largest difference."""
     script: str | None = None
     judge: str = ""
-    """How it was determined which run is wrong."""
+    """A text that says how the wrong run was determined."""
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
-    """Locates the wrong operator of a diverged module. All ranks must call it, because a sharded model needs all ranks.
-    Only rank 0 gets the result."""
+    """Locates the wrong operator of a diverged module. All ranks must call this function, because a sharded model needs
+    all ranks. Only rank 0 gets the result."""
     record = tape.read_step(step)
     batch = micro_batch(
         trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0
@@ -101,8 +101,8 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
-        # In the replay a fused operator replaces these children. So the operators of the children are logged as part of
-        # the clean module.
+        # In the replay a fused operator replaces these children. So the log of the clean copy must also contain the
+        # operators of these children.
         same = log(clean.module, batch, given=replayed.border, through=fused)
     case = _case(run.recipe, clean, tape, step, diverged, batch)
     return judge_module(replayed, same, which_side(case, replayed, same, record), diverged, run)
@@ -321,8 +321,8 @@ def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable
 def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
-    """Returns the gradient at the module's output in the replay. If the replay has none, returns the gradient of the
-    clean module if it agrees with the recorded gradient, otherwise None."""
+    """Returns the gradient at the module's output in the replay. If the replay has no such gradient, returns the
+    gradient of the clean copy of the module if that agrees with the recorded gradient, otherwise None."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])

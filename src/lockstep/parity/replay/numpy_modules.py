@@ -1,13 +1,14 @@
 """Standard modules in numpy float64, which decide whether the recorded run or its replay is wrong.
 
-These references are written from the definitions of the modules. They share no code with the modules that they test:
-they use no torch operators, no transformers modelling files and no lockstep kernels. So a fault in one of these
-libraries cannot also be in a reference. Modules without a reference in this file are not tested.
+The references are written from the definitions of the modules. The references share no code with the modules that they
+test: they use no torch operators, no transformers modelling files and no lockstep kernels. So an error in torch,
+transformers or a lockstep kernel cannot also be in a reference. Modules without a reference in this file are not
+tested.
 
 References accept complex numbers. `directional` computes gradients by complex-step differentiation: it adds a tiny
 imaginary step to the input, and the imaginary part of the result divided by the step is the directional derivative.
-This avoids the rounding of finite differences. In variable names, T is the number of tokens of a packed row, and D is
-the head size.
+Complex-step differentiation avoids the rounding errors of finite differences. In variable names, T is the number of
+tokens of a packed row, and D is the head size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PLAIN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 LAYER_PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
-# The imaginary step of complex-step differentiation. Its square is too small to change any real number.
+# The imaginary step of complex-step differentiation. The square of this step is too small to change any real number.
 TINY = 1e-100
 # The number of tokens whose logits are computed at once.
 ROWS = 64
@@ -67,7 +68,7 @@ class Reference:
     compute: Callable[[Sequence[Array], Mapping[str, Array], NotedValues], list[Array]]
     weights: Mapping[str, Array]
     tied: bool = False
-    """Whether a weight is shared with another module. Then both modules contribute to its gradient."""
+    """Whether a weight is shared with another module, so that both modules contribute to its gradient."""
 
 
 def reference_of(
@@ -82,7 +83,7 @@ def reference_of(
 
     `config` is the content of the model's config.json. The names in `weights` are relative to the complete model. The
     reference for the complete model computes log-probabilities at `temperature`. If `temperature` is None, there is no
-    such reference.
+    reference for the complete model.
     """
     if module == ROOT:
         return _answers(config, weights, tokens, temperature)
@@ -180,7 +181,8 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def erf(x: Array) -> Array:
-    """Computes the error function. For complex numbers, it uses a first-order expansion in the tiny imaginary part."""
+    """Computes the error function. For complex numbers, the function uses a first-order expansion in the tiny imaginary
+    part."""
     real: Array = _erf(x.real)
     return real + 2j / math.sqrt(math.pi) * np.exp(-x.real * x.real) * x.imag if np.iscomplexobj(x) else real
 
@@ -370,8 +372,8 @@ def host_digest(value: Array) -> torch.Tensor:
 
 
 def directional(compute: Callable[[Array], Array], at: Array, gradient: Array) -> Array:
-    """Returns `SKETCH` random projections of the gradient of sum(`gradient` * `compute`(x)) at x = `at`. They are the
-    projections of a digest, summed over its blocks of rows.
+    """Returns `SKETCH` random projections of the gradient of sum(`gradient` * `compute`(x)) at x = `at`. The
+    projections are those of a digest, summed over its blocks of rows.
 
     Each projection is one directional derivative.
     """

@@ -1,7 +1,7 @@
 """Torch operators in numpy float64, written from their definitions, so that a faulty library does not verify itself.
 
-This file contains the operators that language models use. Other operators run in torch's float64 on the CPU
-(`operator_bisect.in_double`).
+This file contains the operators that language models use. Operators that are not in this file run in torch's float64 on
+the CPU (`operator_bisect.in_double`).
 """
 
 from __future__ import annotations

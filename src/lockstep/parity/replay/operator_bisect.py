@@ -65,8 +65,8 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
     the module.
 
     If results of the module differ, only the operators that contribute to these results are compared. Where both
-    modules run the same operators, they are compared one by one. Where they run different operators (such as one fused
-    operator instead of many), only the results that leave the group of operators are compared.
+    modules run the same operators, the operators are compared one by one. Where the modules run different operators
+    (such as one fused operator instead of many), only the results that leave the group of operators are compared.
     """
     ours, theirs = OperatorGraph(calls), OperatorGraph(clean)
     wrong = [(end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None]
@@ -96,8 +96,8 @@ def other_values(
     """Returns the first operator whose result differs from the float64 reference of the module.
 
     This comparison finds code that is also wrong in the clean copy, such as a library function or a modelling file. A
-    correct module may skip some intermediate values of the reference. So a missing value is a fault only if an operator
-    that usually computes such a value has a different result.
+    correct module may skip some intermediate values of the reference. So a missing value is reported only if an
+    operator that usually computes such a value has a different result.
     """
     ours = [one for one in OperatorGraph(calls).results() if one.tensor.is_floating_point()]
     expected = [value for value, _ in noted.values]
@@ -145,8 +145,8 @@ def _instead(found: OperatorResult, value: Array) -> WrongOperator:
 def _differing_counterpart(
     end: OperatorResult, theirs: OperatorGraph, tolerance: Tolerance
 ) -> OperatorResult | Literal[False] | None:
-    """Returns the clean module's result that `end` should equal. Returns None if both agree, or False if the clean
-    module has no such result."""
+    """Returns the result of the clean copy of the module that `end` should equal. Returns None if both results agree,
+    or False if the clean copy has no such result."""
     error, near = _nearest(end.tensor, theirs.ends())
     if near is None:
         error, _ = _nearest(end.tensor, theirs.results())
@@ -169,7 +169,7 @@ def _compared(call: Operator, clean: Operator, theirs: OperatorGraph, tolerance:
     if not alone or _source(call, index) or _source(clean, index):
         return None  # an unrelated call of the same operator
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
-        return None  # the clean module also computes this result
+        return None  # The clean copy also computes this result.
     # No operator produced this input: it is a weight, a buffer or a constant.
     why = (
         f"its input number {index + 1} (a weight, a buffer or a constant) differs from that of the clean CPU copy of "
@@ -185,11 +185,11 @@ def _source(call: Operator, index: int) -> bool:
 def _other_part(
     ours: OperatorGraph, theirs: OperatorGraph, mine: range, wanted: range, tolerance: Tolerance
 ) -> WrongOperator | None:
-    """Compares a group of operators of the replayed module with a different group of the clean module. The difference
-    is harmless if the results that leave the groups agree."""
+    """Compares a group of operators of the replayed module with a different group of operators of its clean copy. The
+    difference is harmless if the results that leave the groups agree."""
     if not mine:
-        # Only the clean module runs operators here. That is harmless if they change nothing, or if the replayed module
-        # computes their results elsewhere.
+        # Only the clean copy of the module runs operators here. A missing operator is harmless if it changes nothing,
+        # or if the replayed module computes its result elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None
@@ -207,7 +207,7 @@ def _other_part(
         candidates = ours.given(mine) + theirs.results()
         if _first_missing(ours.leaving(mine), candidates, tolerance) is None:
             return None
-        # The reported operator is the first one whose result the clean module does not have.
+        # The reported operator is the first one whose result the clean copy of the module does not have.
         return _needless(_first_missing(ours.made(mine), candidates, tolerance))
     found = _first_missing(ours.leaving(mine), theirs.results(), tolerance)
     if found is None:
@@ -246,8 +246,9 @@ def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tupl
 
 
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
-    """Returns the operator that is the most likely fault in a group with a differing result. It is a cast to lower
-    precision, otherwise an operator that exists only on the device and cannot be tested, otherwise `end`."""
+    """Returns the operator of the group `part` that most likely caused a differing result. A cast to lower precision is
+    the first choice. The second choice is an operator that exists only on the device and cannot be tested. The last
+    choice is `end`."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)
@@ -272,7 +273,8 @@ def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -
 def _needless(
     made: OperatorResult | None, instead: str = "the clean CPU copy of the module does not run it"
 ) -> WrongOperator | None:
-    """Returns the description of an operator that should not run. Its input is the expected result."""
+    """Returns the description of an operator that should not run. The input of this operator is already the expected
+    result."""
     if made is None:
         return None
     expected = next((one for one in made.call.inputs if one.shape == made.tensor.shape), NONE)
@@ -334,8 +336,8 @@ def _doubled(leaf: Any) -> Any:
 
 
 def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the larger norm. It is infinite if the shapes differ or if a value
-    is finite in only one tensor."""
+    """Returns the norm of the difference of two tensors, divided by the larger of their norms. The result is infinite
+    if the shapes differ or if a value is finite in only one tensor."""
     if actual.shape != wanted.shape:
         return math.inf
     x, y = actual.double(), wanted.double()

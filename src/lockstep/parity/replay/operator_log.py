@@ -2,8 +2,8 @@
 
 Every tensor that enters the module (crosses its "border") is recorded too: its inputs and its children's outputs, and
 in the backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run
-with the same border tensors. Then the operators of both modules are compared with equal inputs, so rounding before the
-module has no effect.
+with the same border tensors. Then the operators of the module and of its clean copy have equal inputs, so rounding
+before the module has no effect.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def copied(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator call. Tensor arguments and results are stored as copies on the host. Other arguments are stored
-    unchanged."""
+    """One operator call. Tensor arguments and results are stored as copies on the host. Arguments that are not tensors
+    are stored unchanged."""
 
     function: Any
     args: tuple[Any, ...]
@@ -129,7 +129,7 @@ def _is_view(func: Any) -> bool:
 
 @dataclass
 class ModuleLog:
-    """The operators and border tensors of the first call of a module."""
+    """The operators of the first call of a module, and the tensors that entered the module (border tensors)."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     """The module's outputs. For the backward pass, these are the gradients at the module's inputs in the order of their
@@ -156,8 +156,8 @@ def log_module(
     """Runs the model in evaluation mode and logs the first call of one module.
 
     `run` does the forward pass. To log the backward pass, `run` must return one number per target token. `given`
-    contains the border tensors of another log, which replace those of this run. The operators of child modules in
-    `through` are logged as part of the module.
+    contains the border tensors of another log (the tensors that enter the module), which replace those of this run. The
+    operators of child modules in `through` are logged as part of the module.
     """
     training = root.training
     root.eval()
@@ -181,8 +181,7 @@ def log_module(
 
 
 class _ModuleLogger:
-    """Tracks when the module's own code runs (outside its child modules), and records the tensors that cross its
-    border."""
+    """Tracks when the module's own code runs (outside its child modules), and records the tensors that enter it."""
 
     def __init__(
         self, root: nn.Module, wanted: str, phase: str, given: Mapping[str, torch.Tensor], through: frozenset[str]
@@ -263,7 +262,7 @@ class _ModuleLogger:
             self.began = torch.autograd._get_sequence_nr()
 
     def _cross(self, values: Any, prefix: str, change: Any, change_gradient: Any, keep_gradient: Any) -> Any:
-        """Records or replaces tensors that cross the module's border, and their gradients."""
+        """Records or replaces tensors that enter the module's own code, and their gradients."""
         leaves, spec = pytree.tree_flatten(values)
         for number, leaf in enumerate(leaves):
             if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
@@ -281,8 +280,8 @@ class _ModuleLogger:
         return pytree.tree_unflatten(leaves, spec)
 
     def _given(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Records the tensor. Returns the tensor in `given` that replaces it, or None if there is none with this name
-        and shape."""
+        """Records the tensor. Returns the tensor in `given` that replaces this tensor, or None if `given` has no tensor
+        with this name and shape."""
         self.log.border[name] = copied(tensor)
         value = self.given.get(name)
         return None if value is None or value.shape != tensor.shape else value.to(tensor.device, tensor.dtype)
@@ -329,8 +328,8 @@ class OperatorResult:
 
 
 class OperatorGraph:
-    """The data flow between logged operators: the calls in their order, without allocations, and which call reads which
-    result."""
+    """The data flow between logged operators: the calls in their order, without allocations, and the calls that read
+    each result."""
 
     def __init__(self, calls: Sequence[Operator]):
         self.calls = _selected(calls, [number for number, call in enumerate(calls) if not call.allocates])
@@ -356,14 +355,15 @@ class OperatorGraph:
         ]
 
     def ends(self) -> list[OperatorResult]:
-        """Returns the results that no logged operator reads. They go to the module's caller or to its child modules."""
+        """Returns the results that no logged operator reads. Unread results go to the module's caller or to its child
+        modules."""
         return self.leaving(range(len(self.calls)))
 
     def leaving(self, part: range) -> list[OperatorResult]:
         """Returns the results of the calls in `part` that a call outside `part` reads, or that no call reads.
 
-        If an operator has several results and some are read, its unread results are ignored. If none is read, only the
-        first result is returned.
+        If an operator has several results and some are read, its unread results are ignored. If no result of an
+        operator is read, only its first result is returned.
         """
         found = []
         for number in part:
@@ -386,14 +386,14 @@ class OperatorGraph:
 
 
 def _floats(call: Operator) -> list[int]:
-    """Returns the indices of a call's floating-point results. If it has none, returns the indices of all its
-    results."""
+    """Returns the indices of a call's floating-point results. If a call has no floating-point results, returns the
+    indices of all its results."""
     floats = [index for index, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
     return floats or list(range(len(call.outputs)))
 
 
 def _selected(calls: Sequence[Operator], numbers: Sequence[int]) -> list[Operator]:
-    """Returns the calls with these numbers. Their `sources` refer to the new indices of the calls."""
+    """Returns the calls with the indices `numbers`. The `sources` of the returned calls refer to their new indices."""
     places = {number: place for place, number in enumerate(numbers)}
 
     def moved(source: CallResult | None) -> CallResult | None:

@@ -20,14 +20,14 @@ from lockstep.tape.digest import BLOCKS, distance, distances, norm, relative
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
 from lockstep.tape.tape_recorder import sampled
 
-# The smallest movement of weights, relative to the norm of the weights, that digests can show. Smaller movements are
-# lost in rounding.
+# The smallest movement of weights, relative to the norm of the weights, that digests can show. Movements below this
+# value are lost in rounding.
 SEEN = 1e-5
-# The maximum relative difference between digests of identical weights. Such digests differ only because sums run in
-# another order.
+# The maximum relative difference between digests of identical weights. Digests of identical weights differ only because
+# sums run in another order.
 UNTOUCHED = 1e-5
-# The error of a gradient is divided by its norm, but at least by this fraction of the average norm. A gradient far
-# below the average is mostly rounding.
+# The error of a gradient is divided by its norm, but at least by this fraction of the average norm. A gradient whose
+# norm is below this fraction of the average norm is mostly rounding.
 NEGLIGIBLE = 1e-3
 # The allowed rounding error of a weight, relative to the weight: 4 times the fp32 machine epsilon.
 ULPS = 4 * torch.finfo(torch.float32).eps
@@ -46,8 +46,8 @@ def check_optimizer(
     *,
     restored: bool,
 ) -> Iterator[Check]:
-    """Checks the optimizer step of one update. `manifest` is that of the replay. `restored` is true if the replay
-    started from the recorded optimizer state."""
+    """Checks the optimizer step of one update. `manifest` is the manifest of the replay. `restored` is true if the
+    replay started from the recorded optimizer state."""
     rates = info[0]["lr"], info[1]["lr"]
     difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
     what = f"{learner}, update {number + 1}: learning rate"
@@ -64,8 +64,8 @@ def check_optimizer(
 def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
     """Checks that no weight changes between the last optimizer step and the start of the next step.
 
-    Each run is compared with its own earlier weights. The replay is not compared with the recorded run here, because in
-    a forced replay the next step starts from the recorded weights.
+    Each run is compared with its own earlier weights. Other checks compare the weights of the replay with those of the
+    recorded run.
     """
     for side, tape in sides:
         record, now = tape.read_step(step), tape.read_left(step)
@@ -81,7 +81,7 @@ def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Itera
 
 
 def relative_errors(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], prefix: str) -> dict[str, float]:
-    """Returns the relative distance of each pair of digests whose name begins with `prefix` and that both runs have."""
+    """Returns the relative distances of the digests that both runs have and whose names begin with `prefix`."""
     ours = below(a, prefix)
     return {name: relative(ours[name], digest) for name, digest in below(b, prefix).items() if name in ours}
 
@@ -130,7 +130,7 @@ def check_formula(
     shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
     no_decay = manifest.get("spared", {}).get(learner, ())
     found = formula_error(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer, no_decay)
-    where = f"{found.parameter}: {found.expected:.9g} by the formula, {found.actual:.9g} found"
+    where = f"{found.parameter}: expected {found.expected:.9g} by the formula, found {found.actual:.9g}"
     if found.differing:
         more = " ..." if len(found.differing) > 4 else ""
         where += f"; differing: {', '.join(found.differing[:4])}{more}"
@@ -151,8 +151,8 @@ def formula_error(
 ) -> FormulaError:
     """Compares the first update of a step with AdamW's formula, which uses the recipe's `optim` keys.
 
-    `no_decay` names the biases and norms with more than one dimension, which have no weight decay. It is empty for
-    older recordings, whose runs decayed these parameters.
+    `no_decay` names the biases and norms with more than one dimension, which have no weight decay. `no_decay` is empty
+    for older recordings, whose runs decayed these parameters.
     """
     samples = below(record.tensors, f"{learner}/0/sample/")
     clip = optim["clip"]
@@ -214,7 +214,7 @@ def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> I
             first = int(differing[0])
             where = (
                 f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded master weights, "
-                f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
+                f"{float(held[first]):.6g} instead of {float(wanted[first]):.6g}"
                 f"{rank_of_rows(indices, shape, manifest['world_size'])}"
             )
     if samples:
@@ -265,8 +265,8 @@ def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str)
 def _movement_slopes(
     one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
 ) -> Iterator[Check]:
-    """Compares how far the update moved each parameter in the replay and in the recorded run. The factor is 0 if the
-    replay's parameter did not move, and 2 if it moved twice as far."""
+    """Compares how far the update moved each parameter in the replay and in the recorded run. The reported factor is 0
+    if the parameter did not move in the replay, and 2 if it moved twice as far as in the recorded run."""
     worst: tuple[Excess, str] | None = None
     for name in names:
         start, after = (

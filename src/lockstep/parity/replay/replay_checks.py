@@ -13,8 +13,8 @@ Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "los
 # The stages in the order in which a step runs them.
 STAGES: tuple[Stage, ...] = get_args(Stage)
 # The first failing stage in this order is reported as the cause. The log-probs stage scores the recorded tokens without
-# the rollout engine, and the generation stage runs the same model in the engine. So a wrong model fails both stages,
-# and a wrong engine fails only the generation stage.
+# the rollout engine, and the generation stage runs the same model in the engine. So a wrong model fails the log-probs
+# stage and the generation stage, and a wrong engine fails only the generation stage.
 CAUSE_ORDER: tuple[Stage, ...] = (
     "batch",
     "log-probs",
@@ -53,8 +53,8 @@ def worst_of(checks: Sequence[Check]) -> Check:
 
 
 def first_cause(checks: Sequence[Check]) -> Check | None:
-    """Returns the failed check that is reported as the cause. It is the first one in `CAUSE_ORDER` among the failed
-    checks of the earliest update."""
+    """Returns the failed check that is reported as the cause: the first one in `CAUSE_ORDER` among the failed checks of
+    the earliest update."""
     failed = [check for check in checks if not check.passed]
     return min(failed, key=lambda check: (check.update, CAUSE_ORDER.index(check.stage)), default=None)
 

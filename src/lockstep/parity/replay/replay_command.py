@@ -48,7 +48,7 @@ class ReplayRequest:
     checklist: bool
     json: bool
     model: str | None = None
-    """The folder of the model that was trained. It is needed only for recordings of other frameworks."""
+    """The folder of the model that was trained, which is needed only for recordings of other frameworks."""
 
 
 def replay_run(request: ReplayRequest) -> int:
@@ -105,7 +105,7 @@ def _replay_recording(request: ReplayRequest, mode: str) -> int:
             str(request.run), f"contains the recordings of {len(others) + 1} ranks", remedy, code="several-candidates"
         )
     result = replay_recording(first, request.model, request.overrides, request.steps)
-    title = "replay of a recording: each update from the recorded weights"
+    title = "replay of a recording: each update starts from the recorded weights"
     return _report(request, result, Console.silent() if request.json else Console.open(), title)
 
 
@@ -130,7 +130,8 @@ def replay(
     results = [result for result in found if result is not None]
     if not results:
         return None
-    # A resumed run may have several parts with different recipes. The verdict is that of the first part that diverges.
+    # A resumed run may have several parts with different recipes. If a part diverges, the verdict on the first such
+    # part is the verdict of the replay.
     first = next((result for result in results if not result.in_step), results[0])
     remarks = [remark for result in results for remark in result.remarks]
     result = replace(

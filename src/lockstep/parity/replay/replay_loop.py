@@ -50,8 +50,8 @@ REPLAYS = "replays"
 class Replay:
     """Repeats recorded steps in one of three modes. In the mode forced, each step with recorded weights starts from
     these weights. In the mode chained, the replay uses the recorded rows and responses, and trains its own weights from
-    step to step. In the mode free, it uses only the recorded initial weights, and loads rows and generates responses
-    itself."""
+    step to step. In the mode free, the replay uses only the recorded initial weights, and loads rows and generates
+    responses itself."""
 
     def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
         self.tape, self.mode, self.only = tape, mode, tuple(only)
@@ -116,11 +116,11 @@ class Replay:
         return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
 
     def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
-        """Returns the recorded responses of a step. Their rewards are computed again."""
+        """Returns the recorded responses of a step, with rewards that are computed again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
-        # A forced replay also generates responses, to test the rollout engine. They should equal the recorded
-        # responses, because the step starts from the recorded weights.
+        # A forced replay also generates responses, to test the rollout engine. The generated responses should equal the
+        # recorded responses, because the step starts from the recorded weights.
         generates = self.mode == "forced" and not self._other_noise(recipe)
         generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
@@ -173,8 +173,8 @@ class Replay:
             training.carried.update(self.tape.read_step(number).info["carried"])
 
     def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
-        """Returns the recorded weights of a step. If the recording has none, returns the weights of the model folder,
-        of which a forced replay keeps a copy."""
+        """Returns the recorded weights of a step. If the recording has no weights, returns those of the model folder. A
+        forced replay keeps a copy of them."""
         kept = number in self.tape.weighed()
         if not kept or training.run.recipe.model.lora is not None:
             refuse_other_weights(self.tape, training.run)
@@ -212,7 +212,7 @@ def _from_the_start(steps: Sequence[int]) -> list[int]:
 
 
 def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
-    """Runs the replay. Returns its run folder, or None on ranks other than 0."""
+    """Runs the replay. Returns the run folder of the replay, or None on ranks other than 0."""
     replay.run(recipe, console)
     return None if int(os.environ.get("RANK", "0")) else Path(recipe.run.folder) / recipe.run.name
 
@@ -234,14 +234,14 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
         "tape.record=true",
     ]
     if any(word.startswith("model.dtype=") for word in overrides):
-        settled.append("model.master_weights=null")  # its default depends on the dtype
+        settled.append("model.master_weights=null")  # the default of this key depends on the dtype
     return load_recipe(str(recorded), [*settled, *overrides], stored=True)
 
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """Yields a free folder name for a replay: `kind-1`, or the first free number. Replays that start at the same time
-    get different names. All ranks of one replay get the same name."""
+    """Yields a free folder name for a replay, which is `kind-N` with the first free number N. Replays that start at the
+    same time get different names. All ranks of one replay get the same name."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:

@@ -21,8 +21,8 @@ from lockstep.tape.tape_format import TapeFolder
 RESULT = "replay.json"
 MODE_TITLES = {
     "forced": "each step from the recorded weights",
-    "chained": "the replay's weights, recorded rows and responses",
-    "free": "the replay's weights and responses",
+    "chained": "weights of the replay, rows and responses of the recording",
+    "free": "weights and responses of the replay",
 }
 
 
@@ -112,8 +112,8 @@ def _other_noise(a: TapeSide, b: TapeSide, mode: Mode) -> Iterator[str]:
 
 
 def _explains(module: DivergedModule, cause: Check) -> bool:
-    """Returns whether a diverged module explains the failed check. It can explain only checks of later stages, so it
-    cannot explain a wrong loss mask or reward."""
+    """Returns whether a diverged module explains the failed check. A diverged module can explain only checks of later
+    stages, so it cannot explain a wrong loss mask or reward."""
     if module.phase == FORWARD:
         return cause.stage not in ("batch", "reward")
     return cause.stage in ("gradient", "weights")

@@ -12,18 +12,20 @@ from torch.utils import _pytree as pytree
 from lockstep.parity.replay.operator_bisect import WrongOperator, in_double, in_torch, relative_difference, run_on_cpu
 from lockstep.parity.replay.operator_log import Operator
 
-# The maximum number of tensor elements that the script itself contains. More elements go into a separate file.
+# The maximum number of tensor elements that the script itself contains. If there are more elements, the tensors go into
+# a separate file.
 INLINE = 4096
 # A relative difference between two float64 results that exceeds this value is more than rounding.
 SEEN = 1e-6
-# The tolerance for the relative difference of an operator. A correct fp32 operator is well below it.
+# The tolerance for the relative difference of an operator. The difference of a correct fp32 operator is well below this
+# tolerance.
 ALLOWED = 1e-5
 
 
 @dataclass(frozen=True)
 class FaultCase:
-    """An operator call that shows the fault, its result, and the reference: another operator call (`judge`) or expected
-    values."""
+    """An operator call with a wrong result, this result, and the reference, which is another operator call (`judge`) or
+    expected values."""
 
     call: Operator
     found: torch.Tensor
@@ -41,7 +43,7 @@ class FaultCase:
 
 def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | None:
     """Writes a script that runs the faulty operator and its reference, prints both values and exits with 1 if they
-    differ. Returns None if the fault cannot be reproduced."""
+    differ. Returns None if the wrong result cannot be reproduced."""
     case = case_of(wrong)
     if case is None:
         return None
@@ -55,7 +57,7 @@ def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | Non
 
 
 def case_of(wrong: WrongOperator) -> FaultCase | None:
-    """Returns the faulty operator call and its reference, or None if the fault cannot be reproduced."""
+    """Returns the faulty operator call and its reference, or None if the wrong result cannot be reproduced."""
     call, index = wrong.call, wrong.index
     if not call.outputs or not wrong.expected.numel() or wrong.expected.shape != wrong.actual.shape:
         return None
@@ -88,7 +90,7 @@ def _shown(case: FaultCase) -> FaultCase | None:
 
 
 def smallest(case: FaultCase) -> FaultCase:
-    """Reduces the tensors to one index along one axis after another, as long as the fault remains."""
+    """Reduces the tensors to one index along one axis after another, as long as the result stays wrong."""
     for axis in range(_axes(case)):
         width = case.found.shape[axis]
         differences = (case.found.double() - case.wanted.double()).abs()
@@ -113,8 +115,8 @@ def _axes(case: FaultCase) -> int:
 
 
 def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
-    """Returns the case with the slice `keep` of an axis that output and inputs share, or None if this slice does not
-    show the fault."""
+    """Returns the case with the slice `keep` of an axis that output and inputs share, or None if the result of this
+    slice is not wrong."""
     width, ndim = case.found.shape[axis], case.found.ndim
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,7 +149,8 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
 
 
 def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
-    """Returns the operator call with the non-tensor arguments of the clean module's call."""
+    """Returns the operator call with the non-tensor arguments of the corresponding call in the clean copy of the
+    module."""
     if clean is None or clean.name != call.name:
         return None
     mine, spec = pytree.tree_flatten((call.args, call.kwargs))
@@ -173,8 +176,8 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns the relative difference of two tensors. It is 0 if the shapes differ, because such a fault cannot be
-    shown."""
+    """Returns the relative difference of two tensors. The result is 0 if the shapes differ, because the script cannot
+    show a wrong shape."""
     return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 
@@ -191,7 +194,7 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
         same = "The same operator" if case.judge is case.call else "With the arguments of a clean module copy"
         judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
     return [
-        f'"""{_quotable(title)}: needs only torch; exits with 1 if the two differ and with 0 if they agree."""',
+        f'"""{_quotable(title)}: needs only torch; exits with 1 if the two results differ and with 0 if they agree."""',
         "",
         *(["from pathlib import Path", ""] if heavy else []),
         "import torch",

@@ -39,9 +39,9 @@ from lockstep.types import Rollout
 # The names of the log-prob checks whose values the loss uses.
 LOSS_INPUTS = ("old", "reference", "values")
 SCORE = 1e-4
-# Limits for the fraction of a tensor's values that bf16 represents exactly. Above ROUNDED, the tensor was rounded to
-# bf16. Below FINE, it was not rounded. One of 65,536 fp32 values is exact in bf16 by chance. Tensors with fewer than
-# ENOUGH values are not tested.
+# Limits for the fraction of a tensor's values that bf16 represents exactly. If the fraction is above ROUNDED, the
+# tensor was rounded to bf16. If the fraction is below FINE, the tensor was not rounded. One of 65,536 fp32 values is
+# exact in bf16 by chance. Tensors with fewer than ENOUGH values are not tested.
 ROUNDED, FINE, ENOUGH = 0.99, 0.9, 32
 
 
@@ -97,8 +97,8 @@ def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, gen
 
 
 def is_foreign(record: StepRecord) -> bool:
-    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). Such a
-    recording may lack some tensors."""
+    """Returns whether the step was recorded in another framework's training loop (`lockstep_record.py`). A recording of
+    another framework may lack some tensors."""
     return "calls" in record.info
 
 
@@ -121,7 +121,7 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
-    """Compares the micro-batches that the models receive. A packing or padding fault changes the micro-batches, but not
+    """Compares the micro-batches that the models receive. A packing or padding error changes the micro-batches, but not
     the data rows."""
     meaning = {
         "target": "the target token",
@@ -135,7 +135,7 @@ def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
         for name in RECEIVED:
             x, y = a.tensors.get(f"{key}/{name}"), b.tensors.get(f"{key}/{name}")
             if x is None or y is None:
-                continue  # not recorded in both runs
+                continue  # at least one run did not record this tensor
             if not _equal(x, y):
                 differing = int((x != y).sum()) if x.shape == y.shape else len(x)
                 where = f"{worst_difference(x, y, 'target')}: {meaning[name]}; {differing} of {len(x)} targets differ"
@@ -205,7 +205,8 @@ def check_generation(
         errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
         if shared < max(len(one.ids), len(other.ids)):
             diverged += 1
-            # End tokens are compared like any token. If one response stops without an end token, the error is infinite.
+            # End tokens are compared like any token. If one response has ended and the other has more tokens, the error
+            # is infinite.
             ended = shared == min(len(one.ids), len(other.ids))
             if known_noise:
                 keys = sequence_keys(seed, first_key + key[0], key[1])
@@ -236,8 +237,8 @@ def _token(rollout: Rollout, token: int) -> str:
 def _preference_gap(
     one: Rollout, other: Rollout, position: int, keys: tuple[int, int], vocabulary: int, greedy: bool
 ) -> float:
-    """Returns the difference of the two tokens' sums of log-probability and sampling noise. It is near 0 if rounding
-    decided between the tokens."""
+    """Returns the difference of the two tokens' sums of log-probability and sampling noise. The difference is near 0 if
+    rounding decided between the tokens."""
     scores = one.logprobs[position], other.logprobs[position]
     if greedy:
         return abs(scores[0] - scores[1])
@@ -271,7 +272,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
 
 def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
     """Fits a regression line to the replayed log-probs as a function of the recorded ones. A different temperature,
-    scale or mean changes its slope or offset."""
+    scale or mean changes the slope or the offset of this line."""
     found = line(x, y)
     if found is None:
         return
@@ -301,8 +302,8 @@ def bf16_share(numbers: torch.Tensor) -> float | None:
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """Fails if the values of run B are rounded to bf16 and those of run A are not. One additional rounding is too small
-    to be found by the size of the error."""
+    """Fails if the values of run B are rounded to bf16 and those of run A are not. The size of the error does not show
+    one additional rounding, which is too small."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return
@@ -311,7 +312,7 @@ def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torc
 
 
 def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: Sequence[Check]) -> Iterator[Check]:
-    """Compares advantages. They are computed from rewards and log-probabilities, so the tolerance includes the
+    """Compares advantages. Advantages are computed from rewards and log-probabilities, so the tolerance includes the
     differences of the log-probabilities."""
     before = max((c.error for c in checks if c.stage == "log-probs" and "update" not in c.what), default=0.0)
     for name in ("rewards", "advantages", "returns", "keep", "importance"):
@@ -388,8 +389,8 @@ class _Update:
         """Returns how far the gradients of the loss with respect to the log-probs may differ because the inputs of the
         loss differ. The loss itself is computed in fp32.
 
-        A loss over whole sequences, such as a preference loss, sums the rounding errors of their tokens. This sum grows
-        with the square root of the sequence length.
+        A loss over whole sequences, such as a preference loss, sums the rounding errors of their tokens. The sum of
+        these errors grows with the square root of the sequence length.
         """
         other = max((c.error for c in checks if c.stage == "log-probs" and c.what in LOSS_INPUTS), default=0.0)
         estimated = max((c.error for c in checks if c.stage == "advantages"), default=0.0)
@@ -424,8 +425,8 @@ class _Update:
             yield from check_precision("gradient", self.one.step, self.what, sides[0], sides[1])
 
     def _updated_answers(self) -> Iterator[Check]:
-        """Checks that earlier updates of the step changed the model's outputs by the same amount in both runs. If they
-        did not, an update of the weights was lost.
+        """Checks that earlier updates of the step changed the model's outputs by the same amount in both runs. If the
+        changes differ, an update of the weights was lost.
 
         The tolerance is relative to the change of the outputs, as the tolerance of the weights is relative to their
         change.
@@ -453,7 +454,7 @@ def _sampled_gradients(record: StepRecord, learner: str) -> torch.Tensor:
 
 def _before_updates(record: StepRecord, learner: str, number: int) -> torch.Tensor | None:
     """Returns the model's outputs for the targets of an update, computed before the first update of the step. Returns
-    None if they were not computed."""
+    None if these outputs were not computed."""
     every = record.tensors.get("step/values" if learner == "critic" else "step/old")
     counts = [update["targets"] for update in record.info["updates"] if update["learner"] == learner]
     if every is None or not len(every):

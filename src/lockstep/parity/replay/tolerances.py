@@ -8,18 +8,19 @@ sums, and each step started from recorded weights. The largest differences were:
 2e-7, gradients of the loss with respect to log-probs 2e-6 (4e-5 at the second update of a step), parameter gradients
 8e-6, a weight's change compared with AdamW's formula 4e-7, weights 3e-3 of their change, module outputs 2e-6 forward
 and 5e-6 backward. An error of 1e-4 or 1e-2 that was added to the embedding grew at most 2 times per module forward and
-4.4 times backward. fp32 compared with bf16 showed differences of 0.033 in log-probs, 0.66 in weights and 0.27 in
-gradients. The difference of 0.27 occurred in gradients of biases in DPO, whose pairs nearly cancel.
+4.4 times backward. Comparisons of fp32 with bf16 showed differences of 0.033 in log-probs, 0.66 in weights and 0.27 in
+gradients. The difference of 0.27 occurred in gradients of biases in DPO, because the gradients of a pair of responses
+nearly cancel.
 
-bf16: rounding hides faults, so systematic differences have separate limits (below). The output of a module may differ
-by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward, 2.4 times
-backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the limits are 5 %
-and 8 times.
+bf16: rounding hides wrong computations, so systematic differences have separate limits (below). The output of a module
+may differ by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward,
+2.4 times backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the output
+may differ by 5 % or by 8 times the error of the input.
 
 Systematic differences. Rounding errors have random signs, so their mean over n values shrinks as 1/sqrt(n). The error
-of a fault does not shrink. So five statistics of two tensors are compared in addition to their distance: slope, spread,
-offset, columns and rows (see `Systematic`). Each is relative to the norm of the tensor. For example, a tensor that is
-1.01 times as large has a slope of 0.01. A statistic may differ by
+of a wrong computation does not shrink with n. So five statistics of two tensors are compared in addition to their
+distance: slope, spread, offset, columns and rows (see `Systematic`). Each statistic is relative to the norm of the
+tensor. For example, a tensor that is 1.01 times as large has a slope of 0.01. A statistic may differ by
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
@@ -39,10 +40,11 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
-# At least this fraction of a difference is treated as rounding. It is larger for column and row sums, which are
-# estimated from a few projections.
+# At least this fraction of a difference is treated as rounding. The fraction is larger for offset, column and row sums,
+# which are estimated from a few projections.
 LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
-# Tensors with fewer values are not tested for systematic differences, because their rounding does not average out.
+# Tensors with fewer than ENOUGH values are not tested for systematic differences, because their rounding does not
+# average out.
 ENOUGH = 32
 
 
@@ -63,15 +65,15 @@ class Limits:
     forward: Mapping[str, Bound]
     backward: Mapping[str, Bound]
     gradient: Bound
-    """The limit of the slope of each parameter's gradient."""
+    """Tolerance of the statistic `slope` (see the top of this file) for the gradient of one parameter."""
     gradients: Bound
-    """The limit of the slope of the gradients of all parameters together."""
+    """Tolerance of the statistic `slope` for the gradients of all parameters, as one vector."""
     movement: Bound
     logprob_slope: Bound
     logprob_offset: Bound
     loss: float
     """The allowed difference of the loss's gradients with respect to the log-probs. The differences of
-    log-probabilities and advantages are added to it."""
+    log-probabilities and advantages are added to this limit."""
     answers: bool = True
     """Whether the model's final outputs (log-probs) are tested for systematic differences like module outputs. In a
     trained model a few unlikely tokens dominate the norm of the log-probs, so rounding hardly averages out. The
@@ -102,10 +104,10 @@ BF16 = Limits(
     loss=2e-3,
 )
 
-# Limits for fp32 compared with bf16. The weights rounded to bf16 are a different model, so this difference does not
-# average out. Gradients that nearly cancel (of DPO pairs, queries and keys, biases) change most. Correct replays of
-# trained tiny models (SFT, DPO and GRPO, on CPU and H200) showed gradient slopes of 0.17 for biases, 0.07 for weights
-# and 0.025 for all gradients together.
+# Limits for fp32 compared with bf16. Rounding the weights to bf16 changes the model itself, so the difference between
+# the runs does not average out. Gradients that nearly cancel (of DPO pairs, queries and keys, biases) change most.
+# Correct replays of trained tiny models (SFT, DPO and GRPO, on CPU and H200) showed gradient slopes of 0.17 for biases,
+# 0.07 for weights and 0.025 for all gradients together.
 MIXED = replace(
     BF16,
     backward={**BF16.backward, "slope": Bound(0.15, 50), "columns": Bound(0.25, 100), "rows": Bound(0.3, 100)},
@@ -134,7 +136,7 @@ class Tolerance:
     growth: float
     """The factor by which an error may grow from a module's input to its output."""
     systematic: Limits | None = None
-    """The limits of systematic differences. It is None for fp32, which needs no such limits."""
+    """The limits of systematic differences. `systematic` is None for fp32, which needs no such limits."""
 
 
 TOLERANCES = {
@@ -143,15 +145,15 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
-# The tolerances for single operators with identical inputs. They are derived, not measured. A result is rounded by up
+# The tolerances for single operators with identical inputs, which are derived, not measured. A result is rounded by up
 # to half of the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four times where a
 # fused operator rounds once.
 OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. It is larger if the dtypes
-    differ."""
+    """Returns the tolerance for the coarsest of the given dtypes, usually those of two runs. For different dtypes the
+    tolerance is larger."""
     coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
     if len(set(dtypes)) == 1 or coarser.systematic is None:
         return coarser
@@ -159,17 +161,17 @@ def tolerance_of(*dtypes: str) -> Tolerance:
 
 
 def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
-    """Returns the tolerance for operators with identical inputs. It is doubled for the backward pass, which runs twice
-    as many operators."""
+    """Returns the tolerance for operators with identical inputs. The tolerance for the backward pass, which runs twice
+    as many operators, is doubled."""
     return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 
 def inherited(tolerance: Tolerance, step: int) -> Tolerance:
-    """Returns the tolerance for a step that does not start from recorded weights. This tolerance detects only abnormal
+    """Returns the tolerance for a step that does not start from recorded weights, which detects only abnormal
     differences.
 
     A tolerance of 0.01 for log-probabilities is a common threshold for abnormal differences. The tolerance of 2 % for
-    the loss is from the Ascend documents. The tolerance of the weights grows with the number of the step.
+    the loss is from the Ascend documents. The tolerance of the weights grows with the step number.
     """
     return replace(
         tolerance,

@@ -76,7 +76,7 @@ class DecodeState:
             tensor.copy_(getattr(other, name))
 
     def put_(self, rows_K: torch.Tensor, other: DecodeState) -> None:
-        """Overwrites the rows with the indices `rows_K` by the rows of `other`."""
+        """Copies the rows of `other` to the rows of this state with the indices `rows_K`."""
         for name, tensor in vars(self).items():
             tensor.index_copy_(0, rows_K, getattr(other, name))
 

@@ -1,7 +1,7 @@
 """The native engine: generates with the trained modules, continuous batching and a paged KV cache.
 
-The native engine needs no weight sync. Its KV cache exists during one call of `generate`, or is kept together with the
-CUDA graphs that use it.
+The native engine needs no weight sync. The KV cache of the engine exists during one call of `generate`, or is kept
+together with the CUDA graphs that use it.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def fitting_prefill(most: int, memory: int, config: Any, size: int) -> int:
 def prefill_bytes(config: Any, tokens: int, size: int) -> int:
     """Returns the peak memory of a Llama-like layer for `tokens` tokens without a backward pass.
 
-    Per token, the estimate counts three tensors of the feed-forward width and several of the hidden width. The latter
-    are the layer input, the residual sum after attention, its normalised value and fp32 copies of that value. `size` is
-    the number of bytes per element.
+    Per token, the estimate counts three tensors of the feed-forward width and several of the hidden width. The tensors
+    of the hidden width are the layer input, the residual sum after attention, its normalised value and fp32 copies of
+    that value. `size` is the number of bytes per element.
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -106,8 +106,8 @@ class NativeEngine(SharedWeights):
         """Called between rounds of decoding. If `pause` returns True, `generate` yields the unfinished sequences and
         ends."""
         self.further: Further | None = None
-        """A source of more requests, used between rounds while batch rows are free. Its requests get the next request
-        numbers."""
+        """A source of more requests, used between rounds while batch rows are free. The requests from this source get
+        the next free request indices."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -300,7 +300,7 @@ def _completion(sequence: SequenceState, stop: str) -> Completion:
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
     """Returns the largest number of KV-cache blocks in use at once, with one reserved block per running sequence."""
-    # Samples of a prompt share its full blocks, so each sequence needs only the blocks after these.
+    # Samples of a prompt share the full blocks of the prompt, so each sequence needs only the blocks after these.
     unshared = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
     shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
     return sum(unshared[:rows]) + sum(shared[:rows])

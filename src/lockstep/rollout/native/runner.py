@@ -27,8 +27,8 @@ from lockstep.types import Sampling
 # Number of decode passes per round with CUDA graphs. The host does not synchronize between these passes.
 AHEAD = 8
 # Capturing a graph takes as long as dozens of forward passes. So a batch that is slightly smaller than a captured graph
-# (by a factor below LITTLE) runs in that graph with idle rows. After PATIENCE rounds of this batch size, a graph of the
-# exact size is captured.
+# (by a factor below LITTLE) runs in that graph with idle rows. After PATIENCE rounds with the same batch size, a graph
+# of the exact size is captured.
 PATIENCE, LITTLE = 8, 1.5
 # Minimum width, in blocks, of the block tables of captured graphs. Widths are powers of two, so few sequence lengths
 # need a new capture.
@@ -37,8 +37,8 @@ LEAST_WIDTH = 64
 
 @dataclass(frozen=True)
 class Round:
-    """A round of forward passes that are launched on the device. Its tokens and log-probs can be read when the device
-    is done."""
+    """A round of forward passes that are launched on the device. The tokens and log-probs of the round can be read when
+    the device is done."""
 
     sequences: Sequence[SequenceState]
     width: int | None

@@ -31,8 +31,8 @@ class SharedPrompt(CachedSpan):
 
 @dataclass(eq=False)
 class SequenceState(CachedSpan):
-    """A sample that is being generated. Its last token is the input of the next pass, so this token is not cached
-    yet."""
+    """A sample that is being generated. The last token of the sample is the input of the next pass, so this token is
+    not cached yet."""
 
     request: int = 0
     number: int = 0
@@ -127,7 +127,7 @@ class Scheduler:
     ):
         self.prefixes: dict[int, SharedPrompt] = {}
         self.num_requests = 0
-        """The number of requests so far, which is the number of the next request."""
+        """The number of requests so far, which is also the index of the next request."""
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.pool = BlockPool(blocks)
@@ -136,7 +136,7 @@ class Scheduler:
         self.add(prefixes, sequences)
 
     def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
-        """Adds requests at the end of the queue; they get the next request numbers."""
+        """Adds requests at the end of the queue; they get the next free request indices."""
         self.prefixes |= enumerate(prefixes, start=self.num_requests)
         self.num_requests += len(prefixes)
         self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
@@ -202,8 +202,8 @@ class Scheduler:
         return work
 
     def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence. Also frees the blocks of its prompt if no other sequence of the
-        prompt is left."""
+        """Frees the blocks of a finished sequence. Also frees the blocks of the sequence's prompt if no other sequence
+        of this prompt is left."""
         self.running.remove(sequence)
         self._release(sequence)
         self.prefixes[sequence.request].running -= 1

@@ -81,7 +81,7 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
     if answer.ended == "aborted":
         return answer  # an aborted answer is dropped and requested again
     if len(ids) != len(logprobs):
-        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs; expected equal numbers")
     if not 1 <= len(ids) <= wanted.max_tokens:
         raise ServerFailed(f"an answer of {len(ids)} tokens; the request allows 1 to {wanted.max_tokens}")
     for place, token in enumerate(ids):
@@ -89,7 +89,7 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
             raise ServerFailed(f"token {place} of an answer is {token!r}: the vocabulary has {vocabulary:,} tokens")
     for place, logprob in enumerate(logprobs):
         if not (math.isfinite(logprob) and logprob <= _MOST_LOGPROB):
-            raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}")
+            raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}: above 0 or not finite")
     end = next((place for place, token in enumerate(ids) if token in stops), None)
     if end is not None and end < len(ids) - 1:
         raise ServerFailed(f"an answer of {len(ids)} tokens continues after its end token {ids[end]} at position {end}")
@@ -207,7 +207,7 @@ class ServerAdapter(Protocol):
     reads_key_file: bool
     """Whether the server reads its key from `ServerStart.key_file`."""
     gone_statuses: tuple[int, ...]
-    """HTTP statuses of GET /health that mean that the engine behind the HTTP server is dead."""
+    """HTTP statuses with which GET /health reports that the engine behind the HTTP server is dead."""
     bucket_bytes: int | None
     """Maximum number of bytes that one call of `receive` may transfer, or None if one call can receive all tensors."""
 
@@ -245,7 +245,7 @@ class ServerAdapter(Protocol):
     def resume(self, client: Channel) -> None: ...
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """Loads the weights from files. Returns when the files can be deleted. Raises `ServerFailed` for missing or
+        """Loads the weights from files. After this call, the files can be deleted. Raises `ServerFailed` for missing or
         extra tensors and, if the engine supports checksums, for corrupt tensors."""
 
     def end(self, client: Channel, version: str) -> None:

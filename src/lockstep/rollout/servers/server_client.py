@@ -235,7 +235,7 @@ class ClientThread:
         self._over: asyncio.Event | None = None
         self._client: HttpClient
         self.health: dict[str, HealthCheck] = {}
-        """The health check of each server by its address."""
+        """The health check of each server, keyed by the server's address."""
         self.batcher = RequestBatcher(self._post_for_lines)
         self._thread = threading.Thread(target=self._serve, name="rollout-server", daemon=True)
         self._thread.start()
@@ -335,7 +335,7 @@ class ClientThread:
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Sends requests to one server; `seconds` is the time limit of slow requests (`rollout.server.request_timeout`)."""
+    """Sends requests to one server. `seconds` is the time limit of slow requests (`rollout.server.request_timeout`)."""
 
     thread: ClientThread
     address: str

@@ -32,7 +32,7 @@ _SEED_BITS = 2**63 - 1
 
 class ServerEngine:
     """An engine that generates on servers. Rank 0 starts the servers and sends them weights; every rank sends requests.
-    Call its methods from one thread."""
+    Only one thread may call the methods of this engine."""
 
     instead = "use rollout.engine=native, which generates with the trained modules"
 
@@ -48,7 +48,7 @@ class ServerEngine:
         self.server_adapter, self.policy, self.settings = server_adapter, policy, settings
         self.world, self.decode = place.world, tokenizer.decode
         self.updates = 0
-        """The number of updates of the weights that the next `sync` sends; set by the caller."""
+        """The number of updates that the weights of the next `sync` have had; set by the caller."""
         self.sync_seconds = 0.0
         """Duration of the last sync in seconds, including the weight check."""
         self.sync_parts: dict[str, float] = {}
@@ -186,7 +186,7 @@ class ServerEngine:
                 f"rollout.engine {self.server_adapter.name}",
                 f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
                 "the server's maximum sequence length is too small",
-                "raise the server's maximum length by rollout.server.args, or lower rollout.max_tokens",
+                "raise the server's maximum length with rollout.server.args, or lower rollout.max_tokens",
                 code="wrong-response",
             )
         return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))

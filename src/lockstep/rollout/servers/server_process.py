@@ -76,7 +76,7 @@ class ServerProcess:
         self._process.kill()
 
     def remove_key(self) -> None:
-        """Deletes the key file; the server cannot be restarted afterwards."""
+        """Deletes the key file, without which the server cannot be restarted."""
         if self._key_file is not None:
             shutil.rmtree(self._key_file.parent, ignore_errors=True)
 
@@ -136,8 +136,8 @@ def start_server(
     log: Path,
     host: str = HOST,
 ) -> tuple[ServerProcess, str, str]:
-    """Starts a server on a free port of this machine without waiting until it responds. Returns its process, address
-    and API key."""
+    """Starts a server on a free port of this machine without waiting until it responds. Returns the process, address
+    and API key of the server."""
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
     env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
@@ -191,8 +191,8 @@ def machine_of(world: World) -> RankMachine:
 
 
 def served_host(machines: Sequence[RankMachine | None]) -> str:
-    """Returns the address at which all ranks reach a server on rank 0's machine. This is the loopback address if all
-    ranks are on that machine."""
+    """Returns the address at which all ranks reach a server on rank 0's machine. The result is the loopback address if
+    all ranks are on rank 0's machine."""
     here = _machine()
     others = [rank[1] for rank in machines if rank is not None and rank[0] != here]
     if not others:
@@ -221,8 +221,8 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
-    """Joins the PYTHONPATH that the server adapter needs, that of the recipe and, if the server uses the run's Python,
-    that of the run."""
+    """Joins up to three values of PYTHONPATH: the value that the server adapter needs, the value in the recipe and, if
+    the server uses the run's Python, the value of the run."""
     inherited = os.environ.get("PYTHONPATH", "") if settings.server.python is None else ""
     return os.pathsep.join(
         filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])

@@ -306,7 +306,9 @@ class Sglang:
         if info.get("quantization") is not None:
             wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if info.get("speculative_algorithm") is not None:
-            wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without one")
+            wrong.append(
+                f"its draft model ({info['speculative_algorithm']}) gets no new weights: start without a draft model"
+            )
         if needs.lora_rank is not None and not info.get("enable_lora"):
             wrong.append(
                 f"the server does not accept LoRA adapters, but the run has an adapter of rank {needs.lora_rank}"

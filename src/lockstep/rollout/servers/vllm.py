@@ -138,7 +138,9 @@ class Vllm:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         if len(ids) != len(logprobs):
-            raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+            raise ServerFailed(
+                f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs; expected equal numbers"
+            )
         refuse_other_prompt(wanted, prompt)
         # All tokens of a response come from the same weights, because a push of new weights aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None

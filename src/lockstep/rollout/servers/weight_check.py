@@ -1,7 +1,7 @@
 """The weight check: compares the log-probs of the server and of the trainer for tokens that the server generates.
 
 Even if tensor names, checksums and versions are right, the engine may compute with different weights, such as a packed
-copy or a stale cache. Then the engine's log-probs differ from the trainer's.
+copy or a stale cache. If the weights differ, the engine's log-probs differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
 
 def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
     """Returns whether the engine still has the previous weights. A small update may change log-probs by less than the
-    bounds of the check. But if the trainer's log-probs changed by much more than `noise`, the engine's log-probs must
-    have changed by more than `noise` too."""
+    bounds of the check. But if the trainer's log-probs changed by more than 4 times `noise`, the engine's log-probs
+    must have changed by more than `noise` too."""
     same = _common_tokens(now, before)
     if len(same) < sum(map(len, now.ids)):
         return False  # different tokens were sampled, so the weights have changed

@@ -51,10 +51,10 @@ class WeightSync:
         self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
         self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
         self.updates = 0
-        """The number of updates of the weights that are sent next."""
+        """The number of updates that the weights to be sent next have had."""
         self.pushes = 0
         self.checked: dict[str, CheckResult] = {}
-        """The last weight check of each server by its address."""
+        """The last weight check of each server, keyed by the server's address."""
         self.bounds: Bounds | None = None
         """Bounds of the weight check, calibrated by the first two pushes, or None before the calibration."""
         self.by_memory = by_memory(
@@ -74,7 +74,7 @@ class WeightSync:
 
     @property
     def transport(self) -> str:
-        """The weight transport in use, as a value of `rollout.weight_sync`."""
+        """The current weight transport, as a value of `rollout.weight_sync`."""
         return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
 
     # -- which servers

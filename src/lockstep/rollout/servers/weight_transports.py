@@ -119,7 +119,8 @@ KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
 # Maximum time limit of the rendezvous, in seconds.
 MEETING_SECONDS = 600.0
-# Extra seconds after a time limit, and for the server to report its error after the run's operation has failed.
+# The run waits this many extra seconds after a time limit. After its own operation has failed, it waits equally long
+# for the server's error message.
 _GRACE_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""A worker process that generates responses during training. May be imported by `rollout` and above."""
+"""A worker process that generates responses during training. `rollout` and higher layers may import this package."""
 
 from __future__ import annotations
 

@@ -58,8 +58,9 @@ class WorkerEngine:
     thread may use this object.
 
     `policy` is the trained policy on `device`. `own` is the index of the worker's device. The worker writes its output
-    to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If it is None, the
-    weights are sent through shared memory. Every rank has a worker, and all ranks must call `hand_over` together."""
+    to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If `collective` is
+    None, the weights are sent through shared memory. Every rank has a worker, and all ranks must call `hand_over`
+    together."""
 
     instead = "remove rollout.max_staleness: generation and training then alternate"
 
@@ -292,6 +293,6 @@ def _channel(
 def _connection(ours: socket.socket, memory: Sequence[int]) -> Connection:
     """Sends the descriptor of the shared memory, if any, to the worker. Returns the connection to the worker."""
     socket.send_fds(ours, [b"."], memory)
-    # The timeout prevents that a worker that stopped reading blocks the run.
+    # With the timeout, a worker that no longer reads cannot block the run.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SILENT_SECONDS), 0))
     return Connection(os.dup(ours.fileno()))

@@ -2,7 +2,7 @@
 
 When a message from the run arrives, the engine pauses after the current decoding step. Unfinished responses then
 continue with the new weights: the prompt and the generated tokens are prefilled again. The sampling noise of a token
-depends only on its position. An engine that cannot pause (`hf`) finishes these responses with the old weights.
+depends only on its position. An engine that cannot pause (`hf`) finishes its running responses with the old weights.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class WeightGroup:
         self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
         self.ended: Callable[[], bool] = lambda: False
-        """A function that returns whether the worker has ended. The training process sets it."""
+        """A function that returns whether the worker has ended. The training process sets this function."""
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
@@ -194,8 +194,8 @@ def _nameless() -> int:
 
 # Weight check: after each weight sync, the training process and the worker compute log-probs of the same tokens.
 ROWS, LENGTH = 3, 16
-# Maximum difference between the log-probs of the two processes, by dtype. The values are small, because both processes
-# run the same kernels on the same shapes.
+# Maximum difference between the log-probs of the two processes, by dtype. The allowed differences are small, because
+# both processes run the same kernels on the same shapes.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
@@ -219,7 +219,7 @@ def refuse_other_weights(
 ) -> None:
     """Raises if the log-probs of the worker differ from those of the trainer. `before_K` are the log-probs of the
     trainer at the previous weight sync. An update may change log-probs by less than the bound. So the log-probs of the
-    worker must also be closer to the current ones of the trainer than to `before_K`."""
+    worker must also be closer to the current log-probs of the trainer than to `before_K`."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
     if not bool((off_K <= bound).all()):
@@ -246,7 +246,7 @@ def refuse_other_weights(
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the worker needs to join the process group for weight broadcasts: TCPStore port, backend and timeout."""
+    """What the worker needs to join the process group for weight broadcasts (TCPStore port, backend and timeout)."""
 
     port: int
     collective: str
@@ -319,4 +319,5 @@ class Failed:
     remedy: str = field(default="")
     code: str = "worker-lost"
     refused: bool = True
-    """True if the settings are invalid. False after an internal error that may not occur again after a restart."""
+    """`refused` is true if the settings are invalid, and false after an internal error that may not occur again after a
+    restart."""

@@ -1,1 +1,1 @@
-"""Experiment trackers such as wandb, one per file, which imports the package. May be imported only by `run`."""
+"""Experiment trackers such as wandb, with one module per tracker. Only `run` may import this package."""

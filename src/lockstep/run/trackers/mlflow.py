@@ -57,8 +57,8 @@ class MlflowSink:
     def _uri(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
             return uri
-        # Metrics are stored as files, because the package mlflow-skinny has no database. mlflow 3 requires this
-        # variable for file storage.
+        # Metrics are stored as files, because the package mlflow-skinny has no database. For file storage, mlflow 3
+        # requires this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         store = (self._folder.path / "mlflow").resolve()
         self._console.say(

@@ -63,4 +63,4 @@ class TensorboardSink:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, summary=summary))
-        self._writer.flush()  # otherwise a kill could lose the events of two minutes
+        self._writer.flush()  # without this flush, a kill could lose the events of two minutes

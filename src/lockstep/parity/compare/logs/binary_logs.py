@@ -125,7 +125,7 @@ def _history_row(history: bytes) -> dict[str, Any]:
 # SwanLab -------------------------------------------------------------------------------------------------------------
 
 SWANLAB_MAGIC = b":SWL"
-_SWANLAB_VERSION = 6  # the offset of the format version in the file header
+_SWANLAB_VERSION = 6  # The offset of the format version in the file header.
 # Protobuf field numbers in SwanLab's records.
 _RECORD_SCALAR = 13
 _KEY, _STEP, _VALUE, _NUMBER = 1, 2, 5, 1
@@ -181,13 +181,14 @@ def _protobuf_scalar(record: bytes) -> Scalar | None:
 
 
 def tensorboard_points(path: Path) -> Points:
-    """Reads every scalar of an event file, or of all event files in a folder: a resumed run has several."""
+    """Reads every scalar of an event file, or of all event files in a folder, because a resumed run has several event
+    files."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise missing_extra("tensorboard", "track", f"reading {path}") from None
-    # The size 0 keeps every event. By default the tensorboard package keeps only a sample of the events.
+    # With the size 0 it keeps every event. By default the tensorboard package keeps only a sample of the events.
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     # The tensorboard package logs warnings about repeated steps, which are normal in a resumed run.
     logger = logging.getLogger("tensorboard")

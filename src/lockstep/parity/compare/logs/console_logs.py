@@ -1,4 +1,4 @@
-"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. The first update becomes step 1."""
+"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. Steps count from 1."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ class PairLine:
     """The format of a line that contains a step number and name-value pairs."""
 
     marker: str
-    """A text that every line of this format contains. It is searched first, because the regular expression is
-    slower."""
+    """A text that every line of this format contains. The reader searches this text first, because the regular
+    expression is slower."""
     pattern: re.Pattern[str]
     """A regular expression with two groups: the step and the name-value pairs."""
     between: str
     colon: str
     strict: bool
-    """If True, a line with a value that is not a number is refused as damaged. If False, such a name-value pair is
-    skipped."""
+    """If True, a line with a value that is not a number is refused as damaged. If False, a name-value pair whose value
+    is not a number is skipped."""
 
 
 # verl's console line is `step:7 - critic/rewards/mean:0.25 - ...`. A validation before the first update has step 0.
@@ -113,7 +113,7 @@ def pair_line_points(file: str, text: str, form: PairLine) -> Points:
             if name and value is not None:
                 values[name.strip()] = value
             elif form.strict:
-                raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {pair.strip()!r}")
+                raise damaged(file, row, line.strip(), f"line whose values are all numbers ({pair.strip()!r} has none)")
         found.add(int(parts.group(1)), values)
     return found
 
@@ -180,7 +180,7 @@ class _Title:
 
 
 class _Bars:
-    """The progress bars of one log. A bar shows the values of a step before its counter reaches that step."""
+    """The progress bars of one log. A progress bar shows the values of a step before its counter reaches that step."""
 
     def __init__(self) -> None:
         self._titles: dict[str, _Title] = {}
@@ -233,7 +233,7 @@ _RANK = re.compile(_LABEL, re.I)
 _BEGINS = re.compile(
     rf"(?:{_LABEL}\s*)?\b(?:iteration +\d{{1,18}}/ *\d{{1,18}} *\||validation loss at iteration \d)", re.I
 )
-# Megatron prints this field last. Any text after it on the line was printed by another process.
+# The field that Megatron prints last. Any text after this field on the line was printed by another process.
 _LAST_FIELD = "number of nan iterations"
 _TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *(\d{1,18}) *\|(.*)$")
 _VALIDATED = re.compile(r"(?:^|\s)validation loss at iteration (\d{1,18})( on (validation|test) set)? *\|(.*)$")
@@ -246,7 +246,8 @@ def megatron_points(file: str, text: str) -> Points:
     lines are skipped.
 
     Losses are means over the iterations since the previous printed line. Several ranks may print on one line of text.
-    If all ranks print the same values, they are read as one log. If ranks print different values, the log is refused.
+    If all ranks print the same values, the values are read as one log. If ranks print different values, the log is
+    refused.
     """
     found, ranks = Points(), _Ranks(file)
     for row, line in _one_process_lines(text):
@@ -268,8 +269,8 @@ def megatron_points(file: str, text: str) -> Points:
 
 
 class _Ranks:
-    """The values that each rank printed per iteration. If ranks print equal values, they are kept once. If they print
-    different values, the log is refused."""
+    """The values that each rank printed per iteration. If ranks print equal values, the values are kept once. If ranks
+    print different values, the log is refused."""
 
     def __init__(self, file: str):
         self.file = file
@@ -321,7 +322,7 @@ def _megatron_fields(file: str, row: int, line: str, text: str) -> dict[str, flo
         if value is not None:
             found[name] = value
         elif not colon or name.endswith(_REQUIRED):
-            raise damaged(file, row, line.strip(), f"line whose values are all numbers, at {each.strip()!r}")
+            raise damaged(file, row, line.strip(), f"line whose values are all numbers ({each.strip()!r} has none)")
     return found
 
 

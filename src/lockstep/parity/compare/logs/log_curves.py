@@ -67,13 +67,13 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """The metrics whose values are means over the steps since the previous logged value. None if the format does not
-    specify which metrics are means."""
+    """The metrics whose values are means over the steps since the previous logged value. The value is None if the
+    format does not specify which metrics are means."""
     planned: int | None = None
     """The last planned step, or None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)
-    """Metrics that have several values for one step although the run was not resumed there. Each metric is mapped to an
-    example."""
+    """The metrics that have several values for one step although the run was not resumed there. For each of these
+    metrics, the text describes one such step."""
 
     def is_mean(self, metric: str) -> bool | None:
         return None if self.means is None else metric in self.means
@@ -168,8 +168,9 @@ def _same(one: float, other: float) -> bool:
 
 def _unexplained_repeat(steps: list[int], values: list[float]) -> str:
     """Returns a description of a repeated step that a resumed run does not explain, or "" if there is none. A resumed
-    run goes back to an earlier step and continues, or it restarts and then exceeds the last step of before. If several
-    ranks or runs write to one file, each step appears several times in a row, or all steps are repeated."""
+    run goes back to an earlier step and continues, or it restarts and then runs beyond the last step that was logged
+    before the restart. If several ranks or runs write to one file, each step appears several times in a row, or all
+    steps are repeated."""
     step = np.asarray(steps, dtype=np.int64)
     back = np.flatnonzero(step[1:] <= step[:-1]) + 1
     if not len(back):

@@ -99,7 +99,7 @@ _MEGATRON_TIMES = ("elapsed time per iteration", "throughput per GPU")
 
 def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | None:
     """Returns lockstep's names of the metrics whose values are means since the previous logged value. Returns None if
-    the log format does not specify this."""
+    the log format does not specify which values are means."""
     if kind not in FORMATS:
         return None
     averaging = FORMATS[kind].averaging

@@ -20,14 +20,14 @@ NAMES: dict[str, str] = {
     "learning_rate": "train/lr",
     "epoch": "train/epoch",
     "step_time": "timing_s/step",
-    # TRL's DPO, KTO and reward trainers
+    # metric names of TRL's DPO, KTO and reward trainers
     "rewards/accuracies": "train/pair_accuracy",
     "rewards/margins": "train/margin",
     "rewards/chosen": "train/chosen",
     "rewards/rejected": "train/rejected",
     "accuracy": "train/pair_accuracy",
     "margin": "train/margin",
-    # OpenRLHF's SFT, reward and DPO trainers; DeepSpeed
+    # metric names of OpenRLHF's SFT, reward and DPO trainers, and of DeepSpeed
     "gpt_loss": "train/loss",
     "lr": "train/lr",
     "acc": "train/pair_accuracy",
@@ -60,9 +60,10 @@ _MINDSPEED_RL = {
 _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
 
 
-# Maps a metric name to a table of names. If the log contains the metric, the names of its table replace those of NAMES.
+# Maps the name of a metric to a table like NAMES. If a log contains this metric, the entries of the table replace those
+# of NAMES.
 KINDS: dict[str, dict[str, str]] = {
-    # TRL's online trainers such as GRPO and RLOO; OpenRLHF's PPO family
+    # metric names of TRL's online trainers such as GRPO and RLOO, and of OpenRLHF's PPO family
     "reward": {
         "reward": "critic/rewards/mean",
         "loss": "actor/loss",
@@ -111,7 +112,7 @@ KINDS: dict[str, dict[str, str]] = {
         "vals": "critic/values/mean",
         "cri_lr": "critic/lr",
     },
-    # OpenRLHF's KTO and process reward trainers
+    # metric names of OpenRLHF's KTO and process reward trainers
     "kto_loss": {"kto_loss": "train/loss", "kl": "train/kl"},
     "prm_loss": {"prm_loss": "train/loss", "acc": "train/step_accuracy"},
     **dict.fromkeys(_MINDSPEED_RL_MARKS, _MINDSPEED_RL),
@@ -173,8 +174,8 @@ def read_names(path: str | Path) -> dict[str, str]:
 
 
 def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns `names` with an entry for the column `Value` of a tensorboard csv export. If `names` has no such entry,
-    the metric name comes from the file name."""
+    """Returns `names` with an entry for the column `Value` of a tensorboard csv export. If `names` has no entry for
+    this column, the metric name comes from the file name."""
     if VALUE in names:
         return dict(names)
     tag = _TAG.search(path.stem)

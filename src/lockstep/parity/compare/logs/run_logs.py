@@ -27,7 +27,8 @@ def is_run_folder(path: Path) -> bool:
 
 
 def refuse_lost_metrics(path: Path) -> None:
-    """Refuses a run folder without metrics.jsonl. Otherwise another file in the folder would be read as the log."""
+    """Refuses a run folder without metrics.jsonl, because otherwise another file in the folder would be read as the
+    log."""
     folder = RunFolder(path)
     if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
         raise Refusal.at(
@@ -86,7 +87,7 @@ def recording_points(path: Path) -> Points:
 
 
 def read_evidence(path: Path) -> Evidence:
-    """Reads recipe, environment and first training samples of a run folder. Only the recipe is required."""
+    """Reads recipe, environment and first training samples of a run folder, of which only the recipe must exist."""
     folder = RunFolder(path)
     files = {folder.recipe: None, **{path: last for last, path in folder.earlier_recipes().items()}}
     try:
@@ -105,8 +106,8 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. Any other damaged line is
-    refused."""
+    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. A damaged line elsewhere
+    is refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []

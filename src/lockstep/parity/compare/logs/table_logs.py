@@ -1,4 +1,4 @@
-"""Readers of logs that are tables with a step column: JSON lines, JSON, csv and msprobe's dumps.
+"""Readers of logs that are tables with a step column, which are JSON lines, JSON, csv and msprobe's dumps.
 
 The step number is a column such as `global_step`, or a text such as `10/93` (step 10 of 93). The first update is step
 1, except in wandb's `_step` and msprobe, which count from 0.
@@ -20,11 +20,11 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.console_logs import damaged, parse_number
 from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_step, numbers
 
-# The first of these columns that a row contains is its step number. wandb's `_step` is used only if no row contains one
-# of these columns, because wandb increments it at each log call.
+# The first of these columns that a row contains is its step number. The column `_step` of wandb is used only if no row
+# contains one of these columns, because wandb increments `_step` at each log call.
 STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
-# Columns that identify the process that wrote the row.
+# Columns with the rank or process that wrote the row.
 _RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
 _NO_METRICS = frozenset({*STEP_COLUMNS, *_RANK_COLUMNS, WANDB_COUNT, "_runtime", "_timestamp", "_wandb"})
 _RANGE_COLUMNS = ("__MIN", "__MAX")
@@ -39,7 +39,7 @@ def has_step(names: Collection[str]) -> bool:
 
 
 def json_lines(file: str, text: str) -> Iterator[LogRow]:
-    """Yields the objects of a JSON lines file. An incomplete last line is skipped. Any other damaged line is
+    """Yields the objects of a JSON lines file. An incomplete last line is skipped. A damaged line elsewhere is
     refused."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -203,7 +203,7 @@ LLAMA_FACTORY_ROWS = RowFormat(
     metrics=lambda row: numbers(row, frozenset({"current_steps", "total_steps", "percentage"})),
     expected="line with a whole number as current_steps",
 )
-# ms-swift's logging.jsonl: {"global_step/max_steps": "10/93", ...}, on Megatron {"iteration": "10/93", ...}.
+# ms-swift's logging.jsonl has the step as text such as "10/93" in the column `global_step/max_steps` or `iteration`.
 SWIFT_ROWS = RowFormat(
     is_row=lambda row: any(isinstance(row.get(name), str) and "/" in row[name] for name in _SLASH_STEPS),
     step=_swift_step,
@@ -239,8 +239,8 @@ def refuse_cut_state(file: str, error: ValueError) -> Points:
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Returns the path of the trainer_state.json outside the checkpoint folders. If there is none, returns that of the
-    last checkpoint. Returns None if the files belong to several runs."""
+    """Returns the path of the trainer_state.json outside the checkpoint folders. If there is no such file, returns the
+    trainer_state.json of the last checkpoint. Returns None if the files belong to several runs."""
     if not files or any(file.name != STATE_FILE for file in files):
         return None
     numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}
@@ -252,7 +252,7 @@ def newest_state(files: Sequence[Path]) -> Path | None:
     return max(files, key=lambda file: int(match.group(1)) if (match := numbered[file]) else 0)
 
 
-# The csv export of tensorboard's page: one curve; the file does not contain its name --------------------------------
+# The csv export of tensorboard's page: one curve, without the name of its metric -----------------------------------
 
 VALUE = "Value"
 TENSORBOARD_HEADER = ["Wall time", "Step", VALUE]
@@ -334,7 +334,7 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
         raise Refusal.at(
             path,
             f"is cut short: {error}",
-            "msprobe writes this file at debugger.stop(); dump again",
+            "msprobe writes this file when the program calls debugger.stop(); dump again",
             code="damaged-file",
         ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]

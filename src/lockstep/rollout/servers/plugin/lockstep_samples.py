@@ -9,8 +9,8 @@ vLLM's own API key protects only the OpenAI routes. The routes that a run needs 
 VLLM_SERVER_DEV_MODE) let any client load weights and open files, so the middleware requires the key for these routes
 too.
 
-The middleware runs in the server's Python, which may not have lockstep installed. So it imports only files of this
-folder, and imports vLLM on the first request.
+The middleware runs in the server's Python, which may not have lockstep installed. So the middleware imports only files
+of this folder, and imports vLLM on the first request.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
-    where `token_ids` is the index of a prompt. The response has one line of JSON per sample, in the order in which the
-    samples finish: `{number, answer}` or `{number, status, error}`. A GET request shows that the route exists.
+    where `token_ids` is the index of a prompt. The response has one line of JSON per sample (`{number, answer}` or
+    `{number, status, error}`), in the order in which the samples finish. A GET request shows that the route exists.
 
     Every request except GET and HEAD of /health needs the key in the server's environment variable
     LOCKSTEP_SERVER_KEY."""

@@ -52,8 +52,8 @@ class _FinishedSamples:
         return {client: outputs for client, outputs in by_client.items() if _is_needed(outputs)}
 
     def _finished(self, output: Any) -> Any:
-        """Returns the output to send now. For a buffered sample: None until the sample is finished, then its complete
-        output."""
+        """Returns the output to send now. For a buffered sample, returns None until the sample is finished, then its
+        complete output."""
         name = output.request_id
         if not name.startswith(SAMPLE):
             return output

@@ -146,8 +146,9 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _close_reload(worker: Any, model: Any) -> None:
-    """Closes a reload that raised an exception. If it stayed open, vLLM would count its tensors together with the
-    tensors of the next reload. Layers that are not complete drop their new tensors and keep the previous tensors."""
+    """Closes a reload that raised an exception. If the reload stayed open, vLLM would count its tensors together with
+    the tensors of the next reload. Layers that are not complete drop their new tensors and keep the previous
+    tensors."""
     try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -250,7 +251,7 @@ def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
 
 def _repack_heads(model: Any) -> None:
     """Updates the packed copy of the output head with which vLLM computes logits on a CPU, because a reload of a tied
-    embedding does not update this copy. Has no effect on other devices."""
+    embedding does not update this copy. The function has no effect on devices other than a CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
