@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.kernels.attention import latent, rows, varlen
+from lockstep.kernels.attention import interface, latent, rows, varlen
 from lockstep.kernels.attention.kv_cache import CacheLayout, KVCache, Plane
 from lockstep.kernels.attention.layout import Layout, make_layout
 from lockstep.kernels.attention.masks import Seen
@@ -270,11 +270,7 @@ def test_the_checks_find_a_selection_that_is_ignored(monkeypatch: pytest.MonkeyP
     try_architecture(made)
     try_engine(made, Cpu())
     attend = rows.row_attention
-    ignoring = {
-        "lockstep.kernels.attention.interface.row_attention": lambda *a, **k: attend(*a, **{**k, "selected": {}})
-    }
-    for name, function in ignoring.items():
-        monkeypatch.setattr(name, function)
+    monkeypatch.setattr(interface, "row_attention", lambda *a, **k: attend(*a, **{**k, "selected": {}}))
     with pytest.raises(Unfit, match="packed log-probs differ"):
         try_architecture(made)
     with pytest.raises(Unfit, match="greedy tokens or log-probs"):
