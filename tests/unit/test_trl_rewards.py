@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hang import HANG
 from lockstep.data.dataset import load_rows
 from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
 from lockstep.functions import register_callable
@@ -109,7 +110,7 @@ def opened(tmp_path: Path) -> Callable[..., Any]:
 def outcomes(part: FunctionPart, responses: list[tuple[Question, str]]) -> list[PartOutcome]:
     futures = [part.submit(question, text) for question, text in responses]
     part.flush()
-    return [future.result(timeout=60) for future in futures]
+    return [future.result(timeout=HANG) for future in futures]
 
 
 def scores(part: FunctionPart, responses: list[tuple[Question, str]]) -> list[float]:
@@ -171,7 +172,7 @@ def test_none_is_no_score_and_other_rewards_count(opened: Callable[..., Any]) ->
         logged = Scorer([part, FormatPart("s.*")], {"function": 1.0, "format": 0.0}, {})
         found = [scorer.submit(row(0), "skip") for scorer in (alone, both, logged)]
         part.flush()
-        first, second, third = [future.result(timeout=60) for future in found]
+        first, second, third = [future.result(timeout=HANG) for future in found]
     assert second == Score(0.5, {"format": 1.0})
     for failed in (first, third):
         assert isinstance(failed, Failure)
@@ -219,7 +220,7 @@ def test_batches_hold_whole_groups_and_do_not_depend_on_the_workers(opened: Call
 def test_close_answers_what_waits(opened: Callable[..., Any]) -> None:
     with opened("record") as part:
         waiting = part.submit(row(0), "a")
-    assert isinstance(waiting.result(timeout=60), Failure)
+    assert isinstance(waiting.result(timeout=HANG), Failure)
 
 
 @pytest.mark.parametrize(
