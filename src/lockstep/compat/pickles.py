@@ -1,9 +1,9 @@
 """A restricted unpickler for checkpoints of other programs.
 
 Code that a checkpoint refers to is not imported and not run. `torch.load` without `weights_only` would pass a
-TorchScript archive to the loader of TorchScript, which runs methods of the archive. This reader creates only tensors and plain
-containers. An object of any other class is replaced by an empty placeholder. A file that refers to a function of
-Python's standard library is refused.
+TorchScript archive to the loader of TorchScript, which runs methods of the archive. This reader creates only tensors
+and plain containers. An object of any other class is replaced by an empty placeholder. A file that refers to a function
+of Python's standard library is refused.
 """
 
 from __future__ import annotations
