@@ -22,11 +22,11 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
-    RecurrentGemmaConfig,
 )
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
+from lockstep.model.decoder import Decoder
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
@@ -143,13 +143,17 @@ class Off(HfEngine):
             yield replace(made, logprobs=[logprob - 0.01 for logprob in made.logprobs])
 
 
-def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_path: Path, tiny_folder: Path) -> None:
-    """RecurrentGemma keeps the state of its recurrent layers in its modules, where the engine cannot exchange it."""
-    config = RecurrentGemmaConfig(**SIZES, lru_width=SIZES["hidden_size"], block_types=["recurrent", "attention"])
-    folder = write_model(tmp_path / "model", config, tiny_folder)
+def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncached(_: Decoder) -> None:
+        raise NotImplementedError("its state cannot be cached")
+
+    monkeypatch.setattr(Decoder, "cache_layout", uncached)
+    folder = write_model(tmp_path / "model", LlamaConfig(**SIZES), tiny_folder)
     policy = load(folder)
     tokenizer, device = load_tokenizer(str(folder)), select("cpu")
-    with pytest.raises(Refusal, match=r"RecurrentGemmaForCausalLM: .*state in the module") as refusal:
+    with pytest.raises(Refusal, match=r"LlamaForCausalLM: .*its state cannot be cached") as refusal:
         Generator(policy, tokenizer, RolloutSettings(), device, World(), str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
     Generator(policy, tokenizer, RolloutSettings(engine="hf"), device, World(), str(folder))

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from small_models import SIZES, write_model
-from transformers import DiffLlamaConfig
+from transformers import LlamaConfig
 
 from conftest import write_jsonl
 from eval_by_hand import evaluated
 from lockstep.commands.generate import Conversation
 from lockstep.commands.without_recipe import NamedColumns
 from lockstep.errors import Refusal
+from lockstep.model.decoder import Decoder
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
@@ -104,10 +105,19 @@ def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker
 
 
 def test_a_model_that_the_built_in_engine_cannot_run_is_answered_by_transformers(
-    tiny_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path,
+    questions: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DiffLlama attends twice in a layer: a recipe would be told of rollout.engine=hf, and a command has no recipe."""
-    folder = write_model(tmp_path / "model", DiffLlamaConfig(**SIZES), tiny_folder)
+    """A recipe would be advised to set rollout.engine=hf; a command has no recipe."""
+
+    def uncached(_: Decoder) -> None:
+        raise NotImplementedError("its state cannot be cached")
+
+    monkeypatch.setattr(Decoder, "cache_layout", uncached)
+    folder = write_model(tmp_path / "model", LlamaConfig(**SIZES), tiny_folder)
     _, lines = evaluated(folder, questions, tmp_path / "out.jsonl", max_new_tokens=8, rules=["exact"], rows=2)
     said = Conversation(str(folder), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
     assert [line["response"] for line in lines] == [said.answer(words) for words in WORDS[:2]]
