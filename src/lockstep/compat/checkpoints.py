@@ -257,7 +257,7 @@ def check_weights(weights: Weights, model: Path, where: Path) -> None:
         )
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
-        expected = FullModel.from_config(config).state_dict()
+        expected = FullModel.from_config(config, trust_remote_code=False).state_dict()
     problems = [
         Problem(str(where), f"lacks {name}", code="missing-weight")
         for name in expected

@@ -132,22 +132,24 @@ class LanguageModel:
 
     @classmethod
     def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
+        assert not trust_remote_code
         kind = multimodal_class(config)
         if kind is None:
-            return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **how)
+            return _auto_class(config).from_config(config, trust_remote_code=False, **how)
         return cls._built(kind)._from_config(config, **_for_text(config, how))
 
     @classmethod
     def from_pretrained(cls, path: str, *, config: Any = None, trust_remote_code: bool = False, **how: Any) -> Any:
         from transformers import AutoConfig
 
+        assert not trust_remote_code
         if config is None:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind = multimodal_class(config)
         if kind is None:
-            how["trust_remote_code"] = trust_remote_code
-            return _auto_class(config).from_pretrained(path, config=config, **how)
-        return cls._built(kind).from_pretrained(path, config=config, **_for_text(config, how))
+            return _auto_class(config).from_pretrained(path, config=config, trust_remote_code=False, **how)
+        built, how = cls._built(kind), _for_text(config, how)
+        return built.from_pretrained(path, config=config, trust_remote_code=False, **how)
 
     @staticmethod
     def _built(kind: Any) -> Any:
