@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3NextConfig
+from transformers import StableLmConfig
 
 from conftest import chat_rows, run, write_jsonl
 from lockstep.errors import Refusal
@@ -124,10 +124,10 @@ def quantized(folder: Path) -> list[str]:
     return [f"model.path={folder}"]
 
 
-def linear_attention(folder: Path) -> list[str]:
-    """A config of Qwen3-Next in front of weights of another model: what loading would say of it comes first."""
-    size = {"vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
-    Qwen3NextConfig(**size, num_attention_heads=4, num_key_value_heads=2, head_dim=16).save_pretrained(folder)
+def unsupported(folder: Path) -> list[str]:
+    """A config of StableLM in front of weights of another model: what loading would say of it comes first."""
+    size = {"vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    StableLmConfig(**size, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
     return [f"model.path={folder}"]
 
 
@@ -141,7 +141,7 @@ def no_wandb(folder: Path) -> list[str]:
     ("broken", "why"),
     [
         (quantized, "its weights are quantized (awq)"),
-        (linear_attention, "linear_attention"),
+        (unsupported, "does not receive the keywords"),
         (no_wandb, "sink wandb"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(
     folder = write_model(tmp_path / "model", LlamaConfig(**SIZES), tiny_folder)
     policy = load(folder)
     tokenizer, device = load_tokenizer(str(folder)), select("cpu")
-    with pytest.raises(Refusal, match=r"LlamaForCausalLM .*its state cannot be cached") as refusal:
+    with pytest.raises(Refusal, match=r"LlamaForCausalLM.*its state cannot be cached") as refusal:
         Generator(policy, tokenizer, RolloutSettings(), device, World(), str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
     Generator(policy, tokenizer, RolloutSettings(engine="hf"), device, World(), str(folder))
