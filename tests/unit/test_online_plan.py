@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, MixtralConfig, Qwen2Config
+from transformers import AutoConfig, MixtralConfig, PreTrainedConfig, Qwen2Config
 
 from hand_rollouts import question, recipe_of
 from lockstep.data.batching import plan_micro_batches
@@ -332,7 +332,7 @@ def test_no_room_for_a_prompt_is_refused(config: Any, keys: dict[str, Any], said
 
 def test_a_model_without_a_context_has_no_limit_of_its_own() -> None:
     recipe = recipe_of(batch__micro_batch_size=2, data__max_prompt_tokens=None)
-    assert prompt_limit(recipe, object()) == 2**31
+    assert prompt_limit(recipe, PreTrainedConfig()) == 2**31
 
 
 # -- what lives on the host -------------------------------------------------------------------------------------------

@@ -339,7 +339,7 @@ def test_verdicts_with_repeats() -> None:
     early = log("ended", train__loss=ended.metrics["train/loss"].values[:60].tolist())
     result = compare(a, noisy("b", 3), [early, *repeats[1:]])
     assert (result.metrics[0].power and result.metrics[0].power.repeats) == 3
-    assert any(sentence.startswith("the noise of train/loss in 1 ") for sentence in result.unknown)
+    assert any(sentence.startswith("the noise of train/loss: 1 ") for sentence in result.unknown)
     # Within the bar, but by more than repeats: in step, with a remark.
     quiet = [noisy(name, seed, sd=0.0005) for name, seed in (("a", 0), ("r1", 1), ("r2", 2))]
     near = compare(quiet[0], noisy("b", 3, shift=0.01, sd=0.0005), quiet[1:])

@@ -83,8 +83,8 @@ def test_flags_for_sleep_and_adapters_are_shown(
     [
         ((), ("0.92", "8%", "while the run trains")),
         (("rollout.sleep=true",), ("0.92", "8%", "while it is awake", "rollout.server")),
-        (("rollout.server.args=[--gpu-memory-utilization,'0.4']",), ("--gpu-memory-utilization 0.4 ",)),
-        (("rollout.server.args=[--gpu-memory-utilization=0.3]",), ("--gpu-memory-utilization 0.3 ",)),
+        (("rollout.server.args=[--gpu-memory-utilization,'0.4']",), ("--gpu-memory-utilization 0.4",)),
+        (("rollout.server.args=[--gpu-memory-utilization=0.3]",), ("--gpu-memory-utilization 0.3",)),
         (("rollout.server.devices=[1]",), None),
     ],
 )
