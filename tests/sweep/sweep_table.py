@@ -43,7 +43,8 @@ for any packing. Router noise in training is rejected, because it depends on the
 SECTIONS = {
     "training": (
         "For training only",
-        "All offline methods can train these. To generate with them set `rollout.engine: hf`.",
+        "All offline methods can train these. `rollout.engine: hf` generates with them if its log-probs equal those of\n"
+        "the trainer. Otherwise the run is rejected at its start, as for RecurrentGemma.",
     ),
     "refused": ("Refused", ""),
     "not built": (

@@ -179,7 +179,7 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, c
         ({"messages": []}, openai.BadRequestError, "messages: is not a list of messages"),
         ({"n": 0}, openai.BadRequestError, "n: 0 is not between 1 and 128"),
         ({"stop": [1]}, openai.BadRequestError, "stop: is neither text"),
-        ({"stop": ""}, openai.BadRequestError, "stop: "),
+        ({"stop": ""}, openai.BadRequestError, "stop: an empty"),
         ({"temperature": 10**400}, openai.BadRequestError, "temperature: 1000"),
         ({"stream_options": {"x": 1}, "stream": True}, openai.BadRequestError, "stream_options.x: is not supported"),
         (
