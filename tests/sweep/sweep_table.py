@@ -43,8 +43,8 @@ for any packing. Router noise in training is rejected, because it depends on the
 SECTIONS = {
     "training": (
         "For training only",
-        "All offline methods can train these. `rollout.engine: hf` generates with them if its log-probs equal those of\n"
-        "the trainer. Otherwise the run is rejected at its start, as for RecurrentGemma.",
+        "All offline methods can train these. `rollout.engine: hf` generates with them if its log-probs equal those\n"
+        "of the trainer. Otherwise the run is rejected at its start, as for RecurrentGemma.",
     ),
     "refused": ("Refused", ""),
     "not built": (
