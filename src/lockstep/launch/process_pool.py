@@ -286,7 +286,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             self._closing.set()
             for _ in self._threads:
                 self._jobs.put(None)
-        # A process that is still being started is not in this list; `_start` kills it.
+        # This list does not contain processes that are still being started. `_start` kills these processes.
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.release()

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Item)
 
 
 class MethodModels(Protocol):
-    """What a method may compute with the models of a run. The returned vectors have one entry per target of the
+    """The functions with which a method uses the models of a run. The returned vectors have one entry per target of the
     update."""
 
     def arrange(self, items: Sequence[T]) -> Update[T]: ...

@@ -38,7 +38,7 @@ def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[lis
         return problems, []
     if not (good and bad):
         only = "desirable" if good else "undesirable"
-        problems.append(Problem(key, f"every row is {only}", "add rows of both kinds", code="one-class-only"))
+        problems.append(Problem(key, f"every row is {only}", "add rows with the other label", code="one-class-only"))
         return problems, []
     if recipe.run.steps is None and len(verdicts) * (recipe.run.epochs or 1) % recipe.batch.rows_per_update == 1:
         problems.append(

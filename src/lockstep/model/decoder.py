@@ -87,7 +87,7 @@ class Decoder:
         return found
 
     def cache_layout(self) -> CacheLayout:
-        """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
+        """Returns the KV cache layout: which key and value tensors each attention call of a forward pass caches."""
         if not self.attentions:
             # A model without attention caches no keys, but its sequences still own blocks of the smallest size.
             return uniform_layout(1, 1, 1)
@@ -98,7 +98,7 @@ class Decoder:
         return [] if isinstance(self._probe, RowProbe) else latent_modules(self.attentions)
 
     def keywords(self, position_ids_NT: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns further keywords of a forward pass over tokens with these positions."""
+        """Returns the additional keyword arguments of a forward pass over tokens with the given positions."""
         return {POSITIONS: position_ids_NT} if self._positions_needed else {}
 
     @torch.inference_mode()
@@ -221,7 +221,8 @@ def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module], recurr
     if called and "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
         raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
     if layer_kinds(inner_decoder(model).config) & TOKENWISE_KINDS:
-        # Some layers mix no tokens. The comparison with transformers notices layers that do.
+        # Layers of these kinds mix no tokens, so layers without attention are allowed. If such a layer mixes tokens,
+        # the comparison with transformers (`check.py`) finds it.
         return
     names = set(model._no_split_modules or ())
     layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in names]

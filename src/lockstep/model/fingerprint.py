@@ -24,7 +24,7 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    # The next files have the score normalisation of a reward model and the label tokens of a process reward model.
+    # score_stats.json: score normalisation of a reward model; process_reward.json: label tokens of a PRM.
     "score_stats.json",
     "process_reward.json",
 )

@@ -44,8 +44,8 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Shapes:
-    """An object that is passed to conversion operations in place of the model. It only knows the parameters' shapes by
-    name, without the prefixes of wrappers."""
+    """An object that is passed to conversion operations in place of the model. It only provides the shapes of
+    parameters by name. The names have no prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -261,7 +261,7 @@ class Streamed:
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their
         values."""
-        # The places are looked up by name before sharding, because sharding creates new parameter objects.
+        # `self.places` is read before sharding, because its keys are parameter objects, which sharding replaces.
         places = {name: self.places[p] for name, p in root.named_parameters() if p in self.places}
         shard(root, layers, sharding)
         materialise(root, sharding)

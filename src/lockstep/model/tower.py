@@ -1,7 +1,8 @@
 """Copies the towers of a nested model (encoders and projectors for images, video or audio) to an export.
 
-Training never loads the towers (`text_model.py`). The export gets the bytes of their tensors under the names that they
-have in the model folder, and the processor files. So transformers loads the full class from the exported folder.
+Training never loads the towers (`text_model.py`). The export copies the processor files and the bytes of the towers'
+tensors, which keep the names that they have in the model folder. So transformers loads the full class from the exported
+folder.
 """
 
 from __future__ import annotations
