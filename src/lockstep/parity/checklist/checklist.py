@@ -120,7 +120,8 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
 
 
 def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
-    """Runs all checklist items. `overrides` are changed recipe keys. Ranks other than 0 get an empty list."""
+    """Runs all checklist items. `overrides` are changed recipe keys. Returns their results on rank 0, and an empty list
+    on other ranks."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
