@@ -102,7 +102,7 @@ class Outlook:
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
-        """Returns a copy of this outlook with tensor parallelism over `tensor` ranks. Raises Indivisible if the model
+        """Returns a copy of this `Outlook` with tensor parallelism over `tensor` ranks. Raises Indivisible if the model
         cannot be divided over so many ranks."""
         refuse_heads(self.models.config, tensor)
         parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
@@ -238,7 +238,7 @@ def _timed(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[float, in
 
 
 def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
-    """Yields outlooks with more tensor parallelism, for group sizes that fit inside a node and divide the model."""
+    """Yields a copy of `outlook` for each larger tensor-parallel size that fits inside a node and divides the model."""
     recipe = outlook.recipe
     for size in (2, 4, 8, 16):
         if size <= recipe.parallel.tensor_parallel or cluster.each % size:
@@ -290,7 +290,7 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool
 def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     try:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
-    except Refusal:  # the recipe's keys may be invalid on more devices
+    except Refusal:  # the parallel keys of the recipe may be invalid for this number of devices
         whole = False
     return (
         [{}]

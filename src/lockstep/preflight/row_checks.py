@@ -230,7 +230,8 @@ def moving_row_positions(context: Context) -> Iterator[Problem]:
 
 
 def _row_configs(context: Context) -> list[Any]:
-    """Returns the configurations of the models that read the rows: the policy, and another reference."""
+    """Returns the configurations of the models that read the rows: the policy, and the reference if it is another
+    model."""
     recipe = context.recipe
     configs = [context.config]
     if reference_kind(recipe) in ("model", "disk") and reference_folder(recipe) != recipe.model.path:
@@ -309,7 +310,7 @@ def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Returns the number of tokens that the longest row takes in a micro-batch."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
     if rows.streamed:
-        # A row may have as many tokens as the limit allows, in each of its sequences, up to the size of a micro-batch.
+        # The length of streamed rows is unknown, so each sequence of a row is assumed to have the maximum length.
         most = rows.limit * int(sequence_counts(rows.items).max())
         return min(most, recipe.line_tokens or most)
     sizes = row_sizes(rows.items, packed=packed, shared=shared)
