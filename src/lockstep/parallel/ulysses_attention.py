@@ -45,7 +45,7 @@ class UlyssesLayout(DividedLayout):
         heads, groups, size = query_THD.shape[1], key_TGD.shape[1], key_TGD.shape[-1]
         if heads % ranks or len(query_THD) != self.counts[rank]:
             raise NotImplementedError(
-                f"Ulysses attention needs this rank's tokens, and {heads} heads must be divisible by the number of ranks"
+                f"Ulysses attention needs this rank's tokens; {heads} heads must be divisible by the number of ranks"
             )
         both = torch.cat([key_TGD, value_TGD], -1).repeat_interleave(math.lcm(groups, ranks) // groups, 1)
         key, value = _ToHeads.apply(both, self).split([size, value_TGD.shape[-1]], -1)

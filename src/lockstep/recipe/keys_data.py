@@ -132,9 +132,9 @@ class Data(Section):
     )
     scores_key: str | None = Field(
         None,
-        description="Column of the scores of the responses in `responses_key`. Higher scores are better. By default the "
-        "scores are in the column `scores`, or inside each response object (`overall_score`, `score`, `rating`, "
-        "`reward`). Without scores, the responses must be ordered from best to worst.",
+        description="Column of the scores of the responses in `responses_key`. Higher scores are better. By default "
+        "the scores are in the column `scores`, or inside each response object (`overall_score`, `score`, "
+        "`rating`, `reward`). Without scores, the responses must be ordered from best to worst.",
     )
     label_key: str | None = Field(
         None,
@@ -153,9 +153,9 @@ class Data(Section):
     )
     template: str = Field(
         "auto",
-        description="Chat template. `auto` uses the tokenizer's chat template if it has one. If that template would change "
-        "earlier turns of a training row, the row is rendered with a built-in append-only version of the template. "
-        "`none` concatenates prompt and response. "
+        description="Chat template. `auto` uses the tokenizer's chat template if it has one. If that template would "
+        "change earlier turns of a training row, the row is rendered with a built-in append-only version of the "
+        "template. `none` concatenates prompt and response. "
         "A built-in name (`chatml`, `qwen`, `qwen2.5`, `qwen3`, `qwen3-thinking`, `qwen3.5`, `qwen3.5-nothink`, "
         "`qwen3.6`, `llama3`, `llama3.1`, `deepseek-r1`, `gemma`, `mistral`, `mistral-nemo`) or the path of a "
         "`.jinja` file replaces the tokenizer's template, also in the exported model.",

@@ -334,9 +334,7 @@ def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
     fewer steps, shifts of the averaged other curve are included, because the sparse curve may consist of means."""
     if any(int(one.steps[-1] - one.steps[0]) >= LONGEST_SHIFTED for one in (a, b)):
         return {0}
-    level = float(
-        a.values[np.isfinite(a.values)].mean()
-    )  # subtracted from all values, so that sums of squares are precise
+    level = float(a.values[np.isfinite(a.values)].mean())  # subtracted from all values for precise sums of squares
     in_a, in_b = _Dense.of(a, level), _Dense.of(b, level)
     found = _nearest_shifts(in_a, in_b, needed)
     gap_a, gap_b = int(usual_gap(a)), int(usual_gap(b))

@@ -246,7 +246,7 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
             yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
-            yield f"{whose}: {lacking} of its repeats {verb} too many consecutive steps, so only the other repeats are used"
+            yield f"{whose}: {lacking} of its repeats {verb} too many consecutive steps, so only the others are used"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
