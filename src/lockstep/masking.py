@@ -159,7 +159,7 @@ def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
         if references(values) and not is_expanded(base):
             yield (
                 key,
-                "contains a reference to a secret, but references are not supported here",
+                "contains a reference to a secret, but this key does not support references",
                 f"references work in {_places()}",
             )
         elif masked(values) != values or (_is_secret_key(base, name, values) and _kept(values) != values):

@@ -15,7 +15,7 @@ from lockstep.kernels.triton_math import tanh
 BLOCK = 4096
 # Block size of the forward kernel along the vocabulary, chosen so that all running values stay in registers.
 LANES = 2048
-# Replaces a logit of -inf. The product of -inf and its probability 0 would be NaN.
+# LEAST replaces a logit of -inf, because the product of -inf and its probability 0 would be NaN.
 LEAST = tl.constexpr(-1e30)
 
 

@@ -60,7 +60,7 @@ class StateCache:
         return new
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """transformers records earlier states only for assisted generation."""
+        """Returns False, because transformers records earlier states only for assisted generation."""
         return False
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:

@@ -103,8 +103,8 @@ class PackedMixer:
 
 @contextmanager
 def _unfused(module: nn.Module) -> Iterator[None]:
-    """Prevents kernels that read the weights of a module's linear layers in training mode, because such kernels would
-    ignore LoRA adapters."""
+    """Disables training kernels that read the weights of linear layers directly, because these kernels would ignore
+    LoRA adapters."""
     training = module.training
     if training and any(hasattr(part, ADAPTER) for part in module.modules()):
         module.training = False

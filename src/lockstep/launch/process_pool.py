@@ -114,8 +114,8 @@ class SupervisedProcess:
                 kill_tree(self._process.pid, self._mark)
                 self._process.kill()
                 self._process.wait()
-            # The user function may have killed the supervisor, so all processes with the mark in their environment are
-            # killed here too.
+            # The user function may have killed the supervisor, so all processes whose environment contains the worker's
+            # mark are killed too.
             kill_tree(NOBODY, self._mark)
             self._gone = True
 

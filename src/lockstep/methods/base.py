@@ -92,6 +92,6 @@ class Method:
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
     """Returns the additional text files of an exported model: file name and content."""
     score_rows: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
-    """Computes the scores of each row. `lockstep eval` writes them as JSON lines."""
+    """Computes the scores of each row. `lockstep eval` writes the scores as JSON lines."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
     """Checks a data set. Returns problems, which stop the run, and notes for the user."""

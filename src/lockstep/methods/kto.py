@@ -62,8 +62,8 @@ class KtoObjective:
     def task(self, update: Update[LabeledResponse], models: MethodModels) -> Task:
         mismatched, cut = _mismatched_examples(update.items, models.longest)
         logratios = self._logratios(models.arrange(mismatched), models)
-        # Without a reference model the KL baseline is the mean log-prob of the policy. This baseline is negative and
-        # not clamped at 0.
+        # Without a reference model the KL baseline is the mean log-prob of the policy. The mean log-prob is negative
+        # and not clamped at 0.
         kl = float(logratios.mean()) if self.free else kl_estimate(logratios)
         reference_S = None if self.free else _by_sequence(models.reference_logprobs(update), update)
         desirable_S = torch.tensor([item.desirable for item in update.items])

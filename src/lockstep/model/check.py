@@ -1,7 +1,8 @@
 """Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
 First the architecture is tested with a small random model (`miniature.py`) in fp32. The test sequences are longer than
-the sliding window and other limits of the small model. Then the loaded model is tested on a few tokens in its dtype.
+the sliding window and other limits of the small model. After the small model, the loaded model is tested on a few
+tokens in its dtype.
 """
 
 from __future__ import annotations

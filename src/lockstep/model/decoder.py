@@ -67,7 +67,7 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Their sliding windows are read first, and packing is prepared in the
+        """The attention modules of the model. The first access reads their sliding windows, and prepares packing in the
         recurrent modules."""
         return self._probe.called
 

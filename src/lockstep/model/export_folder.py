@@ -308,7 +308,8 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 @contextmanager
 def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
-    """Yields a temporary folder for the model. At the end adds the tokenizer and renames the folder to `out`."""
+    """Yields a temporary folder for the model. After the `with` block, adds the tokenizer and renames the folder to
+    `out`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:

@@ -28,8 +28,8 @@ SETTINGS_FILES = (
     "score_stats.json",
     "process_reward.json",
 )
-# Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Different weights differ in every
-# block, so a sample of the blocks detects them.
+# Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Files with different weights
+# differ in every block, so a sample of the blocks detects a difference.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 # If the weights of a folder exceed WHOLE_BYTES, only this many bytes are read at the start, middle and end of each
 # tensor. A tensor that was trained, merged or replaced differs in all three blocks.

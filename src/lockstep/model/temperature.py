@@ -39,8 +39,8 @@ def scales_by_position(module: nn.Module) -> bool:
 
 
 def give_positions(attentions: Iterable[nn.Module]) -> bool:
-    """Prepares the attention modules that scale queries by position. Returns whether there are any: the forward pass
-    then needs the keyword `POSITIONS`."""
+    """Prepares the attention modules that scale queries by position. Returns whether such modules exist. If they exist,
+    forward passes need the keyword `POSITIONS`."""
     scaling = [module for module in dict.fromkeys(attentions) if scales_by_position(module)]
     for module in scaling:
         module.register_forward_pre_hook(_with_positions, with_kwargs=True)

@@ -59,7 +59,7 @@ def tower_tensors(config: Any, folder: str, where: str) -> list[str]:
 
 
 def _places(model: Any, keys: Sequence[str]) -> dict[str, str]:
-    """Returns the tower tensors among the tensors that the files call `keys`, with their names in the full class."""
+    """Maps those names in `keys` (names of file tensors) that belong to towers to their names in the full class."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     conversions = conversions_of(model)

@@ -18,7 +18,7 @@ from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, sto
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
 
-# Patterns for the names of bias and norm parameters that belong directly to a larger module.
+# Patterns for the names of bias and norm parameters that are direct parameters of a larger module.
 _BIAS = re.compile(r"(^|_)bias(_|$)")
 _NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norm(_|$)")
 

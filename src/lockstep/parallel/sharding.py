@@ -77,8 +77,8 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 @contextmanager
 def unit_gathered(module: nn.Module) -> Iterator[None]:
     """Gathers the parameters of this FSDP module inside the `with` block: a complete layer, or the root's parameters
-    outside the layers. Submodules of the root can then be called; layers gather their parameters themselves. The root's
-    forward must have run once before this function is called."""
+    outside the layers. Inside the block, submodules of the root can be called; layers gather their parameters
+    themselves. The root's forward must have run once before this function is called."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):

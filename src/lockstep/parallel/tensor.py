@@ -180,7 +180,7 @@ def _after_columns(module: nn.Module, output: Any, group: TensorGroup) -> None:
 
 
 def _before_rows(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    # The bias is hidden here and added once, after the all-reduce.
+    # The module's forward runs without bias. The bias is added once, after the all-reduce.
     _show(module, weight=_local(module._parameters["weight"]), bias=None)
 
 

@@ -64,8 +64,8 @@ class UlyssesLayout(DividedLayout):
         return _ToTokens.apply(out, self)
 
     def to_heads(self, tokens_THD: torch.Tensor) -> torch.Tensor:
-        """All-to-all: of its tokens, this rank keeps some heads and sends the others away; it receives its heads of all
-        tokens."""
+        """All-to-all: this rank sends the heads of its tokens to the ranks of these heads, and receives its own heads
+        of all tokens."""
         local, ranks = len(tokens_THD), self.group.size
         by_rank = tokens_THD.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         return self.group.exchange(by_rank, [local] * ranks, self.counts)

@@ -71,7 +71,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class HeardRank:
-    """The last heartbeat of another rank, and when it was first seen here. Clocks of different hosts are not
+    """The last heartbeat of another rank, and when this rank first saw it. Clocks of different hosts are not
     compared."""
 
     raw: str

@@ -216,8 +216,8 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Returns the maximum length of a prompt in tokens. This is `data.max_prompt_tokens`, or the number of tokens that
-    the longest response leaves of the model's context and of a micro-batch."""
+    """Returns the maximum length of a prompt in tokens. The maximum is `data.max_prompt_tokens`. If this key is not
+    set, it is the model's context or the size of a micro-batch, whichever is smaller, minus `rollout.max_tokens`."""
     longest = recipe.rollout.max_tokens
     context = getattr(text_config(config), "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}

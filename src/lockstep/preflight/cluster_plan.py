@@ -252,8 +252,8 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
 
 
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
-    """Yields all valid combinations of keys with which the recipe fits. Each combination allows as many concurrent
-    sequences as fit."""
+    """Yields all valid combinations of keys with which the recipe fits. Each combination generates as many sequences
+    concurrently as fit into memory."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))

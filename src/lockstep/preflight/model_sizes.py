@@ -46,8 +46,8 @@ def reward_bytes(recipe: Recipe) -> int:
 
 def _weights(kind: Any, config: Any) -> int:
     model = model_on_meta(config, kind)
-    # If the configuration has no dtype, transformers takes the dtype of the weight files. The upper bound fp32 is
-    # assumed here.
+    # If the configuration has no dtype, transformers takes the dtype of the weight files. For such a configuration,
+    # fp32 is assumed as the upper bound.
     size = (getattr(config, "dtype", None) or torch.float32).itemsize
     return sum(parameter.numel() for parameter in model.parameters()) * int(size)
 

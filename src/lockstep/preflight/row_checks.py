@@ -39,8 +39,8 @@ from lockstep.types import Question
 
 
 def unreadable_files(context: Context) -> Iterator[Problem]:
-    """Reports problems of the data files. The check of the data files runs if the rows cannot be encoded, so that file
-    problems are reported too."""
+    """Reports problems of the data files. This check runs if rows cannot be encoded, so that problems of the files are
+    reported together with that problem."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
         yield from problems_of(read_rows, source.path, reader=UserReader.of(data), sample_by=data.sample_by)
@@ -168,8 +168,8 @@ def method_rows(context: Context) -> Iterator[Problem]:
 
 
 def oversized_rows(context: Context) -> Iterator[Problem]:
-    """Reports rows with several sequences (such as preference pairs) that the loss needs in one micro-batch and that do
-    not fit into one."""
+    """Reports rows with several sequences (such as preference pairs) that the loss needs in one micro-batch but that do
+    not fit into a micro-batch."""
     for rows in context.row_sets.values():
         yield from _oversized(context.recipe, rows.items)
 

@@ -42,8 +42,8 @@ MARKS = {True: "passed", False: "FAILED", None: "-"}
 class Checklist(Replay):
     """Runs the first step twice from the recorded weights, to see whether its results repeat. Then runs the trials.
 
-    Both runs of the step train on the recorded responses. Only the first run also generates responses, which test the
-    engine.
+    Both runs of the step train on the recorded responses. Only the first of the two runs also generates responses, to
+    test the engine.
     """
 
     def __init__(self, tape: TapeFolder):

@@ -1,7 +1,8 @@
 """Aligns the curves of two runs: finds common steps, averages over logging intervals, and detects shifted step counts.
 
 transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If one run
-logs such means and the other logs every step, the values of the other run are averaged over the same steps.
+logs means over several steps and the other logs every step, the values of the other run are averaged over the same
+steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Pair:
 
     @property
     def finite(self) -> np.ndarray:
-        """A mask of the steps at which the values of both curves are finite. The error metrics use these steps."""
+        """A mask of the steps at which the values of both curves are finite. The error metrics use only these steps."""
         return np.isfinite(self.a) & np.isfinite(self.b)
 
     @property
@@ -352,8 +353,8 @@ def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Returns the cross-correlation: at index s the sum over i of left[i + s] x right[i]. Negative s are at the end
-        of the array."""
+        """Returns the cross-correlation: at index s the sum over i of left[i + s] x right[i]. The entries for negative
+        s are at the end."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
     positions = np.arange(-(len(b.values) - 1), len(a.values))

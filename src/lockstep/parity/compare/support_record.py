@@ -145,7 +145,7 @@ def _throughput(comparison: Comparison) -> str:
 
 
 def _machines(comparison: Comparison) -> tuple[str, str]:
-    """Returns a text with the hardware and dtype of A, and one of B."""
+    """Returns two texts: the hardware and dtype of A, and those of B."""
     pairs = (_pair(comparison, "hardware"), _pair(comparison, "dtype"))
     a, b = (", ".join(side) for side in zip(*pairs, strict=True))
     return a, b

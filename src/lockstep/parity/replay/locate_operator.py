@@ -321,8 +321,8 @@ def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable
 def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
-    """Returns the gradient at the module's output in the replay. If the replay has no such gradient, returns the
-    gradient of the clean copy of the module if that agrees with the recorded gradient, otherwise None."""
+    """Returns the gradient at the module's output in the replay. If the replay did not record it, returns the gradient
+    of the module's clean copy if this agrees with the recorded run, otherwise None."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])

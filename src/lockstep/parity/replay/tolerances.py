@@ -15,7 +15,7 @@ nearly cancel.
 bf16: rounding hides wrong computations, so systematic differences have separate limits (below). The output of a module
 may differ by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward,
 2.4 times backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the output
-may differ by 5 % or by 8 times the error of the input.
+of a module may differ by 5 % or by 8 times the error of its input.
 
 Systematic differences. Rounding errors have random signs, so their mean over n values shrinks as 1/sqrt(n). The error
 of a wrong computation does not shrink with n. So five statistics of two tensors are compared in addition to their
