@@ -116,7 +116,7 @@ def _unfused(module: nn.Module) -> Iterator[None]:
 
 def regrouped(named: dict[str, Any], shape: tuple[int, int], layout: Layout) -> list[dict[str, Any]]:
     """Returns the keyword arguments of each grid of sequences. Tensors with one entry per token of the packed row are
-    regrouped, all other arguments stay."""
+    regrouped; all other arguments are passed unchanged."""
     sizes = [bucket.count * bucket.width for bucket in layout.buckets]
 
     def split(value: Any) -> Sequence[Any]:

@@ -234,7 +234,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
     """A queue of calls and a fixed number of slots. Each slot has one worker process and one thread that supervises it.
 
     Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
-    in each worker, and this script imports torch. Daemon processes of `multiprocessing` also cannot have child
+    in each worker, and this script imports torch. Besides, daemon processes of `multiprocessing` cannot have child
     processes.
     """
 

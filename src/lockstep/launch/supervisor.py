@@ -301,8 +301,8 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
 
 
 def _reaped(worker: int, *, wait: bool = False) -> int | None:
-    """Reaps child processes that have ended. With `wait` it waits for all child processes. Returns the worker's status
-    if the worker was reaped."""
+    """Reaps child processes that have ended. With `wait`, waits until all child processes have ended. Returns the
+    worker's status if the worker was reaped."""
     worker_status = None
     with suppress(ChildProcessError):
         while True:

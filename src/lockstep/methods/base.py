@@ -65,8 +65,8 @@ class Objective(Protocol):
 
 
 class Plain:
-    """An objective that reports the mean of each value of the loss function. `names` maps some metrics to the names
-    under which they are reported."""
+    """An objective that reports the mean of each value that the loss function returns. `names` maps some metrics to the
+    names under which they are reported."""
 
     names: ClassVar[Mapping[str, str]] = {}
 

@@ -77,7 +77,7 @@ class KtoObjective:
             else:
                 ratios = row_logratios(sums_S, reference_S[sequences].to(policy.device))
             sums = kto_loss(ratios, desirable_S[sequences].to(policy.device), kl=kl, **self.keys)
-            # `kl` and `kl_cut` are values of the whole update. Each micro-batch adds a part of these values, in
+            # `kl` and `kl_cut` are values of the whole update. Each micro-batch adds a part of `kl` and `kl_cut`, in
             # proportion to its number of rows.
             share = policy.new_tensor(len(sequences))
             sums.metrics |= {"kl": share * kl, "kl_cut": share * cut / len(update.items)}

@@ -185,7 +185,7 @@ def _reference_gradients(
 
 
 def weights_of(count: int, device: torch.device) -> torch.Tensor:
-    """Returns one loss weight per token. The weights differ between tokens."""
+    """Returns one loss weight per token. The loss weights of different tokens differ."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 

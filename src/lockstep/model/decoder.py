@@ -166,7 +166,8 @@ class Decoder:
             return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
 
     def engine_states(self, ids_T: torch.Tensor, at_T: torch.Tensor, step: PrefillPass | DecodePass) -> torch.Tensor:
-        """Runs a pass of the native engine over tokens at these positions. Returns their hidden states."""
+        """Runs a forward pass of the native rollout engine over tokens at the given positions. Returns their hidden
+        states."""
         decoder: Any = inner_decoder(self.model)
         if isinstance(self._probe, RowProbe):
             return engine_rows(decoder, ids_T, at_T, step, self._probe)

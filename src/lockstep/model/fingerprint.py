@@ -58,8 +58,8 @@ def model_checksums(path: str) -> dict[str, str]:
 def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, str]:
     """Returns a digest of each file of a model, by name. `progress` is called with each file name.
 
-    Files are read completely if the weights have at most 1 GiB. Of larger models only a sample of every tensor is read,
-    which takes seconds.
+    Files are read completely if the weights have at most 1 GiB. For larger models, only a sample of every tensor is
+    read, which takes seconds.
     """
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     weights = [file for file in files if file.suffix == ".safetensors"]

@@ -138,9 +138,9 @@ def stored_adapter(settings: Lora | None) -> str | None:
 def model_folder(path: str, key: str = "model.path") -> str:
     """Returns the local Hugging Face folder of the model `path`. `key` is the recipe key for error messages.
 
-    A Hugging Face folder is returned unchanged. Of a run, its exported model is used, or else its newest checkpoint. A
-    checkpoint, a PEFT adapter and a GGUF file are converted and cached. A path that does not exist may be the id of a
-    hub model.
+    A Hugging Face folder is returned unchanged. For a run, its exported model is used, or its newest checkpoint if
+    there is no export. A checkpoint, a PEFT adapter and a GGUF file are converted and cached. A path that does not
+    exist may be the id of a hub model.
     """
     folder, where = Path(path), f"{key} {path}"
     if folder.is_file():

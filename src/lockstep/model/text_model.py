@@ -29,8 +29,8 @@ def text_config(config: Any) -> Any:
 
 
 def writable_text_config(config: Any) -> Any:
-    """Returns the text config whose values the model reads. For flat encoder-decoder models `text_config` returns a
-    copy."""
+    """Returns the text config whose values the model reads. Does not call `text_config` for a flat config, because for
+    flat encoder-decoder models it returns a copy."""
     return text_config(config) if is_nested(config) else config
 
 
@@ -128,7 +128,7 @@ def no_language_model(config: Any) -> str:
 
 
 class LanguageModel:
-    """Takes the place of `AutoModelForCausalLM`. For a nested config, builds the full class without its towers."""
+    """Used instead of `AutoModelForCausalLM`. For a nested config, builds the full class without its towers."""
 
     @classmethod
     def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:

@@ -207,8 +207,8 @@ class Grid(NamedTuple):
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
-    """Returns the mesh sizes of the recipe for this number of ranks. Raises `Refusal` if the ranks do not divide
-    evenly."""
+    """Returns the mesh sizes of the recipe for this number of ranks. Raises `Refusal` if the number of ranks does not
+    fit these sizes."""
     shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor_parallel
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor

@@ -317,16 +317,16 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Returns alternatives for gradient checkpointing and activation offload. Offload is proposed only together with
-    checkpointing. Without checkpointing, offload would need host memory and bandwidth that are not modelled."""
+    """Returns alternative settings of gradient checkpointing and activation offload. Offload is proposed only together
+    with checkpointing. Without checkpointing, offload would need host memory and bandwidth that are not modelled."""
     whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
     return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]
 
 
 def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Returns alternatives for context parallelism. Groups stay inside a node, because every layer exchanges keys and
-    values."""
+    """Returns alternative settings of context parallelism. Groups stay inside a node, because every layer exchanges
+    keys and values."""
     if recipe.batch.tokens is None:
         return [{}]
     counts = (2, 4, 8, 16)

@@ -101,7 +101,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
     """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. The extra
-    parameters are those outside the layers and one gathered layer with its buffer, while the previous layer is still
+    parameters are those outside the layers, one gathered layer with its buffer, and the previous layer, which is still
     allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
     layer = counted.layer - (counted.divided - kept) // text_sizes(config).layers

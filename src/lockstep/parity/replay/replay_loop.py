@@ -314,7 +314,7 @@ def steps_by_part(
 ) -> list[tuple[RunPart, list[int]]]:
     """Returns the parts of the run to replay, each with its steps. An empty list of steps means all recorded steps.
 
-    A forced replay starts each step from recorded weights. The modes chained and free continue with the replay's
+    In the mode forced, each step starts from recorded weights. The modes chained and free continue with the replay's
     weights, so they stop at the first change of the recipe.
     """
     parts = parts_of(source)

@@ -39,7 +39,7 @@ def has_step(names: Collection[str]) -> bool:
 
 
 def json_lines(file: str, text: str) -> Iterator[LogRow]:
-    """Yields the objects of a JSON lines file. An incomplete last line is skipped. A damaged line elsewhere is
+    """Yields the objects of a JSON lines file. An incomplete last line is skipped. Any other damaged line is
     refused."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
