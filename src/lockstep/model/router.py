@@ -88,7 +88,7 @@ def refuse_router_noise(config: Any, where: str) -> None:
     would depend on the packing of rows."""
     problem = Problem(
         where,
-        "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
+        "in training its layers use random numbers other than dropout (router noise), so log-probs in training "
         "differ from generation and scoring",
         "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
         "experts in training, use another model",

@@ -106,7 +106,7 @@ def _streamed_rows(context: Context) -> Dataset[Any]:
 
 
 def validation_questions(recipe: Recipe) -> list[Question]:
-    """Reads the validation questions of `val.questions`. Raises Refusal for questions without a reward rule."""
+    """Reads the validation questions of `val.questions`. Raises Refusal for questions without a scoring rule."""
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
