@@ -170,7 +170,7 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
     if settings.adapter is not None:
-        where, remedy = f"model.lora.adapter {settings.adapter}", "merge the adapter: set model.path to its folder"
+        where, remedy = f"model.lora.adapter {settings.adapter}", "merge the adapter: set model.path to its path"
     head = model.get_output_embeddings()
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
