@@ -89,7 +89,7 @@ def limit_memory(memory_bytes: int) -> None:
 # was killed. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
-# Replaces the stored PID of a process that has ended, because the system may give this PID to another process.
+# Passed instead of the PID of a process that has ended, because the system may give that PID to another process.
 NOBODY = -1
 _PROC = Path("/proc")
 # How often, and at what interval, `kill_tree` checks that killed processes have ended. A process that hangs in the

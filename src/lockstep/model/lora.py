@@ -20,7 +20,7 @@ from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The values of plain LoRA in a PEFT config. Config keys that are neither listed here nor in `_ANY` must be unset,
-# because they select variants of LoRA that lockstep would train wrongly.
+# because they may select variants of LoRA that lockstep would train wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
