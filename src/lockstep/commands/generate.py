@@ -96,7 +96,7 @@ class Conversation:
             raise Refusal.at(
                 "the prompt",
                 refusal.problems[0].why,
-                "put the dropped text into the user message",
+                "put the text that the template drops into the user message",
                 code=refusal.problems[0].code,
             ) from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)

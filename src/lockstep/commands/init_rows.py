@@ -28,7 +28,7 @@ from lockstep.recipe.loader import checked_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
 
 INSPECTED_ROWS = 64
-# For each kind of rows: its most common method, and the function that finds the columns of such rows.
+# Maps each kind of rows, named by its most common method, to the function that finds the columns of such rows.
 KINDS = {
     "sft": find_columns,
     "dpo": find_ranking_columns,
@@ -36,7 +36,8 @@ KINDS = {
     "prm": find_step_columns,
     "grpo": lambda finder: find_question_columns(finder, frozenset()),
 }
-# For each column key that identifies a kind of rows: the kind, as a key of `KINDS`. The most specific key is first.
+# Maps a recipe key for a column to the kind of rows (a key of `KINDS`) that has this column. The most specific key is
+# first.
 _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 

@@ -121,7 +121,8 @@ class Parts:
             )
 
     def reward_output(self, rank: int) -> Path:
-        """Returns the file for the last lines that reward functions print; the merge does not delete it."""
+        """Returns the path prefix of the files with the last lines that reward functions print. Merging the chunks
+        keeps the files."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager
@@ -229,7 +230,7 @@ class Job:
 
 @dataclass
 class SamplingPace:
-    """The generated tokens of all processes, and the seconds of generation."""
+    """The number of tokens that all processes generated, and the seconds that generation took."""
 
     tokens: int = 0
     seconds: float = 0.0
