@@ -19,8 +19,8 @@ from lockstep.errors import Refusal
 LEAST = -1e4
 """The log-prob that is used instead of -inf for an impossible token."""
 LEAST_SUM = -1e6
-"""The log-prob that is used instead of -inf for a response with an impossible token. It is below LEAST, because the sum
-of ordinary token log-probs can be below LEAST."""
+"""The log-prob of a response with an impossible token. It is below LEAST, because sums over tokens can be below
+LEAST."""
 CERTAIN = -1e-6
 """`log_rest` lowers log-probs above this limit to the limit, because float32 sums cannot distinguish them from 0."""
 
@@ -37,11 +37,10 @@ def log_ratio(logprobs: torch.Tensor, others: torch.Tensor, least: float = LEAST
 
 
 def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """log(1 - e^x): if x is the log-prob of a token, the log-prob of all other tokens together. Probabilities above 1 -
-    1e-6 are replaced by 1 - 1e-6.
+    """log(1 - e^x): if x is the log-prob of a token, the log-prob of all other tokens together.
 
-    The function uses one formula for x > -log 2 and another formula for smaller x, because each formula is precise only
-    in its range (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
+    Probabilities above 1 - 1e-6 are replaced by 1 - 1e-6. The formula for x > -log 2 and the formula for smaller x are
+    each precise in their range (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
     """
     logprobs = logprobs.clamp(max=CERTAIN)
     return torch.where(logprobs > -math.log(2), torch.log(-torch.expm1(logprobs)), torch.log1p(-logprobs.exp()))

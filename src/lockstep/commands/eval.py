@@ -243,8 +243,7 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
 def _judge(
     reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
 ) -> Iterator[RuleJudge | Scorer]:
-    """Yields the object that scores the answers: the built-in rules, or the rewards that the options set. Rewards are
-    first tested on real rows."""
+    """Yields the scorer of the answers: the built-in rules, or the options' rewards (first tested on real rows)."""
     sources = {prompt.question.data_source for prompt in prompts}
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()

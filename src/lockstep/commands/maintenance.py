@@ -24,8 +24,7 @@ from lockstep.run.output import fit_rows, write
 
 
 def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from: str | None) -> list[str]:
-    """Returns the recipe overrides of `lockstep train`. `--init-from` overrides only `model.path`, so the optimizer
-    state is new."""
+    """Returns the overrides of `lockstep train`. `--init-from` overrides only `model.path`, so the optimizer is new."""
     if init_from is None:
         return list(overrides)
     if resume_from is not None:

@@ -121,8 +121,8 @@ class Parts:
             )
 
     def reward_output(self, rank: int) -> Path:
-        """Returns the path prefix of the files with the last lines that reward functions print. Merging the chunks
-        keeps the files."""
+        """Returns the path prefix of files with the last output of reward functions. Merging chunks keeps these
+        files."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager

@@ -217,8 +217,7 @@ class Smoke:
             self.changes.append(("data", f"generated rows, because {absent[0]} does not exist"))
             self._generate(data, val)
         elif data["streaming"]:
-            # If the recipe sets no validation rows, there is no validation: streamed training files may be larger than
-            # memory.
+            # If the recipe has no validation rows, there is no validation: streamed files may be larger than memory.
             self.changes.append(("data", "streamed rows, as in the recipe"))
             if data["val"] or val["questions"]:
                 self._validation(data, val)

@@ -82,9 +82,8 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Refuses prompts if prompt plus answer may exceed the model's context. Also refuses a length at which the model
-    would change its rotary embedding, because the cached keys would become invalid. Call this before the model is
-    loaded."""
+    """Refuses prompts if prompt plus answer may exceed the model's context, before the model is loaded. Also refuses a
+    length at which the rotary embedding would change, because cached keys would become invalid."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
@@ -177,8 +176,7 @@ def opened_scorer(
 ) -> Scorer:
     """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 
-    The last lines that a reward function prints are written to log files next to `output`. The names of these files
-    contain the name of `output`.
+    The last lines that a reward function prints are kept in log files next to `output`, which are named after `output`.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]

@@ -25,8 +25,8 @@ ResultT = TypeVar("ResultT")
 
 MOST = 32
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# "false" disables the threads of the tokenizers library, because there is already one process per core. Without this
-# variable, the library warns about forks.
+# The value "false" of this variable disables the threads of the tokenizers library, because there is already one
+# process per core. If the variable is not set, the library warns about forks.
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 

@@ -154,7 +154,7 @@ def prompt_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def _opens(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Returns whether to prepend a BOS token: only for `generate_vllm`, and never a second one."""
+    """Returns whether to prepend a BOS token: only for `generate_vllm`, if the text does not start with one."""
     return order.task == "generate_vllm" and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 

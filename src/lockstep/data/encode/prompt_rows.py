@@ -281,7 +281,7 @@ _WORKED = {
     "": "full text",
     GSM8K: f"after its {MARK}",
     MATH: r"in its last \boxed{}",
-    MATH_500: r"the full text, next to a solution with \boxed{}",
+    MATH_500: r"the full text, in rows with a solution in \boxed{}",
 }
 
 

@@ -10,11 +10,11 @@ itself. A text that cannot be cut safely is tokenised as a whole.
 Positions where a text can safely be cut, for the word patterns in `_CUTS`:
 
 - A text can be cut before white space that follows a character other than white space, because words contain white
-  space only at their start. Exception: in all patterns except GPT-2's, newlines after punctuation belong to the
-  punctuation.
-- A text can be cut after the last newline in a run of white space. GPT-2's pattern is an exception, because it splits a
-  run of white space before the last character of the run. A "/" after the newline is another exception, in patterns
-  that let newlines and slashes follow punctuation.
+  space only at their start. A cut between punctuation and a newline is not safe, because all patterns except GPT-2's
+  join the newline to the punctuation.
+- A text can be cut after the last newline in a run of white space. This cut is not safe with GPT-2's pattern, which
+  splits a run of white space before the last character of the run. This cut is also not safe before a "/", if the
+  pattern lets newlines and slashes follow punctuation.
 
 The word patterns have no lookbehind, and their lookahead covers only white space.
 """
@@ -408,7 +408,7 @@ _TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDi
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Returns the cached `TokenFacts` of a tokenizer. Computes the facts again after tokens were added."""
+    """Returns the cached `TokenFacts` of a tokenizer. They are computed again if the vocabulary size changed."""
     facts = _TOKEN_FACTS.get(tokenizer)
     if facts is None or facts.size != len(tokenizer):
         facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)

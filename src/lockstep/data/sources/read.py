@@ -61,7 +61,7 @@ def read_rows(
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. If `reader` is given,
     that user function reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
-    `sample_by` is the part of a .txt file that is one row.
+    `sample_by` says which part of a .txt file is one row (a line, a paragraph or the full file).
     """
     if reader is not None:
         return read_user_rows(path, reader)
@@ -260,7 +260,7 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """If `only` is true, the package datasets uses its local cache and no network inside the block."""
+    """If `only` is true, the package datasets uses only its local cache, and no network, inside the `with` block."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]

@@ -54,7 +54,7 @@ class Shard:
         return self.file.name
 
     def rows(self, first: int = 0) -> Iterator[OriginRow]:
-        """Yields the rows with their origins, from row number `first` on. The rows before it are skipped."""
+        """Yields the rows with their origins, from row number `first` on. Rows before `first` are skipped."""
         if self.file.format == "parquet":
             return self._parquet(first)
         if self.file.format == "arrow":
