@@ -116,7 +116,7 @@ class HttpClient:
         else:
             return responses[0]
         if responses and not responses[0].success:
-            # An error status is enough, because the missing body would only give the reason.
+            # An error response is returned even if its body is incomplete, because the body would only give the reason.
             return responses[0]
         raise RequestFailed(why) from cause
 

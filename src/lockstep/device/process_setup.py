@@ -38,10 +38,11 @@ def restore() -> None:
 
 # Sets the number of OpenMP threads and their wait policy. By default, waiting threads of GNU OpenMP spin. If a spinning
 # thread shares its core (with a second process, or in a virtual machine), the thread that it waits for cannot run.
-# Lockstep therefore makes waiting OpenMP threads sleep. One measurement with the tiny model on two cores, in tokens per
-# second: next to a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run, whose load was
-# not controlled, spinning reaches 430 tokens per second and sleeping 6,600. Alone on the machine, spinning reaches
-# 15,800 tokens per second and sleeping 12,700. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
+# Lockstep therefore makes waiting OpenMP threads sleep. The speeds below are from one measurement with the tiny model
+# on two cores. Next to a busy loop, a run reaches 4,400 tokens per second with spinning threads and 7,200 with sleeping
+# threads. Next to another training run, whose load was not controlled, a run reaches 430 tokens per second with
+# spinning threads and 6,600 with sleeping threads. Alone on the machine, a run reaches 15,800 tokens per second with
+# spinning threads and 12,700 with sleeping threads. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")

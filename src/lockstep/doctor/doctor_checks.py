@@ -1,4 +1,4 @@
-"""The checks of `lockstep doctor` on the machine: Python, disk, devices, drivers, CANN, environment variables.
+"""The checks of `lockstep doctor` for Python, disk, devices, drivers, CANN and environment variables.
 
 A check is an entry of `MACHINE_CHECKS`. A simple check is a `DoctorCheck` with device, fact, condition, reason, remedy
 and verdict. A check that compares versions or reports several problems is a function. package_checks.py contains the

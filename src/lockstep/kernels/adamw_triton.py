@@ -111,7 +111,7 @@ def fits(parameters: Sequence[torch.Tensor]) -> bool:
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether the kernel matches the reference on a trial. If the trial fails, warns that torch's AdamW is
+    """Returns whether kernel and reference agree on a random parameter (the trial). If not, warns that torch's AdamW is
     used."""
 
     def make_entry() -> Entry:
@@ -205,7 +205,7 @@ class AdamwUpdate:
 
 
 class _Kind(NamedTuple):
-    """The compile-time properties of the kernel for one entry. Aligned tensors are accessed with vector
+    """The properties of an `Entry` for which the kernel is compiled. Aligned tensors are accessed with vector
     instructions."""
 
     weight: torch.dtype

@@ -1,6 +1,6 @@
 """Computes log-probs of target tokens from hidden states (fused linear + log-softmax), in chunks to save memory.
 
-The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size and V vocabulary size.
+Suffix letters of tensor names are dimensions: K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def same_parts(
     )
 
 
-# The suffixes of tensor names mean T queries, S keys, H query heads, G key/value heads, D key size, E value size.
+# Suffix letters of tensor names are dimensions: T queries, S keys, H query heads, G key/value heads, D key size, E
+# value size.
 
 
 def partial_kernel(
