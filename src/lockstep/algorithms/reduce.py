@@ -46,7 +46,7 @@ def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
     return torch.where(logprobs > -math.log(2), torch.log(-torch.expm1(logprobs)), torch.log1p(-logprobs.exp()))
 
 
-# Suffix letters of tensor names are dimensions: S sequences, and K tokens that the policy generated in all sequences.
+# Tensor names end with their dimensions, which are S sequences, and K tokens that the policy generated in all of them.
 # `sequence_K` (int64, non-decreasing) is the sequence index of each token. Vectors over K exclude prompt tokens,
 # environment tokens and padding.
 

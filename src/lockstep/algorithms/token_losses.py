@@ -20,8 +20,8 @@ def nll(logprobs_K: torch.Tensor) -> Sums:
     return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
-# Process reward models. Suffix letters of tensor names are dimensions: L labelled positions, W label tokens. The first
-# label token means that the step is good.
+# Process reward models. Tensor names end with their dimensions, which are L labelled positions, W label tokens. The
+# first label token means that the step is good.
 
 
 def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:

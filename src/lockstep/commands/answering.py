@@ -103,7 +103,8 @@ def serve(
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the dtype of the stored weights.")] = "auto",
     device: str = "auto",
 ) -> None:
-    """Serve MODEL over HTTP: OpenAI-compatible chat, completions and models, or the rewards of a reward model."""
+    """Serve MODEL over HTTP, with OpenAI-compatible chat, completions and models, or with the rewards of a reward
+    model."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)

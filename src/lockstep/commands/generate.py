@@ -65,7 +65,7 @@ class Conversation:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(text_config(loaded.config), "max_position_embeddings", None)
-        """The maximum number of tokens of conversation plus answer; None if the model's config has no limit."""
+        """The maximum number of tokens of conversation plus answer, or None if the model's config has no limit."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed

@@ -42,7 +42,7 @@ _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """The result of the inspection: `notes` for the user, and the recipe `keys` that the rows need, with reasons."""
+    """The result of the inspection, with `notes` for the user, and with the recipe `keys` that the rows need."""
 
     notes: list[str] = field(default_factory=list)
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)

@@ -314,7 +314,8 @@ class Smoke:
 
 
 def _exists(path: str) -> bool:
-    """Returns whether a file, folder or glob match exists locally; False for `hub:` data, which is not downloaded."""
+    """Returns whether a file, folder or glob match exists locally. For `hub:` data the result is False, because nothing
+    is downloaded."""
     return not path.startswith("hub:") and (Path(path).exists() or any(Path().glob(path) if _relative(path) else ()))
 
 

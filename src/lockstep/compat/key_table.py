@@ -271,7 +271,7 @@ class Conversion:
         self.problems.append(Problem(self.named(key), why, remedy, code=code))
 
     def require(self, key: str, remedy: str, why: str = "is not set") -> bool:
-        """Adds a problem if the key has no value; returns whether it has one."""
+        """Adds a problem if the key has no value; returns whether the key has a value."""
         if not self[key]:
             self.refuse(key, why, remedy, "not-set")
         return bool(self[key])

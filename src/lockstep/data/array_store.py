@@ -1,7 +1,7 @@
 """Stores encoded items (rows) as a few large arrays, in memory or memory-mapped; items are built on access.
 
 The byte layout is the same in memory and on disk: a JSON header with metadata (`about`) and array offsets, then the
-arrays. Suffix letters of array names are dimensions: I items, E sequences of all items, T tokens of all sequences.
+arrays. Array names end with their dimensions, which are I items, E sequences of all items, T tokens of all sequences.
 """
 
 from __future__ import annotations

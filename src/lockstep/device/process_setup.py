@@ -1,4 +1,4 @@
-"""Process settings that must be made before torch is imported: OpenMP threads and deferred loading of torch_npu."""
+"""Sets OpenMP threads and defers the loading of torch_npu, which must happen before torch is imported."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lockstep.errors import Refusal
 # The devices in the order in which `auto` tries them.
 DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
 
-# Other common names of the devices. A suggestion by spelling would be wrong: "gpu" differs from "npu" by one letter.
+# Other common names of the devices. Spelling would suggest the wrong device, because "gpu" is close to "npu".
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"}
 
 

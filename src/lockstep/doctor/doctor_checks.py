@@ -248,7 +248,7 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "cuda",
         "compiler",
         lambda f: f.compiler is None,
-        "gcc is missing: Triton needs it to compile a small launcher",
+        "gcc is missing, and Triton needs it to compile a small launcher",
         "install gcc",
     ),
     DoctorCheck(

@@ -2,8 +2,8 @@
 
 In the usual libraries the reduction order depends on the number of rows. So a token in a decode batch of 256 rows can
 get a different result than in a packed row of 16,384 tokens. The reduction order of these kernels depends only on the
-weight's shape or, in attention, on the position of the keys. Suffix letters of tensor names are dimensions: M rows, N
-outputs, K inputs, T tokens, H query heads, G key/value heads, D head size.
+weight's shape or, in attention, on the position of the keys. Tensor names end with their dimensions, which are M rows,
+N outputs, K inputs, T tokens, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Computes log-probs of target tokens from hidden states (fused linear + log-softmax), in chunks to save memory.
 
-Suffix letters of tensor names are dimensions: K positions, R positions of one chunk, H hidden size, V vocabulary.
+Tensor names end with their dimensions, which are K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs OpenRLHF's `batch_inference`: generates answers to prompts, or scores answers with a reward model.
 
-The next command of an OpenRLHF script reads the output file, so its rows have OpenRLHF's columns: `input`, `output`,
-and, after scoring, `reward`. Texts are rendered as in OpenRLHF.
+The next command of an OpenRLHF script reads the output file, so its rows have OpenRLHF's columns (`input`, `output`
+and, after scoring, `reward`). Texts are rendered as in OpenRLHF.
 """
 
 from __future__ import annotations

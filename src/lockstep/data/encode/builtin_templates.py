@@ -34,8 +34,8 @@ class Builtin:
     variant: str = ""
     """A variable that selects a variant of the template in the file."""
     rewrites: str = ""
-    """How the original template changes earlier turns: `thoughts` (it removes reasoning), `system` (it moves system
-    message and tools to the last user turn), or empty (it is append-only)."""
+    """If `thoughts`, the original template removes reasoning from earlier turns. If `system`, the original template
+    moves the system message and the tools to the last user turn. If empty, the original template is append-only."""
 
 
 BUILTIN = {

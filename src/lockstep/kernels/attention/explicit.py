@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 # Attention sinks only rescale the output of attention without sinks: the keys keep the fraction sigmoid(lse - sink) of
 # the probability. The value vector of a sink is 0, so the gradient of a sink is -probability * (upstream . output).
-# Suffix letters of tensor names are dimensions: T tokens, H heads.
+# Tensor names end with their dimensions, which are T tokens, H heads.
 
 
 def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +25,7 @@ def sink_gradient(
     return -(p_sink_HT * delta_HT).sum(1).to(sinks_H.dtype)
 
 
-# Suffix letters of tensor names are dimensions: N sequences, H query heads, G key/value heads, Q queries, K keys, D
+# Tensor names end with their dimensions, which are N sequences, H query heads, G key/value heads, Q queries, K keys, D
 # head size. A soft cap c replaces a score s by c * tanh(s / c). A sink is one extra logit per head whose value vector
 # is 0.
 

@@ -4,8 +4,8 @@ The modules of transformers expand the latents to keys and values of every head 
 the modules pass latents and rotary keys to attention instead. Decoding uses absorbed products: a query is multiplied by
 the key part of `kv_b_proj`, so that it attends to latents directly, and the attended latent by the value part.
 
-Suffix letters of tensor names are dimensions: T tokens, H query heads, R latent size, P size of the rotary key, N size
-of a key without its rotary part, V value size.
+Tensor names end with their dimensions, which are T tokens, H query heads, R latent size, P size of the rotary key, N
+size of a key without its rotary part, V value size.
 """
 
 from __future__ import annotations

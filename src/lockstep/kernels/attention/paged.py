@@ -1,6 +1,6 @@
 """Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
-Suffix letters of tensor names are dimensions: T tokens of a forward pass, B sequences that decode one token each, M
+Tensor names end with their dimensions, which are T tokens of a forward pass, B sequences that decode one token each, M
 block-table entries per sequence, H query heads, G key/value heads, D head size. A slot holds the key and value of one
 token. The index of a slot is block * block size + position in the block.
 """

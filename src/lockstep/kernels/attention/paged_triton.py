@@ -1,6 +1,6 @@
 """Paged decode attention in Triton: one query token per sequence attends to its KV cache blocks, with split-KV.
 
-The plain-torch reference is `gathered_decode` in `paged.py`. Suffix letters of tensor names are dimensions: B
+The plain-torch reference is `gathered_decode` in `paged.py`. Tensor names end with their dimensions, which are B
 sequences, H query heads, G key/value heads, D key size, V value size, S splits of a sequence.
 """
 
@@ -17,7 +17,8 @@ from lockstep.kernels.triton_math import tanh
 
 
 class Launch(NamedTuple):
-    """Launch parameters: KV tokens per tile (BLOCK_N), num_warps, num_stages and query heads per program (BLOCK_H)."""
+    """Launch parameters, which are KV tokens per tile (BLOCK_N), num_warps, num_stages and query heads per program
+    (BLOCK_H)."""
 
     tile: int
     warps: int

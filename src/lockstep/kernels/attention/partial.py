@@ -61,7 +61,7 @@ def same_parts(
     )
 
 
-# Suffix letters of tensor names are dimensions: T queries, S keys, H query heads, G key/value heads, D key size, E
+# Tensor names end with their dimensions, which are T queries, S keys, H query heads, G key/value heads, D key size, E
 # value size.
 
 

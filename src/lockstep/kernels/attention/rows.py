@@ -5,7 +5,7 @@ right-padded rows, one per sequence, with the causal mask of transformers. In th
 KV cache through the cache interface of transformers, because their indexers also cache keys. Attention itself is dense,
 with the module's mask.
 
-Suffix letters of tensor names are dimensions: N rows, L tokens of a row, K cached tokens of a row, H query heads, G
+Tensor names end with their dimensions, which are N rows, L tokens of a row, K cached tokens of a row, H query heads, G
 key/value heads, D key size.
 """
 
