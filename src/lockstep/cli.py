@@ -217,7 +217,7 @@ def cache(
         write(line)
 
 
-# The commands are registered in the order of their usual use. `--help` lists them in this order.
+# The commands are registered in the order of their usual use. `--help` lists the commands in this order.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)
@@ -288,7 +288,9 @@ def view(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a tape (`tape=true`), or a recording.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder with recorded tensors (`tape=true`), or a recording.")
+    ],
     overrides: Overrides = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Replay on this device.")] = None,
     mode: Annotated[

@@ -19,8 +19,7 @@ from lockstep.errors import Refusal
 LEAST = -1e4
 """The log-prob that is used instead of -inf for an impossible token."""
 LEAST_SUM = -1e6
-"""The log-prob of a response with an impossible token. It is below LEAST, because sums over tokens can be below
-LEAST."""
+"""Replaces the log-prob -inf of a response. This value is below LEAST, because sums over tokens can be below LEAST."""
 CERTAIN = -1e-6
 """`log_rest` lowers log-probs above this limit to the limit, because float32 sums cannot distinguish them from 0."""
 
@@ -113,7 +112,7 @@ def aggregation_weights(
     repeats_S: torch.Tensor | None = None,
     reduce: StepReduce = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, float]:
-    """Token weights and divisor of an update, whose loss is `sum(weights_K * loss_K) / divisor`.
+    """Returns token weights and divisor of an update. The loss of the update is `sum(weights_K * loss_K) / divisor`.
 
     All tokens of a sequence are on one rank. `keep_K` is non-zero for the tokens that the loss uses (the kept tokens).
     A sequence without a kept token is not counted; every other sequence is counted `repeats_S` times. The divisor is at

@@ -36,7 +36,7 @@ KINDS = {
     "prm": find_step_columns,
     "grpo": lambda finder: find_question_columns(finder, frozenset()),
 }
-# Maps a recipe key for a column to the kind of rows (a key of `KINDS`) with this column. The most specific is first.
+# Maps recipe keys for columns to the kind of rows (in `KINDS`) with this column. The most specific key is first.
 _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 

@@ -70,7 +70,7 @@ SCHEMA = pa.schema(
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
-    """Returns a response as a row; `question` is the index of its question in the data."""
+    """Returns a response as a row; `question` is the index of the response's question in the data."""
     question_row, score = rollout.prompt.question, rollout.score
     if isinstance(score, Failure):
         scores: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
@@ -121,8 +121,7 @@ class Parts:
             )
 
     def reward_output(self, rank: int) -> Path:
-        """Returns the path prefix of files with the last output of reward functions. Merging chunks keeps these
-        files."""
+        """Returns the path prefix of files with the last output of reward functions, which are kept after merging."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager

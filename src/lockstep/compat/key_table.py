@@ -242,7 +242,7 @@ class Conversion:
     # Results -----------------------------------------------------------------------------------------------------
 
     def write(self, to: str, value: Any, *sources: str, note: str = "") -> None:
-        """Sets a recipe value. `note` says how it differs from the values of `sources` (keys of the other trainer)."""
+        """Sets a recipe value. `note` says how the value differs from those of `sources` (other trainer's keys)."""
         self.recipe[to] = WrittenKey(value, sources, note)
         for key in sources if note else ():
             self.decided.setdefault(key, ("changed", note))

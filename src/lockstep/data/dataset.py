@@ -404,7 +404,7 @@ class Loader(Generic[T]):
         return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
 
     def state(self, position: int) -> dict[str, float]:
-        """Returns nothing: the rows of an update depend only on seed and position."""
+        """Returns an empty state, because the rows of an update depend only on seed and position."""
         return {}
 
     def progress(self, position: int, group: str) -> dict[str, float]:

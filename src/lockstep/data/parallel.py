@@ -25,8 +25,8 @@ ResultT = TypeVar("ResultT")
 
 MOST = 32
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# The value "false" of this variable disables the threads of the tokenizers library, because there is already one
-# process per core. If the variable is not set, the library warns about forks.
+# TOKENIZERS_PARALLELISM=false disables the threads of the tokenizers library, because there is already one process per
+# core. If TOKENIZERS_PARALLELISM is not set, the tokenizers library warns about forks.
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 

@@ -38,7 +38,7 @@ ItemCheck = Callable[[Sequence[Any]], Iterable[Problem]]
 
 SAMPLED_ROWS = 256
 """Number of rows of each source that are encoded and checked before training."""
-# Purposes of random streams; `data/sources/mix.py` uses the smaller numbers.
+# Numbers for the purposes of random streams, greater than those in `data/sources/mix.py`.
 _SHARDS, _WINDOW = 4, 5
 # Items of this many updates stay in memory, because a run reads some updates twice (asynchronous rollouts).
 _KEPT_UPDATES = 8
@@ -74,8 +74,8 @@ class SourceShard(Generic[T]):
     columns: frozenset[str]
 
     def encoded(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]:
-        """Encodes a row. Refuses a row with a format column that the first rows of the source lack, because the reader
-        would ignore this column."""
+        """Encodes a row. Refuses a row with a column of `FORMAT_COLUMNS` or `OPTIONAL` that the first rows of the
+        source lack, because the reader would ignore this column."""
         unknown = sorted((row.keys() - self.columns) & (FORMAT_COLUMNS | OPTIONAL))
         if unknown:
             raise Refusal.at(
@@ -303,8 +303,8 @@ def stream_rows(
 ) -> LoadedT:
     """Opens the files of the sources, and encodes the first row of every file and the first rows of every source.
 
-    The result contains only these rows, for the checks before training. `open_stream` of the result gives the rows of
-    updates.
+    The result contains only the encoded first rows, for the checks before training. `open_stream` of the result gives
+    the rows of updates.
     """
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None)

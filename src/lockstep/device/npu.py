@@ -200,8 +200,8 @@ class Npu(Accelerator):
 
 def peak_of(chip: str) -> float | None:
     for name, flops in PEAKS.items():
-        # A suffix letter in the chip name means a variant of the same die (910B2C). A further digit means a different
-        # chip.
+        # A suffix letter in the chip name means a variant of the same die (910B2C). A further digit in the chip name
+        # means a different chip.
         if re.match(rf"{name}(?!\d)", chip):
             return flops
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 # missing, broken or incompatible, `import torch` raises for every device, and a failed `import torch` cannot be
 # repeated in the same process. Therefore automatic loading of torch_npu is disabled, and `device/npu.py` imports
 # torch_npu itself and reports failures. If the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, its value is kept. After
-# torch_npu was loaded, the variable is restored, so that child processes behave as without lockstep.
+# torch_npu was loaded, TORCH_DEVICE_BACKEND_AUTOLOAD is restored, so that child processes behave as without lockstep.
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -65,7 +65,7 @@ def follow_quota() -> None:
         os.environ[THREADS] = os.environ[FOLLOWED] = str(allowed)
 
 
-# This variable marks OMP_NUM_THREADS as set by lockstep. Child processes inherit OMP_NUM_THREADS and this variable.
+# The variable FOLLOWED marks OMP_NUM_THREADS as set by lockstep. Child processes inherit both variables.
 FOLLOWED = "LOCKSTEP_THREADS_FOLLOW_QUOTA"
 
 

@@ -322,7 +322,7 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         _bad_port,
         lambda f: (
             f"{f.variables['HCCL_IF_BASE_PORT']!r} is not between 1024 and {LAST_PORT - PORTS + 1}: HCCL uses "
-            f"{PORTS} consecutive ports from this one on"
+            f"{PORTS} consecutive ports from this port on"
         ),
         "export HCCL_IF_BASE_PORT=50000, or the start of another free range",
         verdict="broken",

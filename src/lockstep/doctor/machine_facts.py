@@ -159,7 +159,7 @@ def query_npu_smi(machine: Machine) -> NpuSmi:
         lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
         return NpuSmi("failed", lines[-1] if lines else f"exit status {answer.status}", driver_in(answer.text))
     cards = sorted({chip.card for chip in chips})
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, and most machines have no Ascend card
+    from concurrent.futures import ThreadPoolExecutor  # a slow import, which only machines with Ascend cards need
 
     with ThreadPoolExecutor(8) as pool:
         boards = dict(zip(cards, pool.map(lambda card: _board(machine, card), cards), strict=True))

@@ -29,7 +29,7 @@ _IN_PLACE = ("addmm_", "baddbmm_")
 
 def prepare_products(dtype: torch.dtype) -> None:
     """Installs the fp32 operators if `dtype` is bf16 and the CPU has no bf16 instructions. Call this function before a
-    model of this dtype runs."""
+    bf16 model runs."""
     if dtype is torch.bfloat16 and not _has_bf16():
         _install()
 

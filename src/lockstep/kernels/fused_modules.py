@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Number of token rows in the input of a kernel trial. This is more than the rows of one tile of a device's vector unit.
+# Number of token rows in the input of a kernel trial, more rows than one tile of a device's vector unit has.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 

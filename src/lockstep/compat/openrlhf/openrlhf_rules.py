@@ -66,7 +66,8 @@ def dataset_names(names: Any) -> list[str]:
 
 
 def sources(names: str, probs: str | None, split: str) -> list[dict[str, Any]]:
-    """Returns the sources of names `a,b` with weights `0.4,0.6`. A name that is no file is a Hugging Face data set."""
+    """Returns data sources from names such as `a,b` and weights such as `0.4,0.6`. A name that is no file is a hub data
+    set."""
     paths = dataset_names(names)
     weights = [float(weight) for weight in probs.split(",")] if probs else []
     found: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ BYPASS, BYPASS_LOSS = f"{GROUP}.bypass_mode", f"{GROUP}.loss_type"
 
 _ADVANTAGE_NOTES = {
     "optimal_token_baseline": "the response of a group of one has advantage 0; in verl its advantage is its return",
-    "gpg": "the scale factor is N / M for M sequences in groups of unequal scores; in verl, M scores are not 0",
+    "gpg": "the scale factor N / M counts M sequences in groups with unequal scores; verl counts non-zero scores",
 }
 # Whatever loss_agg_mode is, verl averages sapo and geo_mean over sequences. KL and entropy follow loss_agg_mode.
 _BY_SEQUENCE = ("sapo", "geo_mean")

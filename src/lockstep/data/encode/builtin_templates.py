@@ -2,7 +2,8 @@
 
 A template is append-only if a further message only adds text at the end. Templates of reasoning models are not
 append-only: they remove the `<think>` block of an assistant turn when a later user message follows. The built-in
-version of such a template keeps `<think>` blocks. If the original is append-only for a chat, both give the same text.
+version of a reasoning template keeps `<think>` blocks. If the original template is append-only for a chat, the built-in
+version gives the same text.
 """
 
 from __future__ import annotations

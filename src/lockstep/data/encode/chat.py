@@ -90,7 +90,8 @@ def render_turn(
     append_only: bool = False,
     where: str = "",
 ) -> Spans:
-    """Renders a chat up to the assistant turn `index` and trains only this turn, in the context of its generation.
+    """Renders a chat up to the assistant turn `index` and trains only this turn, in the context in which it is
+    generated.
 
     The tokenizer's template renders the context. If this template does not render the turn as the model generates it
     (for example, without its reasoning), and `append_only` is set, its append-only version renders the turn.

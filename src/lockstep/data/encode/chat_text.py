@@ -120,7 +120,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase, inputs: TemplateInputs, orig
 
 
 def refused_by_template(error: Exception, origin: Origin, number: int = 0) -> Refusal:
-    """Returns the refusal of a chat for which the template fails. `number` is the message at which it fails."""
+    """Returns the refusal of a chat for which the template fails. `number` is the message at which the template
+    fails."""
     why = f"the chat template refuses this chat{f' at message {number}' if number else ''}: {error}"
     return Refusal.at(
         origin, why, "fix or remove the row, or use another template (data.template)", code="template-error"

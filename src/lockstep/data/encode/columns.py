@@ -207,7 +207,7 @@ class ColumnFinder:
         return given or self.first_column((*PROMPTS, *CHATS))
 
     def extra_columns(self, prompt: str, *used: str) -> ExtraColumns:
-        """Returns the columns that extend the prompt. With `data.prompt_key`, input and history are not searched."""
+        """Returns the columns that extend the prompt. If `data.prompt_key` is set, input and history are empty."""
         named = bool(self.setting("prompt_key"))
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 

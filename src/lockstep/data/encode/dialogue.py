@@ -67,7 +67,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """Converts a dialogue that is one text with "Human:" and "Assistant:" to a chat. Returns None for anything else.
+    """Converts a dialogue that is one text with "Human:" and "Assistant:" to a chat. Returns None for other values.
 
     Without this conversion, a chat template would put the full dialogue into one user message.
     """
@@ -230,8 +230,8 @@ def _listed(names: Sequence[str]) -> str:
 class SpecialText:
     """Finds special tokens of a tokenizer in texts.
 
-    The tokenizer converts such text to special tokens: an `<|im_end|>` in a user's text ends the user's turn. Rows that
-    contain special tokens are counted and reported.
+    The tokenizer converts text that spells a special token: an `<|im_end|>` in a user's text ends the user's turn. Rows
+    that contain special tokens are counted and reported.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):

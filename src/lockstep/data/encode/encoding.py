@@ -74,9 +74,9 @@ def split_text(example: Example, limit: int) -> list[Example]:
     """Cuts a long text into consecutive pieces of at most `limit` tokens. Every target of the text is a target of
     exactly one piece.
 
-    A later piece starts with the last token of the piece before it. In the later piece this token is only context,
-    because the earlier piece trains it. No BOS token is added to later pieces, and only the last piece has the end
-    token.
+    A later piece starts with the last token of the piece before it. The repeated token is only context in the later
+    piece, because the earlier piece trains it. No BOS token is added to later pieces, and only the last piece has the
+    end token.
     """
     pieces = [example.cut(slice(0, limit))]
     for first in range(limit - 1, len(example) - 1, limit - 1):

@@ -41,7 +41,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-# Keys of images, video and audio. Rows with such inputs are refused, because the model would not see them.
+# Keys of images, video and audio. Rows with images, video or audio are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 # Keys of a chat message that hold its reasoning, separately from its content.

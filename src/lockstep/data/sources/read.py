@@ -1,7 +1,7 @@
 """Reads the rows of a source: a file, a folder, a pattern of files, or a hub data set.
 
-All files are checked before the first row is used, and all problems are reported together. Without this check a
-truncated last file could stop a run after hours.
+All files are checked before the first row is used, and all problems are reported together. Without a check of all
+files, a truncated last file could stop a run after hours.
 """
 
 from __future__ import annotations

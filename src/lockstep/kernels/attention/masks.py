@@ -19,7 +19,7 @@ from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 
 PROBE = "lockstep_probe"
 # Names of attributes that are set on an attention module. WINDOW is the module's window, or None if a token sees all
-# earlier tokens. SHAPE is the shape of its keys and values as (heads, key size, value size).
+# earlier tokens. SHAPE is the shape of the module's keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
@@ -188,8 +188,8 @@ def _chunk(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | 
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the size
-    that was found."""
+    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the
+    window or chunk size that was found."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
@@ -228,8 +228,8 @@ def _probe_attention(
     probe: MaskProbe | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of the probe pass. It records the window and the shapes of the module. Returns the values,
-    as if each token saw only itself."""
+    """The attention function of the probe pass, which records the window and the shapes of the module. Returns the
+    values, as if each token saw only itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
     if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):

@@ -94,7 +94,7 @@ def row_attention(
 
 @dataclass
 class RowProbe(MaskProbe):
-    """The result of a probe pass of a model whose modules build their own masks. In this pass, the model uses this
+    """The result of a probe pass of a model whose modules build their own masks. In the probe pass, the model uses this
     object as its cache."""
 
     seen: Seen = field(default_factory=lambda: Seen(None))
@@ -223,7 +223,7 @@ def padded_rows(
     return PaddedRows(ids.view(-1, width), positions.view(-1, width), tokens_T.to(device))
 
 
-# -- rows of a pass of the engine
+# -- right-padded rows of an engine pass
 
 
 @dataclass(frozen=True)
