@@ -1,4 +1,4 @@
-"""Parses command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
+"""Parses command lines with Hydra's overrides (verl) or with argparse's flags (OpenRLHF).
 
 Hydra: `key=value` sets a key, `+key=value` adds a key, `++key=value` sets or adds, `~key` removes an earlier setting.
 The last setting of a key wins. A value is a number, a boolean, `null`, a list `[a,b]`, a mapping `{a:1}`, or quoted or
@@ -41,7 +41,7 @@ class ParsedOverrides:
 def parse_overrides(
     words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """Parses the overrides. `locations` has each word's script line. `${key}` of an unset key uses `defaults`."""
+    """Parses the overrides. `locations` has the script line of each word. `${key}` of an unset key uses `defaults`."""
     parsed = ParsedOverrides()
     position = 0
     while position < len(words):
@@ -245,7 +245,7 @@ class ParsedFlags:
 
 
 def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
-    """Parses the flags. `flags` maps written names to flags; `locations` has each word's place in the script."""
+    """Parses the flags. `flags` maps written names to flags; `locations` has the script line of each word."""
     parsed = ParsedFlags()
     position = 0
     while position < len(words):
@@ -284,7 +284,7 @@ def is_flag(word: str) -> bool:
 
 
 def is_dotted(words: Sequence[str]) -> bool:
-    """Returns whether flags have the dotted style of OpenRLHF 0.11 (`--ds.lora.rank`). Flags of 0.7 have no dot."""
+    """Returns whether flags are dotted as in OpenRLHF 0.11 (`--ds.lora.rank`). Flags of OpenRLHF 0.7 have no dot."""
     return any(is_flag(word) and "." in word.partition("=")[0] for word in words)
 
 

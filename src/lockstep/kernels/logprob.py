@@ -1,6 +1,6 @@
 """Computes log-probs of target tokens from hidden states (fused linear + log-softmax), in chunks to save memory.
 
-The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size and V vocabulary size.
+Tensor names end with their dimensions, which are K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Scores(NamedTuple):
 
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
 """A function that takes the log-probs and entropies of a slice of the positions. The function returns the gradients of
-the loss with respect to these values, up to one factor common to all positions. Only a loss whose tokens are
+the loss with respect to log-probs and entropies, up to one factor common to all positions. Only a loss whose tokens are
 independent of each other has a `TokenGrads` function."""
 
 

@@ -1,8 +1,9 @@
 """The built-in chat templates, and which of them is the append-only version of a tokenizer's template.
 
-A template is append-only if a chat with one more message is rendered as the same text with an addition. Templates of
-reasoning models are not: they remove the `<think>` block of an assistant turn when a later user message follows. The
-built-in version of such a template keeps the block, and renders the same text wherever the original is append-only.
+A template is append-only if a further message only adds text at the end. Templates of reasoning models are not
+append-only: they remove the `<think>` block of an assistant turn when a later user message follows. The built-in
+version of a reasoning template keeps `<think>` blocks. If the original template is append-only for a chat, the built-in
+version gives the same text.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Builtin:
     variant: str = ""
     """A variable that selects a variant of the template in the file."""
     rewrites: str = ""
-    """What the original template of the models changes in earlier turns: `thoughts`, or the `system` message and tools,
-    which it moves to the last user turn. Empty if the original is append-only."""
+    """If `thoughts`, the original template removes reasoning from earlier turns. If `system`, the original template
+    moves the system message and the tools to the last user turn. If empty, the original template is append-only."""
 
 
 BUILTIN = {
@@ -77,7 +78,7 @@ _TOOL = {
 
 
 def append_only_version(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns the name of the built-in append-only version of the tokenizer's template; None if there is none."""
+    """Returns the name of the built-in append-only version of the tokenizer's template, or None if there is none."""
     if not tokenizer.chat_template:
         return None
     return _version_of(tokenizer.get_chat_template(), tuple(sorted(tokenizer.special_tokens_map.items(), key=str)))
@@ -92,7 +93,7 @@ def _version_of(template: str, special: tuple[tuple[str, Any], ...]) -> str | No
 
 
 def version_note(rows: Mapping[str, int], *, turns: str = "all") -> str:
-    """Describes for the data report how many rows each append-only version rendered; `rows` has other keys, too."""
+    """Describes how many rows each append-only template rendered. `rows` maps template and other names to counts."""
     why = "the tokenizer's template changes earlier turns"
     if turns != "all":
         why = "the tokenizer's template does not render the trained turn as it is generated"
@@ -106,7 +107,8 @@ def same_without_thoughts(one: str, other: str) -> bool:
 
 
 def _is_version(version: str, original: str, special: Mapping[str, Any]) -> bool:
-    """Compares two templates on sample chats: equal where the original is append-only, else equal without thoughts."""
+    """Returns whether two templates agree on sample chats. For a chat that the original does not render append-only,
+    the texts may differ in `<think>` blocks and white space."""
     compared = 0
     for chat, inputs in _samples():
         expected, text = (_rendered(template, chat, inputs, special) for template in (original, version))
@@ -121,7 +123,7 @@ def _is_version(version: str, original: str, special: Mapping[str, Any]) -> bool
 
 
 def _is_append_only(template: str, chat: list[Message], inputs: Mapping[str, Any], special: Mapping[str, Any]) -> bool:
-    """Returns whether every assistant turn of a chat follows its generation prompt and stays as it is."""
+    """Returns whether each assistant turn follows its generation prompt and is the same text in the full chat."""
     full = _rendered(template, chat, inputs, special) or ""
     for number, message in enumerate(chat):
         if message["role"] == "assistant":

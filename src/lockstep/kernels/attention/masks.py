@@ -1,8 +1,8 @@
-"""Reads the attention window of each layer from the model's masks: causal, or causal within a window.
+"""Reads the attention window of each layer from the model's masks: causal, or causal within a window or chunk.
 
 In transformers, a model may pass a window to attention as a keyword, as a mask, or as both. Lockstep builds no masks.
-Instead, lockstep runs the model once after loading (the probe pass), and stores the window on each attention module.
-Only causal and sliding-window masks are accepted.
+After loading, lockstep runs the model once (the probe pass), and stores the window on each attention module. Only
+causal, sliding-window and chunked masks are accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 
 PROBE = "lockstep_probe"
 # Names of attributes that are set on an attention module. WINDOW is the module's window, or None if a token sees all
-# earlier tokens. SHAPE is the shape of its keys and values as (heads, key size, value size).
+# earlier tokens. SHAPE is the shape of the module's keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
@@ -27,7 +27,7 @@ HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
 CALLS = "lockstep_calls"
 # CHUNK is the chunk size of an attention module whose tokens see only the tokens of their own chunk, or None.
 CHUNK = "lockstep_chunk"
-# ROWS says whether the module derives its own mask, and so runs on right-padded rows (`rows.py`).
+# ROWS says whether the module derives its own mask from the causal mask, and so runs on right-padded rows (`rows.py`).
 ROWS = "lockstep_rows"
 # Keywords with which modules pass the tokens, or blocks of tokens, that their indexer has selected.
 SELECTIONS = ("indices", "block_indices")
@@ -36,11 +36,11 @@ FAR = 10_000_019
 
 
 class BeyondCausal(NotImplementedError):
-    """Raised if a model's attention is neither causal nor causal within a sliding window."""
+    """Raised if a model's attention is not causal, causal within a sliding window, or causal within chunks."""
 
 
 class OwnMask(BeyondCausal):
-    """Raised if modules derive their own mask from the causal one. `seen` is what the causal mask shows."""
+    """Raised if modules derive their own mask from the causal one. `seen` says which tokens the causal mask shows."""
 
     def __init__(self, seen: Seen):
         super().__init__("it derives its own mask from the causal one")
@@ -89,7 +89,7 @@ class MaskProbe:
         return CacheLayout(tuple(self.planes), tuple(self.calls))
 
     def add(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Records an attention call. Keys or values that an earlier call had too are cached once."""
+        """Records an attention call. Keys or values of an earlier call are not cached again."""
         keys, new_keys = self._plane(key)
         values, new_values = self._plane(value)
         setattr(module, CALLS, (*(getattr(module, CALLS) if module in self.called else ()), len(self.calls)))
@@ -100,7 +100,7 @@ class MaskProbe:
         """Returns the index of the tensor's plane, and whether the plane is new."""
         for index, (earlier, content) in enumerate(self._tensors):
             same = earlier.data_ptr() == tensor.data_ptr() and earlier.shape == tensor.shape
-            # A tensor that was changed in place since then is another tensor.
+            # A tensor that was changed in place since the earlier call is a new tensor.
             if same and earlier.stride() == tensor.stride() and torch.equal(content, tensor):
                 return index, False
         # The tensor is kept, so that its memory is not reused during the pass.
@@ -139,7 +139,7 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
 
 
 def _mismatch(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], found: Seen) -> str | None:
-    """Returns the first difference between a mask and what was found about it, or None."""
+    """Returns the first difference between a mask and the window or chunk that was found for it, or None."""
     size = found.window or found.chunk
     queries = _queries(size)
     steps = torch.arange(-3, 4)
@@ -188,8 +188,8 @@ def _chunk(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | 
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the size
-    that was found."""
+    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the
+    window or chunk size that was found."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
@@ -228,8 +228,8 @@ def _probe_attention(
     probe: MaskProbe | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Records the window and the shapes of an attention module. Returns the values, as if each token saw only
-    itself."""
+    """The attention function of the probe pass, which records the window and the shapes of the module. Returns the
+    values, as if each token saw only itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
     if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
