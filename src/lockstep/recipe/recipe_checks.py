@@ -36,13 +36,17 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
         if getattr(parallel, name):
             yield unfit(f"parallel.{name}", "tensor-parallel weights cannot be offloaded", f"remove it, {alone}")
     if recipe.tape.record:
-        yield unfit("tape", "cannot be recorded with tensor parallelism", "record with parallel.tensor_parallel=1")
+        yield unfit(
+            "tape", "a tape cannot be recorded with tensor parallelism", "record with parallel.tensor_parallel=1"
+        )
     if recipe.method in ONLINE or recipe.val.questions:
         if not ENGINES[recipe.rollout.engine].divided:
             why = f"{recipe.rollout.engine} does not support tensor parallelism"
             yield unfit("rollout.engine", why, f"use native, {alone}")
         if recipe.rollout.function is not None:
-            why = "each tensor-parallel rank would run the function, and the requests of all ranks must be identical"
+            why = (
+                "each tensor-parallel rank would call the function, but all ranks must generate from identical requests"
+            )
             yield unfit("rollout.function", why, f"remove it, {alone}")
 
 
@@ -101,7 +105,7 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tape.record and recipe.parallel.context_parallel > 1:
         yield unfit(
             "tape",
-            f"cannot be recorded with parallel.context_parallel={recipe.parallel.context_parallel}",
+            f"a tape cannot be recorded with parallel.context_parallel={recipe.parallel.context_parallel}",
             "record with parallel.context_parallel=1",
         )
 
@@ -114,7 +118,7 @@ def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
         if recipe.model.aux_loss_coef and ranks > 1:
             yield unfit(
                 "model.aux_loss_coef",
-                f"needs the router outputs of all tokens, and parallel.{key}={ranks} splits them",
+                f"the load-balancing loss needs all router outputs on a rank, but parallel.{key}={ranks} splits them",
                 f"set parallel.{key}=1, or model.aux_loss_coef=0",
             )
 
@@ -186,7 +190,7 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.lora.rank",
             "must be set",
-            "for example 8; or set model.lora.adapter to start from an adapter",
+            "set a rank, for example 8, or set model.lora.adapter to start from an adapter",
             code="not-set",
         )
     if lora and lora.adapter is not None:
@@ -215,7 +219,7 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
         yield Problem(
             "data.template",
             f"{data.template!r} is not a template",
-            (f"did you mean {near[0]}? " if near else "") + f"{', '.join(TEMPLATES)}, or the path of a .jinja file",
+            (f"did you mean {near[0]}? " if near else "") + f"use {', '.join(TEMPLATES)}, or the path of a .jinja file",
             code="unknown-name",
         )
     for name in data.template_arguments:

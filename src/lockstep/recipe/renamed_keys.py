@@ -1,4 +1,4 @@
-"""The old names of recipe keys. An old name works for one release, with a warning. Stored recipes are converted."""
+"""The old names of recipe keys. An old key name works for one release, with a warning. Stored recipes are converted."""
 
 from __future__ import annotations
 
