@@ -137,7 +137,7 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
     for trial in trials:
         empty, scores = trial.scores(name)
         if empty is None or not scores:
-            continue  # the component returned None
+            continue  # The component returned None for this row.
         # For a rule, only the first candidate is compared, which has the format of the rule.
         right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
@@ -175,8 +175,8 @@ def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights:
     return (
         f"data source {source}: on {len(worse)} of {len(by_part[0])} tested rows the empty answer scores higher "
         f"than a right one, by reward {' + '.join(weights)}; on {question.origin} {empty:g} against {score:g} for "
-        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or set "
-        "extra_info.answer to a right answer in the format that the reward reads"
+        f"{text[:60]!r}. Training would teach the policy to say nothing. Check the sign and the weights of the "
+        "rewards, or set extra_info.answer to a right answer in the format that the reward reads"
     )
 
 

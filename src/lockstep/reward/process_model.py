@@ -1,8 +1,8 @@
 """The reward component `process`: a process reward model scores each step of a response.
 
 A separator string splits the response into steps. The score of a step is the probability that the step is good, divided
-by the number of steps. So the score of the response is the mean of these probabilities over its steps. A response
-without steps scores 0.
+by the number of steps. The score of the response is the sum of its step scores, which is the mean probability that a
+step is good. A response without steps scores 0.
 """
 
 from __future__ import annotations
