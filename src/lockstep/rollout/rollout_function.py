@@ -161,7 +161,7 @@ class _Response:
     def run(self, function: UserFunction, generate: Generate) -> None:
         try:
             self._inbox.put(_Done(self, function(self.prompt, generate)))
-        except BaseException as error:  # noqa: BLE001 - the thread that reads the inbox reports it
+        except BaseException as error:  # noqa: BLE001 - the thread that reads the inbox reports the error
             self._inbox.put(_Done(self, error=error))
 
 

@@ -1,7 +1,7 @@
 """HTTP requests to serving engines: one thread sends all requests and combines simultaneous samples into one request.
 
-While a request is pending, `/health` of the server is polled (`HealthCheck`). So a busy server has the full time limit
-to answer, but a request to a dead server fails much earlier.
+While a request is pending, `/health` of the server is polled (`HealthCheck`). Because of the health checks, a busy
+server has the full time limit to answer, but a request to a dead server fails much earlier.
 """
 
 from __future__ import annotations

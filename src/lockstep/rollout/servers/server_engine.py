@@ -145,7 +145,7 @@ class ServerEngine:
                     if not (event.server.up or event.server.left_out):
                         self.fleet.watch(event.server)
                 else:
-                    self.world.progress()  # reports progress without a new text
+                    self.world.progress()  # tells the watchdog that the run is not stalled
                     self.manager.check_waits()
         finally:
             events.close()

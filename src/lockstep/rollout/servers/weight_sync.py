@@ -122,8 +122,9 @@ class WeightSync:
                 self.manager.restart(server)
 
     def _lose(self, server: Server, error: ServerFailed) -> bool:
-        """Marks a server as lost. Returns True if the server gave no HTTP status; the run then continues with the other
-        servers. A server that fails during a push has undefined weights and gets no requests before the next push."""
+        """Marks a server as lost. Returns True if the failure is not an HTTP error status. In this case the run
+        continues with the other servers. A server that fails during a push has undefined weights and gets no requests
+        before the next push."""
         server.up, server.why, server.since = False, str(error), time.monotonic()
         return error.status is None
 
