@@ -47,7 +47,7 @@ def open_inside(root: Path, path: Path) -> BinaryIO:
     if not inside(root, path):
         raise Missing(f"{path.name} is a link out of the viewed folder")
     try:
-        # O_NONBLOCK prevents that the open of a named pipe blocks.
+        # With O_NONBLOCK, opening a named pipe does not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Missing(f"{path.name} cannot be read: {error.strerror}") from error

@@ -258,7 +258,7 @@ def make_example(rollout: Rollout) -> Example:
     return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.loss_mask), rollout.prompt.question.origin)
 
 
-# This part splits a step into mini-batches, and computes the models' log-probs and values before the first update.
+# The code below splits a step into mini-batches, and computes log-probs and values before the first update.
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,7 @@ class UpdateRows:
 
     responses: slice
     rows_by_rank: list[list[PackedRow]]
-    """The packed rows of each data-parallel rank. In these rows, responses are numbered from the first response of the
-    update."""
+    """The packed rows of each data-parallel rank. A row refers to a response by its index within the update."""
 
     def owners(self) -> Iterator[tuple[int, int]]:
         """Yields for each response the data-parallel rank that trains on it, and the index of the response in the

@@ -150,7 +150,8 @@ class Models:
         return self.packing(items)
 
     def pack(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
-        """Returns the packed rows of each data-parallel rank. All models of the run can process these rows."""
+        """Returns the packed rows of each data-parallel rank. Responses share a prompt only if every model allows
+        it."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]
         return self.packing.pack(responses, min((limit for limit in limits if limit is not None), default=None))

@@ -101,7 +101,8 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
 
 def _stopped_before(change: Changed) -> bool:
     """Returns whether the old value is `error`, which stops a run at the first row that the new value would change. So
-    no row of the checkpoint was such a row. A run that streams its rows can continue after such a row."""
+    the new value changes no row before the checkpoint. A run that streams its rows can continue after the row at which
+    it stopped."""
     return change.key in ("data.overlong", "data.bad_rows") and change.before == "error"
 
 
@@ -309,7 +310,7 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
 
 
 # `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
-# also gets the metrics, samples and recipes up to that checkpoint. Then training continues in the new folder from this
+# also gets the metrics, samples and recipes up to that checkpoint. Training continues in the new folder from the copied
 # checkpoint. The source run is not changed.
 
 ORIGIN = "resumed_from.json"

@@ -67,7 +67,7 @@ class Balance:
 
 def token_weights(batch: MicroBatch) -> torch.Tensor:
     """Returns for each token of a micro-batch the number of sequences that contain it. A token of a shared prefix is in
-    several sequences. Padding and the dummy token of an empty micro-batch have 0."""
+    several sequences. For padding and for the dummy token of an empty micro-batch, the number is 0."""
     rows, width = batch.input_ids_NT.shape
     if not batch.tokens:
         return torch.zeros(rows * width)
