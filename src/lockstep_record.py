@@ -172,7 +172,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[
     with open(aside, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, size in written:
-            if size:  # written from memory, because torch may be installed without numpy
+            if size:  # reads the memory directly, because torch may be installed without numpy
                 file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
     os.replace(aside, path)
 
@@ -523,7 +523,7 @@ class Recorder:
         self.handles, self.patched = [], []
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Adds metrics of the trainer to the last update. `lockstep compare` compares their curves."""
+        """Adds metrics of the trainer to the last update. `lockstep compare` compares the curves of logged metrics."""
         if self.metrics is not None:
             self.metrics.update({name: float(value) for name, value in {**(values or {}), **more}.items()})
 

@@ -116,7 +116,8 @@ class ProcessReward(Section):
     placeholder: str = Field(
         "ки",
         min_length=1,
-        description="Text (one token) after each reasoning step that marks where the step is scored.",
+        description="Text of one token after each reasoning step. The process reward model scores the step at this "
+        "token.",
     )
     tokens: list[str] = Field(
         ["+", "-"],

@@ -167,9 +167,9 @@ class Kl(Section):
 class Whiten(Section):
     over: Literal["own", "none", "step"] = Field(
         "own",
-        description="Whether advantages are normalised to mean 0 and standard deviation 1 over the tokens of the "
-        "step. `own` normalises only for estimators whose paper does so (`gae`, `reinforce_pp`, "
-        "`reinforce_pp_baseline`). `none` never normalises, and `step` always does. Your own estimator function must "
+        description="Whether advantages are normalised to mean 0 and standard deviation 1 over the tokens of the step. "
+        "`own` normalises only for estimators whose paper does so (`gae`, `reinforce_pp`, `reinforce_pp_baseline`). "
+        "`none` never normalises advantages, and `step` always normalises them. Your own estimator function must "
         "normalise its advantages itself.",
     )
     biased: bool = Field(
@@ -212,7 +212,7 @@ class PolicyFiltration(Section):
         "best responses four times as often as all others.",
     )
     power: float = Field(
-        2.0, gt=0, description="The exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
+        2.0, gt=0, description="Score exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
     )
 
 
@@ -220,8 +220,8 @@ class Overlong(Section):
     buffer: int = Field(
         0,
         ge=0,
-        description="Penalise responses that are longer than `rollout.max_tokens` minus this many tokens. The value "
-        "0 disables the penalty.",
+        description="Penalise responses that are longer than `rollout.max_tokens` minus this many tokens. The value 0 "
+        "disables the length penalty.",
     )
     factor: float = Field(
         1.0,
@@ -393,7 +393,7 @@ class Reward(Section):
     function: str | None = Field(
         None,
         description="Your reward function: `path/to/file.py:name`, with the signature of verl, OpenRLHF or TRL.",
-        effect=Effect("matters", "a different function, or the same function at another path; compare the rewards"),
+        effect=Effect("matters", "the reward functions may differ, or only their paths; compare the rewards"),
     )
     arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,

@@ -74,8 +74,8 @@ class Parallel(Section):
         1,
         ge=1,
         description="Tensor parallelism: number of processes that split the modules of every layer, in training and "
-        "generation. Attention is split by heads. The model must have a tensor-parallel plan. `shard` x `replicate` "
-        "x `tensor_parallel` is the number of processes.",
+        "generation. Tensor parallelism splits attention by heads. The model must have a tensor-parallel plan. `shard` "
+        "x `replicate` x `tensor_parallel` is the number of processes.",
     )
     context_parallel: int = Field(
         1,

@@ -110,7 +110,7 @@ class RolloutSettings(Section):
         None,
         description="Your function (`path/to/file.py:name`) that generates a full response turn by turn. The function "
         "requests each turn of the policy from the engine.",
-        effect=Effect("matters", "the function differs, or only its path; compare the samples"),
+        effect=Effect("matters", "the rollout functions may differ, or only their paths; compare the samples"),
     )
     function_timeout: float = Field(
         600.0,

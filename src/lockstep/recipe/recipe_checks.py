@@ -165,7 +165,7 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem(
             "optim.warmup",
-            f"{optim.warmup} warm-up steps leave no step of {run.steps} after the warm-up",
+            f"all {run.steps} steps of the run would be warm-up steps, because optim.warmup is {optim.warmup}",
             code="no-steps-left",
         )
     if not all(0 <= beta < 1 for beta in optim.betas):

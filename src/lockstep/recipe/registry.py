@@ -1,4 +1,4 @@
-"""The registries of estimators, losses, engines and trackers that a recipe may name. User modules may add names."""
+"""The registries of estimators, losses, engines and trackers that a recipe may name. Plug-ins may add names."""
 
 from __future__ import annotations
 

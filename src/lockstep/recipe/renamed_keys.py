@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.errors import Problem, RenamedKey
 
-# Old name -> new name. The old and the new key are in the same group.
+# Maps the old name of a recipe key to its new name. The old and the new key are in the same group.
 RENAMED = {
     "run.stop_early": "run.early_stopping",
     "data.reader_limit": "data.reader_timeout",

@@ -29,7 +29,7 @@ class _Trial:
 
     def scores(self, name: str) -> tuple[float | None, dict[str, float]]:
         """Waits for the results. Returns the score of the empty answer, and the scores of the candidates by their
-        text. Without a score (a function with TRL's signature returned None), a candidate is left out."""
+        text. Leaves out candidates without a score, for which a function with TRL's signature returned None."""
         empty, *right = [future.result() for future in (self.empty, *self.right)]
         assert not isinstance(empty, Failure)
         scored = [(text, one) for text, one in zip(self.tried, right, strict=True) if isinstance(one, dict)]
@@ -107,7 +107,7 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
                 Problem(
                     str(question.origin),
                     f"ground truth {why}",
-                    f"fix the row: rule {rule.name}",
+                    f"fix the row, whose data source uses rule {rule.name}",
                     code="invalid-ground-truth",
                 )
             )

@@ -119,8 +119,8 @@ STATS = "score_stats.json"
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A sequence classification model with one label, with its tokenizer and chat template. Scores are
-    `(raw - mean) / std`."""
+    """A sequence classification model with one label, with its tokenizer and chat template. A score is
+    `(raw - mean) / std`, where `raw` is the output of the model."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase

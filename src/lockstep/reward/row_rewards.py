@@ -66,7 +66,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     """Returns which of `ground_truth` and `data_source` the rule or the function reads, and `columns` for a function
     with TRL's signature. Endpoints and reward models require no column and get the columns that exist."""
     weights, _ = active_weights(settings)
-    by_rule = EVERYTHING if weights.get("rule") else frozenset()  # a rule with weight 0 is optional
+    by_rule = EVERYTHING if weights.get("rule") else frozenset()  # a rule with weight 0 needs no columns
     return by_rule | _read_by_function(settings)
 
 

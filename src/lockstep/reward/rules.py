@@ -108,12 +108,12 @@ def _as_number(latex: str) -> str | None:
     return str(-size if sign == "-" else size)
 
 
-# A number in common notation: sign, currency, thousands separators, decimals. A trailing point is punctuation.
+# A number in common notation: sign, currency, thousands separators, decimals. A point at the end is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
 # A final number is `####`, one number and optional words. An expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is not a final number. Markdown stars around the number are accepted.
 _MARKED = re.compile(rf"(?<!#)####(?!#)\s*\**\s*({_NUMBER})(?![\d/^=]|[eE][-+]?\d|,\d|\s*[-+*/=]\s*[\d$])")
-# A number in running text. A plus or minus after a digit, or after a digit and spaces, is an operator, not a sign.
+# Matches a number in running text. A plus or minus after a digit, with or without spaces, is an operator, not a sign.
 _ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
 
 

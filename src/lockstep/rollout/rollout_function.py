@@ -285,8 +285,8 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """Returns a `Refusal` that reports an exception of the function and names the data row. `UserFunction` adds
-        file and line."""
+        """Returns a `Refusal` that reports an exception of the function and names the data row. `UserFunction` adds the
+        file and the line of the exception."""
         if not isinstance(error, Refusal):
             return self.function.refuse(
                 f"raised {type(error).__name__}: {error}, for {origin}", "fix the function", code="function-raised"
@@ -309,8 +309,8 @@ def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Resp
 
 
 def _turn_key(key: int, turn: int) -> int:
-    """Returns the noise key of a turn. The first turn uses the key of the request, as a run without a rollout function
-    does."""
+    """Returns the key of the sampling noise of a turn. The first turn uses the key of the request, as a run without a
+    rollout function does."""
     if not turn:
         return key
     return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")

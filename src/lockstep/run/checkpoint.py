@@ -210,7 +210,7 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
         if step == steps[0]:
             raise Refusal.at(
                 str(checkpoints),
-                f"every checkpoint in it is damaged ({damage})",
+                f"every checkpoint in this folder is damaged ({damage})",
                 "start again with another run.name",
                 code="damaged-checkpoint",
             )

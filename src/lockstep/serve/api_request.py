@@ -40,7 +40,7 @@ class ServedModel:
     """The model that the server serves. `max_model_len` limits the tokens of prompt and answer together."""
 
     names: tuple[str, ...]
-    """The model names that a request may use. Replies contain the first name."""
+    """The model names that a request may use. Replies contain the first of these model names."""
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
     stop_ids: tuple[int, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# Decoders return this character for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma)
-# return this character once for each byte.
+# Decoders return U+FFFD for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma) return
+# U+FFFD once for each byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # With each new token, the last tokens (the window) are decoded again. `_MAX_WINDOW` and `_MIN_WINDOW` are the maximum
 # and minimum number of tokens in the window. A window is sufficient, because the text of a token depends only on the

@@ -107,7 +107,7 @@ def last_line(file: BinaryIO) -> LogLine | None:
 
 
 def line_before(file: BinaryIO, offset: int) -> LogLine | None:
-    """Returns the line that ends at the byte offset `offset`. Returns None at the beginning of the file."""
+    """Returns the line that ends at the byte offset `offset`. Returns None if `offset` is 0."""
     return line_at(file, _after_newline_before(file, offset - 1)) if offset > 0 else None
 
 
@@ -169,8 +169,8 @@ def first_of_step(file: BinaryIO, step: int) -> int:
 
 
 def _after_newline_before(file: BinaryIO, offset: int) -> int:
-    """Returns the start offset of the line that contains the byte before `offset`. If that byte is a newline, returns
-    `offset`."""
+    """Returns the start offset of the line that contains the byte before `offset`. If the byte before `offset` is a
+    newline, returns `offset`."""
     while offset > 0:
         start = max(0, offset - BLOCK)
         file.seek(start)

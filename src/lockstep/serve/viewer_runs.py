@@ -320,7 +320,7 @@ def _shown_text(text: str) -> str:
     """Returns the text of a recipe with masked secrets."""
     try:
         values = loaded(text)
-        flat(values)  # raises if anchors expand without limit
+        flat(values)  # raises if YAML anchors expand the recipe without limit
     except Missing:
         return masked(text)
     clean = masked_tree(values)
@@ -365,7 +365,7 @@ def flat(value: Any) -> dict[str, str]:
         walk(value, "")
     except RecursionError:
         raise Missing("the file is nested too deeply to show") from None
-    except ValueError as error:  # for example a number with thousands of digits
+    except ValueError as error:  # raised for example by a number with thousands of digits
         raise Missing(f"cannot be shown: {error}") from None
     return values
 
@@ -429,7 +429,7 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     recipe = loaded(text)
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} does not contain a mapping of keys to values")
-    flat(recipe)  # Raises if anchors expand without limit.
+    flat(recipe)  # raises if YAML anchors expand the recipe without limit
     # The import is here to make the list of runs faster.
     from lockstep.recipe.renamed_keys import stored_recipe
 

@@ -1,7 +1,7 @@
 """Module traces: digests of the inputs and outputs of every module in a forward and backward pass.
 
-A few sequences run in one packed micro-batch. The trace does not depend on the micro-batches and devices of the run, so
-the traces of two runs can be compared module by module.
+A trace runs a few sequences in one packed micro-batch. The trace does not depend on the micro-batches and devices of
+the run, so the traces of two runs can be compared module by module.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def write_export(
     """Exports a checkpoint with a model card. Returns messages for the user, and the result of the check of the
     exported model."""
     state, messages = found.state, [f"exported the model to {out}"]
-    if not state.kind:  # saved by an earlier lockstep version
+    if not state.kind:  # the checkpoint is from an earlier lockstep version
         state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     verified = export_checkpoint(

@@ -27,7 +27,7 @@ from lockstep.run.files import written_aside
 from lockstep.types import Example, Item
 
 MANIFEST = "manifest.json"
-# The number of rows that are computed together. A large number allows dense packing.
+# The number of rows that are computed together. A large number of rows allows dense packing.
 GROUP = 256
 
 Columns = dict[str, torch.Tensor]

@@ -31,7 +31,7 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
 
 
 def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
-    """Runs the training loop of the recipe's method. The recipe must be checked."""
+    """Runs the training loop of the recipe's method. The recipe must have passed its checks."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:

@@ -177,7 +177,7 @@ class Learner:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
-                # With fp16, an overflow means that the loss scale is too large. The update is skipped and counted.
+                # With fp16, an overflow means that the loss scale is too large. The overflowed update is skipped.
                 self.skipped += 1
                 self.optimizer.forget()
                 return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}

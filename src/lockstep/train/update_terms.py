@@ -93,7 +93,7 @@ def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
 def select_tokens(
     algorithm: Algorithm, batch: TrainBatch, plan: UpdatePlan, seed: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Returns the tokens of the update that the losses `clip_cov` or `kl_cov` select. Returns None for other losses."""
+    """Returns the tokens that the loss `clip_cov` or `kl_cov` selects in an update, or None for every other loss."""
     keys = loss_row(algorithm.loss).selection_keys
     if keys is None:
         return None

@@ -183,7 +183,7 @@ class ServerMetadata:
     """The properties that a server reports; a property is None if the server does not report it."""
 
     engine: str
-    """Name and version, as in `vllm 0.32.0`."""
+    """Name and version of the engine, such as `vllm 0.32.0`."""
     vocabulary: int | None = None
     longest: int | None = None
     """Maximum sequence length in tokens."""

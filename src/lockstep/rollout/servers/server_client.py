@@ -134,10 +134,10 @@ class _AnswerLines:
     def _set(self, line: Any) -> None:
         number = line["number"]
         if type(number) is not int or not 0 <= number < len(self._batch):
-            raise ServerFailed(f"an answer to sample {number!r}, but the request has {len(self._batch)} samples")
+            raise ServerFailed(f"the server answered sample {number!r}, but the request has {len(self._batch)} samples")
         waits = self._batch[number].answer
         if number in self._answered:
-            raise ServerFailed(f"a second answer to sample {number}")
+            raise ServerFailed(f"the server sent a second answer to sample {number}")
         self._answered.add(number)
         if waits.done():
             return  # the sample was cancelled

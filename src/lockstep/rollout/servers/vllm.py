@@ -234,7 +234,7 @@ class Vllm:
         except ServerFailed as error:
             if error.lost and error.status is None:
                 raise
-            raise ServerFailed(f"{error}; the server was not started for lockstep") from error
+            raise ServerFailed(f"{error}; the server was not started with lockstep's plug-ins") from error
         wrong = []
         if info["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")

@@ -39,7 +39,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
     where `token_ids` is the index of a prompt. The response has one line of JSON per sample (`{number, answer}` or
-    `{number, status, error}`), in the order in which the samples finish. A GET request shows that the route exists.
+    `{number, status, error}`), in the order in which the samples finish. A GET request succeeds, which shows that the
+    server has this route.
 
     Every request except GET and HEAD of /health needs the key in the server's environment variable
     LOCKSTEP_SERVER_KEY."""
