@@ -31,7 +31,7 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if recipe.preference.reference_free and recipe.preference.reference:
         yield conflict(
-            "preference.reference", "cannot be combined with preference.reference_free", "remove one of them"
+            "preference.reference", "preference.reference_free uses no reference model", "remove one of them"
         )
 
 

@@ -88,7 +88,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
         yield Problem(
-            "parallel.devices", "must be set with launcher ray", "set the number of devices of the run", code="not-set"
+            "parallel.devices", "launcher ray needs the number of devices", "set parallel.devices", code="not-set"
         )
     yield from _offload_problems(recipe)
     yield from _balance_problems(recipe)
@@ -226,7 +226,7 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
         if not name.isidentifier():
             yield Problem(
                 f"data.template_arguments.{name}",
-                "is not a valid variable name",
+                "the name of this template argument is not a valid variable name",
                 "use letters, digits and _",
                 code="invalid-name",
             )

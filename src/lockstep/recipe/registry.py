@@ -199,7 +199,7 @@ def _import(word: str) -> Problem | None:
         if error.name != word.split(".")[0] and error.name != word:
             return Problem(
                 f"{KEY} {word}",
-                f"cannot be imported: {describe_error(error, word)}",
+                f"the plug-in cannot be imported: {describe_error(error, word)}",
                 "install what it needs",
                 code="import-failed",
             )
@@ -208,7 +208,7 @@ def _import(word: str) -> Problem | None:
     except Exception as error:  # noqa: BLE001 - a user module may raise any exception; it is reported as a problem
         return Problem(
             f"{KEY} {word}",
-            f"cannot be imported: {describe_error(error, word)}",
+            f"the plug-in cannot be imported: {describe_error(error, word)}",
             "fix the module",
             code="import-failed",
         )

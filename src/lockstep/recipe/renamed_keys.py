@@ -117,5 +117,5 @@ def _contains(values: Any, key: str, group: str) -> bool:
 
 def _both(old: str) -> Problem:
     return Problem(
-        RENAMED[old], f"is the new name of {old}, and both keys are given", f"remove {old}", code="conflicting-keys"
+        RENAMED[old], f"both this key and its old name {old} are given", f"remove {old}", code="conflicting-keys"
     )

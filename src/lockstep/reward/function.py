@@ -211,7 +211,7 @@ class LocalCalls:
 
 
 _CLOSED = Raised("the run ended before the response was scored")
-_INVALID = Raised("wrote something other than its score to the connection of its process", spent=True)
+_INVALID = Raised("the function wrote something other than its score to the connection of its process", spent=True)
 
 
 class FunctionPart(RewardPart):

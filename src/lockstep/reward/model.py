@@ -227,7 +227,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise Refusal.at(
             where,
-            f"is not a sequence classification model; its architecture is {', '.join(kinds) or 'of no stated kind'}",
+            f"this is not a sequence classification model; its architecture is {', '.join(kinds) or 'not stated'}",
             "train a reward model, or give the path of a reward model",
             code="wrong-model-kind",
         )

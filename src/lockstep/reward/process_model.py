@@ -103,7 +103,7 @@ def read_judging(folder: Path) -> dict[str, Any]:
         texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal.at(
-            file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
+            file, f"the file cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
         ) from error
     if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
         raise Refusal.at(file, "its placeholder and tokens must all be strings", remedy, code="damaged-file")

@@ -282,7 +282,7 @@ def read(path: Path) -> Checkpoint:
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
                 str(path),
-                f"was written in format {version}, but this version reads the formats {VERSION} and {SHARDED_VERSION}",
+                f"the checkpoint has format {version}; this version reads the formats {VERSION} and {SHARDED_VERSION}",
                 code="unsupported-version",
             )
         _refuse_paths(values.get("files", {}), path / STATE)

@@ -225,7 +225,7 @@ def _refuse_empty(metas: Sequence[RolloutMeta], prompts: Mapping[int, Prompt]) -
     problems = [
         Problem(
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin}",
-            "has no token of the policy, so its score cannot be assigned to a token",
+            "the response has no token of the policy, so its score cannot be assigned to a token",
             "the engine must return at least the token that ended the response; the last checkpoint is untouched",
             code="empty-response",
         )

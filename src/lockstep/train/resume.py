@@ -359,7 +359,7 @@ def checkpoint_at(path: Path) -> Path:
     else:
         steps = checkpoints.steps_in(RunFolder(path).checkpoints)
         if not steps:
-            why = "is neither a checkpoint nor a run folder with a checkpoint"
+            why = "this path is neither a checkpoint nor a run folder with a checkpoint"
             raise Refusal.at(
                 where,
                 why,

@@ -25,7 +25,7 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
     """
     file = running_file()
     if file is not None:
-        why = "was imported to get one of its functions, but the import starts a training run"
+        why = "this file was imported to get one of its functions, but the import starts a training run"
         raise Refusal.at(file, why, 'start the run only under: if __name__ == "__main__":', code="import-side-effect")
     return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
