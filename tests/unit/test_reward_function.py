@@ -407,7 +407,7 @@ def test_a_function_of_a_notebook_cell_is_called_in_this_process() -> None:
     try:
         outcome = part.submit(question(), "four").result(GUARD)
         assert outcome == {"function": 4.25, "function/pid": float(os.getpid())}
-        assert "runs in its process" in part.note
+        assert "runs in the same process" in part.note
     finally:
         part.close()
 

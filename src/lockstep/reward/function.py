@@ -250,9 +250,9 @@ class FunctionPart(RewardPart):
             self._batched = isinstance(usable, TrlFunction)
             self._pool = LocalCalls(usable, reference.rpartition(":")[0], settings.time_limit)
             self.note = (
-                f"reward {name}: {reference} is defined in this script or notebook and runs in the training "
-                "process, so it has no memory limit. A call over reward.time_limit fails, but its thread continues to "
-                "run. For a function in a separate file, lockstep enforces the memory limit and the time limit"
+                f"reward {name}: {reference} is defined in this script or notebook and runs in the same process, so "
+                "it has no memory limit. A call over reward.time_limit fails, but its thread continues to run. For "
+                "a function in a separate file, lockstep enforces the memory limit and the time limit"
             )
             return
         path, word = locate(reference, key)
