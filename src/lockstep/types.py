@@ -256,8 +256,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). If false, log-probs are
-    computed from the full distribution."""
+    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). If `score_truncated` is
+    false, log-probs are computed from the full distribution."""
 
 
 @dataclass(frozen=True)

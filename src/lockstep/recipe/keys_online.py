@@ -145,10 +145,10 @@ class Kl(Section):
     )
     before_baseline: bool = Field(
         True,
-        description="When a KL penalty in the reward is subtracted, for advantage estimators that compare the "
-        "responses of a group. `true` subtracts the penalty from the rewards before the baseline of the group is "
-        "computed. `false` computes the advantages without the penalty, and then subtracts from the advantage of each "
-        "token the sum of the penalties of this token and all later tokens.",
+        description="For advantage estimators that compare the responses of a group: when a KL penalty in the reward "
+        "is subtracted. `true` subtracts the penalty from the rewards before the baseline of the group is computed. "
+        "`false` computes the advantages without the penalty, and then subtracts from the advantage of each token the "
+        "sum of the penalties of this token and all later tokens.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reference: str | None = Field(

@@ -118,7 +118,8 @@ class RolloutSettings(Section):
         description="Timeout in seconds for the code of `rollout.function` between two turns of the policy. If the "
         "function exceeds this timeout, the response fails.",
         effect=Effect(
-            "harmless", "changes the metrics only if a response exceeds the timeout; see the metric reward/failed"
+            "harmless",
+            "this key changes the metrics only if a response exceeds the timeout; see the metric reward/failed",
         ),
         resumable=True,
     )

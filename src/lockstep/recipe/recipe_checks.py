@@ -309,8 +309,8 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. A
-    recipe from a run folder sets every key, so the check does not use whether a key is set."""
+    """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. The
+    check compares with defaults, because a recipe from a run folder sets every key."""
     settings, fields = recipe.preference, type(recipe.preference).model_fields
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
@@ -320,7 +320,7 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem(
                 "preference.label_smoothing",
-                "loss exo_pair takes the logarithm of label_smoothing, so it must not be 0",
+                "loss exo_pair takes the logarithm of label_smoothing, which must not be 0",
                 "set preference.label_smoothing, for example to 0.001",
                 code="out-of-range",
             )
@@ -368,8 +368,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each key that only offline methods read and that differs from its default. A recipe from a
-    run folder sets every key, so the check does not use whether a key is set."""
+    """Yields a problem for each key that only offline methods read and that differs from its default. The check
+    compares with defaults, because a recipe from a run folder sets every key."""
     sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
     groups: dict[str, Section] = {"data": recipe.data, **sources}
     for where, group in groups.items():

@@ -199,8 +199,8 @@ class Model(Section):
     )
     activation_offload: bool = Field(
         False,
-        description="Keep the activations of the policy and the critic in host memory until the backward pass "
-        "needs them. With `model.gradient_checkpointing`, only the inputs of the layers are kept.",
+        description="Keep the activations of the policy and the critic in host memory until the backward pass needs "
+        "them. With `model.gradient_checkpointing`, these activations are only the inputs of the layers.",
         effect=Effect("harmless", "activations are stored in host memory with the same values"),
         resumable=True,
     )

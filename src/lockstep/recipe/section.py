@@ -32,7 +32,7 @@ class Effect(NamedTuple):
 NAME = Effect("harmless", "only a name")
 COLUMN = Effect("matters", "the runs may read other columns; compare the numbers of kept rows and tokens")
 LIMIT = Effect("matters", "the runs may truncate or drop other rows; compare the numbers of kept rows and tokens")
-FOLDER = Effect("matters", "the path of the folder differs; other weights in it would change the metrics")
+FOLDER = Effect("matters", "the folder paths differ; the metrics differ only if the weights in the folders differ")
 STORED = Effect("harmless", "this key changes what is stored or shown, not what is computed")
 UPDATE = Effect("blocks", "the same gradient gives a different update")
 RATE = Effect("blocks", "the two runs have different learning rates at the same step")

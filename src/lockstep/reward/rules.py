@@ -37,7 +37,7 @@ def boxed_example(ground_truth: str) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Returns the normalised boxed answer: numbers as fractions, other terms in sympy order.
+    """Returns the normalised boxed answer: a number as a reduced fraction, any other term as sympy prints it.
 
     Terms that are equal only after simplification (`2x` and `x+x`) give different results.
     """

@@ -1,8 +1,8 @@
 """Reward functions with TRL's signature, `reward(completions, **kwargs)`, which score a batch of responses per call.
 
 As in TRL, a function gets `prompts`, `completions` and `trainer_state`, and each column of the rows as a list. All
-arguments are passed by keyword. The worker process of a reward function imports this module, so it imports no large
-packages.
+arguments are passed by keyword. The worker process of a reward function imports this module, so this module imports no
+large packages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TrainerState:
         self.global_step, self.max_steps = global_step, max_steps
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has global_step and max_steps here, but not {name}")
+        raise AttributeError(f"lockstep's trainer_state has global_step and max_steps, but not {name}")
 
 
 class TrlFunction:

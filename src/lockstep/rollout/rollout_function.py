@@ -72,7 +72,7 @@ class _Turn:
 
 @dataclass
 class _Done:
-    """The message that a call of the rollout function has returned or failed."""
+    """A message of a finished call of the rollout function: its return value or its error."""
 
     response: _Response
     returned: Any = None
@@ -84,7 +84,7 @@ def no_messages(question: Question, messages: Sequence[Message]) -> list[int]:
 
 
 def message_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeMessages:
-    """Returns the function behind `generate.encode_messages` for a tokenizer with a chat template."""
+    """Returns the function that `generate.encode_messages` calls, for a tokenizer with a chat template."""
 
     def encode(question: Question, messages: Sequence[Message]) -> list[int]:
         inputs = TemplateInputs(question.tools, question.template_arguments)
@@ -354,7 +354,7 @@ def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response)
     """Returns the engine's log-prob of each policy token (0 for other tokens), and the stop reason.
 
     Raises ValueError if a token is marked as the policy's, but the policy did not generate it after exactly the
-    preceding tokens. The log-prob of a token after other preceding tokens would be wrong.
+    preceding tokens. If other tokens precede a token, its log-prob from the engine is wrong.
     """
     prompt = list(response.request.ids)
     logprobs, stop, position = [0.0] * len(ids), "environment", 0

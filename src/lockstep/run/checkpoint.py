@@ -298,7 +298,7 @@ def _refuse_paths(files: Any, where: Path) -> None:
     for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
         plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
         if not plain or name in ("", ".."):
-            why = f"its files contain {name!r:.80}, which is not a plain file name with a text"
+            why = f"its entry `files` has {name!r:.80}, which is not a plain file name with a text"
             raise Refusal.at(
                 str(where),
                 why,

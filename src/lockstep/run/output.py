@@ -31,7 +31,7 @@ def _escaped(code: int) -> str:
 def write(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Prints to stdout or stderr and flushes."""
     stream = sys.stderr if error else sys.stdout
-    stream.write(visible(without_concealed(text)) + end)  # one call, so that lines of two threads do not mix
+    stream.write(visible(without_concealed(text)) + end)  # a single call, so that lines of two threads do not mix
     stream.flush()
 
 

@@ -119,7 +119,7 @@ def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Ends the server after a signal with exit status 0. The method of uvicorn would raise the signal again."""
+        """Ends the server after a signal with exit status 0. uvicorn's own method would raise the signal again."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 

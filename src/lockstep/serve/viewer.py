@@ -211,7 +211,7 @@ class RunData:
 
     def curves(self, query: Query) -> dict[str, Any]:
         """Returns the curves of the requested metrics and runs between two steps. The default range covers all steps of
-        these runs."""
+        the requested runs."""
         names = query.get("run", [])[:MAX_RUNS]
         metrics = query.get("metric", [])[:MAX_METRICS]
         buckets = _integer(query, "buckets", 300, 1, MAX_BUCKETS)

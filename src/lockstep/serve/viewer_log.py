@@ -150,8 +150,8 @@ def _last_step(file: BinaryIO) -> int | None:
 
 
 def first_of_step(file: BinaryIO, step: int) -> int:
-    """Returns the byte offset of the first line whose step is at least `step`. Returns the end of the file if there is
-    no such line. The function uses a binary search, because the lines of a file are in the order of their steps."""
+    """Returns the byte offset of the first line whose step is at least `step`. Returns the end of the file if all steps
+    are smaller. The function uses a binary search, because the lines of a file are in the order of their steps."""
     low, high = 0, complete_end(file)
     while low < high:
         start = max(low, _after_newline_before(file, (low + high) // 2))

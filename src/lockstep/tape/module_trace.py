@@ -192,8 +192,8 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def public_name(name: str) -> str:
-    """Returns the name of a module in the Hugging Face model. The classes of lockstep wrap that model as the attribute
-    `model`."""
+    """Returns the name of a module in the Hugging Face model. The classes of lockstep wrap the Hugging Face model as
+    the attribute `model`."""
     return name.removeprefix("model.") or ROOT
 
 

@@ -83,7 +83,8 @@ def write_export(
     )
     if state.kind == "value" and STATS not in state.files:
         messages.append(
-            "its scores are not normalised: there were no validation rows (data.val) to compute mean and std"
+            "the scores of the exported model are not normalised: there were no validation rows (data.val) to compute "
+            "mean and std"
         )
     return messages, verified
 
@@ -207,7 +208,7 @@ class Checkpointer:
                 _layout(state.world_size, tensor, context),
             ]
             self.run.console.warn(
-                f"resuming on {layouts[0]} a run of {layouts[1]}: "
+                f"resuming a run of {layouts[1]} on {layouts[0]}: "
                 "the rows of each update stay the same, but dropout masks differ"
             )
 

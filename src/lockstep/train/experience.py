@@ -282,7 +282,7 @@ class UpdatePlan:
 
     responses: slice
     tokens: slice
-    """The range of the update in the vectors over the tokens of this rank."""
+    """The slice of the update's tokens in the token vectors of this rank."""
     batches: list[MicroBatch]
     local_only = True
 
@@ -315,8 +315,8 @@ def pack_minibatches(experience: Experience, models: Models, batch: Batch) -> li
 
 
 def plan_updates(experience: Experience, updates: Sequence[UpdateRows], models: Models) -> list[UpdatePlan]:
-    """Returns the micro-batches of this rank, which must have the responses of these micro-batches. Old and new
-    log-probs are computed in the same micro-batches, so their ratio is exactly 1 before an update."""
+    """Returns the micro-batches of this rank. The rank must already have the responses of its micro-batches. Old and
+    new log-probs are computed in the same micro-batches, so their ratio is exactly 1 before an update."""
     return [_plan(experience, update, models) for update in updates]
 
 

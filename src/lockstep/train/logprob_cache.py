@@ -94,7 +94,7 @@ def open_cache(
             _write(folder, identity, shapes, targets, parts)
         else:
             for _ in parts:
-                pass  # every rank computes a part; only rank 0 writes
+                pass  # every rank computes a part of the rows; only rank 0 writes files
         world.barrier()
     return LogprobCache(folder, list(shapes), sequences(items))
 

@@ -112,8 +112,8 @@ class TargetBatches(Protocol):
 
 @dataclass
 class Models:
-    """The models of a run. `module` is the policy or the trained reward model. `learner` trains this module; it is None
-    if nothing is trained."""
+    """The models of a run. `module` is the policy or the trained reward model. `learner` trains `module`, or is None if
+    nothing is trained."""
 
     module: nn.Module
     packing: Packing
@@ -125,8 +125,8 @@ class Models:
     the policy without its adapter."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
-    """The cached outputs of a reference model or teacher for all rows. If this cache is set, the model itself is not
-    used."""
+    """The cached outputs of a reference model or teacher for all rows. If `cache` is set, the reference model or
+    teacher itself is not used."""
     longest: int = 0
     """The maximum length of a sequence of this run in tokens."""
     reference_outputs: list[torch.Tensor] | None = None

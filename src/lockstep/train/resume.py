@@ -63,7 +63,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     # Secrets are masked before the comparison.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
-    # An earlier lockstep version does not know a newer key, whose default is the behaviour of that version.
+    # Earlier lockstep versions do not have newer keys. The default of a newer key is the behaviour of these versions.
     newer = {key for key in new.keys() - old.keys() if is_default(key, new[key])}
     unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in newer]
     return [Changed(key, old.get(key), new.get(key)) for key in unlike]

@@ -30,7 +30,7 @@ class Rollouts:
     position: int
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
-    """Only in a replay of a tape: the generated responses, if the step trains on the recorded responses."""
+    """In a replay of a tape that trains on the recorded responses: the responses that this run generated."""
     rescored_S: torch.Tensor | None = None
     """Only in a replay of a tape: the scores that this run computed for the recorded responses."""
 

@@ -43,7 +43,7 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
             key,
             f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} "
             "depends on the sequence length (longrope or dynamic), so cached keys become invalid",
-            f"keep the sum of prompt and {key} within {fixed}",
+            f"keep the prompt length plus {key} within {fixed} tokens",
             code="rotary-limit",
         )
 

@@ -155,7 +155,7 @@ class Sglang:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         refuse_other_prompt(wanted, prompt)
         if length != len(wanted.ids):
-            raise ServerFailed(f"an answer to a prompt of {length} tokens; the request had {len(wanted.ids)}")
+            raise ServerFailed(f"an answer is for a prompt of {length} tokens, but the request has {len(wanted.ids)}")
         if named != ids or len(logprobs) != len(ids):
             raise ServerFailed(
                 f"an answer has {len(ids)} tokens, but its log-probs belong to {len(named)} different tokens"

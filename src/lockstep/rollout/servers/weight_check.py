@@ -155,7 +155,7 @@ def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
 
 
 def _common_tokens(a: CheckResult, b: CheckResult) -> torch.Tensor:
-    """Returns the indices of the tokens that are equal in both results, together with all tokens before them."""
+    """Returns the token indices of the common prefixes, up to the first response whose lengths differ."""
     indices: list[int] = []
     start = 0
     for one, other in zip(a.ids, b.ids, strict=True):

@@ -51,7 +51,7 @@ class WeightSync:
         self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
         self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
         self.updates = 0
-        """The number of updates that the weights to be sent next have had."""
+        """The number of optimizer updates in the weights that are sent next."""
         self.pushes = 0
         self.checked: dict[str, CheckResult] = {}
         """The last weight check of each server, keyed by the server's address."""
