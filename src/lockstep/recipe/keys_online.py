@@ -22,11 +22,9 @@ class Reject(Section):
         "sampled token and all other tokens.",
     )
     low: float | None = Field(
-        None,
-        ge=0,
-        description="Lower bound of the accepted values of the measure that `by` selects. Default: no lower bound.",
+        None, ge=0, description="Lower bound of the measure that `by` selects. Default: no lower bound."
     )
-    high: float = Field(gt=0, description="Upper bound of the accepted values of the measure that `by` selects.")
+    high: float = Field(gt=0, description="Upper bound of the measure that `by` selects.")
 
 
 class RolloutCorrection(Section):
