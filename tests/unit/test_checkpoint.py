@@ -254,7 +254,9 @@ def test_damaged_checkpoints_are_set_aside(tmp_path: Path) -> None:
     assert warned[0].startswith("checkpoint step_3 is damaged (model.safetensors has 3 bytes")
     checkpoint.set_damaged_aside(tmp_path, pytest.fail)
     (tmp_path / "step_1" / MODEL).unlink()
-    with pytest.raises(Refusal, match=r"every checkpoint in it is damaged \(model.safetensors is missing\)") as refused:
+    with pytest.raises(
+        Refusal, match=r"every checkpoint in this folder is damaged \(model.safetensors is missing\)"
+    ) as refused:
         checkpoint.set_damaged_aside(tmp_path, pytest.fail)
     assert refused.value.problems[0].where == str(tmp_path)
     assert (tmp_path / "step_1").is_dir()

@@ -182,7 +182,7 @@ def test_without_validation_rows_scores_are_said_to_be_raw(tiny_folder: Path, tm
     export = tmp_path / "runs" / "run" / "export"
     assert not (export / STATS).exists()
     said = " ".join(capsys.readouterr().out.split())
-    assert "its scores are not normalised" in said
+    assert "scores of the exported model are not normalised" in said
     assert "data.val" in said
     reward = load_reward_model(str(export), CPU)
     assert (reward.mean, reward.std) == (0.0, 1.0)

@@ -66,9 +66,9 @@ class Optimizer:
     """AdamW on the parameters, or on fp32 master weights that are copied to the parameters.
 
     With master weights, the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` is the name of
-    the fused AdamW kernel of the device. The kernel accepts the gradient of a single micro-batch in the dtype of the
-    gradient. Parameters in `spared` and one-dimensional parameters have no weight decay, unless `settings.decay_all` is
-    set.
+    the fused AdamW kernel of the device. If an update has one micro-batch, the kernel reads its gradients without a
+    conversion to fp32. Parameters in `spared` and one-dimensional parameters have no weight decay, unless
+    `settings.decay_all` is set.
     """
 
     def __init__(
@@ -85,10 +85,9 @@ class Optimizer:
         self.masters = masters
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._grads: dict[str, torch.Tensor] = {}
-        """The gradients for the fused kernel. The gradients are converted to fp32 when the second micro-batch is
-        added."""
+        """The gradients that the fused kernel reads. They become fp32 when the second micro-batch is added."""
         self._ready: Any = None
-        """The prepared update of the fused kernel. `gradient_norm` sets it."""
+        """The update that the fused kernel runs in `step`, prepared by `gradient_norm`."""
         self.master_weights = (
             {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         )

@@ -1,8 +1,8 @@
 """AdamW whose state, or whose weights and gradients, are offloaded to the CPU.
 
 The results are the same as without offload. The update is computed on the device with the same operators, a few
-parameters at a time. The tensors of these parameters are copied to the device and back. The operators are elementwise,
-so the number of parameters that are updated together does not change the results.
+parameters at a time. Offloaded tensors of these parameters are copied to the device before their update, and back after
+it. The operators are elementwise, so the number of parameters that are updated together does not change the results.
 """
 
 from __future__ import annotations
