@@ -21,9 +21,12 @@ from lockstep.errors import Problem
 # Hydra ---------------------------------------------------------------------------------------------------------------
 
 _KEY = re.compile(r"^[A-Za-z_][\w]*(\.[\w-]+)*$")
-_INTEGER = re.compile(r"^[-+]?\d[\d_]*$")
-_FLOAT = re.compile(r"^[-+]?((\d[\d_]*)?\.\d+|\d[\d_]*\.|\d[\d_]*(?=[eE]))(\d*[eE][-+]?\d+)?$")
-_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+# The numbers of Hydra's grammar. An underscore between two digits is part of a number: 0.5_5 is 0.55, and only
+# 0.5_5.0 is text.
+_UNSIGNED, _DIGITS = r"(?:0|[1-9](?:_?\d)*)", r"\d(?:_?\d)*"
+_POINT = rf"(?:{_UNSIGNED}\.|{_UNSIGNED}?\.{_DIGITS})"
+_INTEGER = re.compile(rf"[-+]?{_UNSIGNED}")
+_FLOAT = re.compile(rf"[-+]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][-+]?{_DIGITS})")
 _WORDS: dict[str, Any] = {"null": None, "true": True, "false": False}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -181,9 +184,9 @@ def _next_item(text: str, closing: str, kind: str) -> str:
 def _plain(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if _INTEGER.match(text):
+    if _INTEGER.fullmatch(text):
         return int(text)
-    if _FLOAT.match(text) or _EXPONENT.match(text):
+    if _FLOAT.fullmatch(text):
         return float(text)
     return text
 

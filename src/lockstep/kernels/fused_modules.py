@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -72,6 +73,8 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def is_rms_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
+    # A norm with a second input, such as a gate, is never called in the way the kernel supports.
+    is_norm = is_norm and len(inspect.signature(type(module).forward).parameters) == len(("self", "hidden_states"))
     return is_norm and getattr(module, "bias", None) is None and epsilon_of(module) is not None
 
 

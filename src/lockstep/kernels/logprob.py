@@ -41,7 +41,12 @@ class Head(NamedTuple):
         return self.shaped(self.projected(hidden))
 
     def projected(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
+        return torch.nn.functional.linear(self.rounded(hidden), self.weight_VH, self.bias_V)
+
+    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rounds fp32 states to the dtype of the projection, as transformers does. A bf16 model returns fp32 states if
+        it adds up its residuals in fp32 (Mamba)."""
+        return hidden.to(self.weight_VH.dtype) if hidden.dtype == torch.float32 else hidden
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Applies the scale and the soft cap of the output head to projected logits."""
@@ -90,6 +95,7 @@ def token_scores(
     probability 0. The target token is never truncated. If `token_grads` is given and the device has fused kernels, the
     forward pass computes the gradients too (see `token_scores_with_grads`).
     """
+    hidden_KH = head.rounded(hidden_KH)
     fused = _fused(hidden_KH) is not None
     needs_grad = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
     # fp16 is excluded, because fp16 gradients must be multiplied by the loss scale before they are rounded.

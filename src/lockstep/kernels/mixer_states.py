@@ -29,10 +29,22 @@ RESERVED = 2
 
 
 class StateCache:
-    """The states that a recurrent module reads and writes in one call, with the methods of transformers' caches."""
+    """The states that a recurrent module reads and writes in one call, with the methods of transformers' caches.
+
+    Modules of transformers 5.17 ask `has_previous_state` and read the states from `layers[layer_idx]`. Modules of later
+    versions call `get_conv_state`, `get_recurrent_state` and `is_recording_past`.
+    """
 
     def __init__(self, states: dict[StateKey, torch.Tensor] | None = None):
         self.states = {} if states is None else states
+
+    @property
+    def layers(self) -> _OnlyLayer:
+        return _OnlyLayer(self)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        # As in transformers, the inputs of the convolution mark the start of a sequence.
+        return (CONVOLUTION, state_idx or 0) in self.states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.states.get((CONVOLUTION, state_idx))
@@ -68,6 +80,28 @@ class StateCache:
 
     def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
         self.update_recurrent_state(new, layer_idx)
+
+
+@dataclass(frozen=True)
+class _OnlyLayer:
+    """The layers of a `StateCache`: under every index the layer of the module that is called."""
+
+    cache: StateCache
+    record_past = False
+
+    def __getitem__(self, layer_idx: int) -> _OnlyLayer:
+        return self
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        return self._states(CONVOLUTION)
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        return self._states(RECURRENT)
+
+    def _states(self, wanted: str) -> dict[int, torch.Tensor]:
+        return {number: state for (kind, number), state in self.cache.states.items() if kind == wanted}
 
 
 @dataclass(frozen=True)

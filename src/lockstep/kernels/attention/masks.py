@@ -33,6 +33,7 @@ ROWS = "lockstep_rows"
 SELECTIONS = ("indices", "block_indices")
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
+HOST = torch.device("cpu")
 
 
 class BeyondCausal(NotImplementedError):
@@ -109,14 +110,19 @@ class MaskProbe:
         return len(self.planes) - 1, True
 
 
-def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
+def read_mask(mask_function: Callable[..., torch.Tensor], heads: int, device: torch.device = HOST) -> Seen:
     """Returns the window of a transformers mask function `(batch, head, query, key) -> seen`, which takes index
-    tensors.
+    tensors. These tensors are on `device`, the device of the model, because a mask function may hold tensors of its
+    own.
 
     Lockstep has one window for all `heads` of a layer, so a mask that shows different tokens to different heads is an
     error.
     """
+    with device:
+        return _read_mask(mask_function, heads)
 
+
+def _read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         nothing = torch.zeros(1, dtype=torch.long)
         query, key = torch.broadcast_tensors(query, key)
@@ -239,7 +245,8 @@ def _probe_attention(
         if ((attention_mask != 0) & (attention_mask != lowest)).any():
             # The scores do not depend on positions, so repeated tokens have equal scores.
             raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
-    seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
+    is_mask = isinstance(attention_mask, Mask)
+    seen = read_mask(attention_mask.function, query.shape[1], query.device) if is_mask else None
     window, chunk = (seen.window, seen.chunk) if seen is not None else (sliding_window, None)
     if seen is not None and sliding_window and window is not None and sliding_window != window:
         raise BeyondCausal(
@@ -279,7 +286,8 @@ def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
         if Mask.__name__ not in str(error):
             raise
         heads = model.config.get_text_config(decoder=True).num_attention_heads
-        seen = {read_mask(mask.function, heads) for mask in probe.masks}
+        device = model.get_input_embeddings().weight.device
+        seen = {read_mask(mask.function, heads, device) for mask in probe.masks}
         if len(seen) != 1:
             raise BeyondCausal("it derives its own masks from several masks") from error
         raise OwnMask(seen.pop()) from error
