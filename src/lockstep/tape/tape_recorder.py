@@ -16,7 +16,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import fetched
 from lockstep.errors import Refusal
 from lockstep.model.weights import restore_weights, trained_weights
-from lockstep.parallel.sharding import fill, reshard, whole
+from lockstep.parallel.sharding import reshard, whole
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_parallel import Tape
 from lockstep.tape.digest import digests, on_host
@@ -460,12 +460,7 @@ def restore_learner(learner: Taped, weights: dict[str, torch.Tensor], where: str
     # Recorded master weights are preferred, because the weights of this run may have a higher precision than the
     # recorded weights.
     restore_weights(module.stored, {**model, **masters}, where)
-    if any(name.startswith("exp_avg/") for name in state):
-        optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
-    else:
-        optimizer.adamw.state.clear()
-        for name, master in optimizer.master_weights.items():
-            fill(master, masters.get(name, model[name]))
+    optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
     optimizer.forget()
 
 
