@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.layout import Layout
-from lockstep.kernels.attention.masks import BeyondCausal
 from lockstep.kernels.attention.varlen import to_slots, to_tokens
+from lockstep.kernels.keywords import CallTrace, carried_layout, carry_layout, inside
 
 # Layer kinds of transformers' configs that have a recurrent module, and kinds that mix no tokens.
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"})
@@ -29,6 +28,9 @@ TOKENWISE_KINDS = frozenset({"mlp", "moe"})
 # Parameters of a module's forward that only a module with a state between tokens has.
 CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value")
 STATE_PARAMETERS = frozenset({*CACHE_PARAMETERS, "use_cache"})
+
+# Attributes in which modules keep their states that take no cache (RecurrentGemma), with the kinds of the states.
+STATE_ATTRIBUTES = {"conv1d_state": "convolution", "recurrent_states": "recurrent"}
 
 # Optional packages whose kernels transformers uses in recurrent modules.
 RECURRENCE_PACKAGES = ("flash-linear-attention", "causal-conv1d", "mamba-ssm")
@@ -40,6 +42,11 @@ def layer_kinds(config: Any) -> set[str]:
     """Returns the layer kinds that the config of a decoder lists. Most configs with layers of one kind list none."""
     names = ("layer_types", "layers_block_type")
     return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
+
+
+def state_attributes(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns the attributes in which a module keeps its states, with the parts of the module that have them."""
+    return [(part, name) for part in module.modules() for name in STATE_ATTRIBUTES if name in vars(part)]
 
 
 class PackedMixer:
@@ -58,12 +65,10 @@ class PackedMixer:
         self.continues = True
         """Whether the module continues from its state on several tokens at once. Known after its states are
         measured."""
-        self.carried: Any = None
-        """The layout that an outer module received, while that module runs."""
 
     def __call__(self, *args: Any, layout: Any = None, **named: Any) -> Any:
         """Runs the module's own forward unchanged if there is no layout, as in passes that transformers starts."""
-        layout = self.carried if layout is None else layout
+        layout = carried_layout(self.module) if layout is None else layout
         if layout is None:
             return self.original_forward(*args, **named)
         named |= zip(self.parameter_names, args, strict=False)
@@ -81,8 +86,21 @@ class PackedMixer:
 
     def run(self, named: dict[str, Any], cache: Any) -> Any:
         """Runs the module's own forward with the states of `cache`, which the module updates."""
-        assert self.cache_name is not None
+        if self.cache_name is None:
+            return self._run_with_attributes(named, cache)
         return self.original_forward(**{**named, self.cache_name: cache})
+
+    def _run_with_attributes(self, named: dict[str, Any], cache: Any) -> Any:
+        attributes = {(STATE_ATTRIBUTES[name], 0): (part, name) for part, name in state_attributes(self.module)}
+        for key, (part, name) in attributes.items():
+            setattr(part, name, cache.states.get(key))
+        try:
+            result = self.original_forward(**{**named, "use_cache": True})
+            cache.states.update({key: getattr(part, name) for key, (part, name) in attributes.items()})
+        finally:
+            for part, name in attributes.values():
+                setattr(part, name, None)
+        return result
 
     def _packed(self, layout: Layout, named: dict[str, Any]) -> Any:
         inputs_NTH = named[self.input_name]
@@ -160,40 +178,6 @@ def _has_state(module: nn.Module) -> bool:
     return not STATE_PARAMETERS.isdisjoint(inspect.signature(module.forward).parameters)
 
 
-@dataclass
-class CallTrace:
-    """Names of the modules of a decoder that a probe pass has called, and of those that received its keyword."""
-
-    called: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-
-
-@contextmanager
-def noting_calls(decoder: nn.Module, keyword: str) -> Iterator[CallTrace]:
-    """Yields the names of the modules that are called inside the `with` block, and of those that receive the
-    keyword."""
-    trace = CallTrace()
-
-    def note(name: str, named: dict[str, Any]) -> None:
-        trace.called.add(name)
-        if keyword in named:
-            trace.received.add(name)
-
-    def noting(name: str) -> Callable[..., None]:
-        return lambda module, args, named: note(name, named)
-
-    hooks = [module.register_forward_pre_hook(noting(name), with_kwargs=True) for name, module in inside(decoder)]
-    try:
-        yield trace
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def inside(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in decoder.named_modules() if name)
-
-
 def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: CallTrace) -> list[PackedMixer]:
     """Installs `PackedMixer` on the recurrent modules of a decoder; `trace` is from a probe pass. Returns all installed
     `PackedMixer`, including those of earlier calls."""
@@ -205,13 +189,7 @@ def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: Call
             module.forward = PackedMixer(module)
         mixers.append(module.forward)
         _refuse_bypassed(name, module, trace)
-        outer = name
-        while outer and outer not in trace.received:
-            outer = outer.rpartition(".")[0]
-        if not outer:
-            raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
-        if outer != name:
-            _carry(decoder.get_submodule(outer))
+        carry_layout(decoder, name, trace)
     for number, mixer in enumerate(mixers):
         mixer.number = number
     return mixers
@@ -229,23 +207,3 @@ def _refuse_bypassed(name: str, module: nn.Module, trace: CallTrace) -> None:
                 f"add {inner} to model.lora.exclude",
                 code="unfit-adapter",
             )
-
-
-# Some layers do not pass the keywords of the forward pass on to their recurrent module. Then hooks of the layer set the
-# layout on the recurrent module while the layer runs. Gradient checkpointing runs the layer again with the same
-# keywords, and so with the same layout.
-
-CARRIES = "lockstep_carries"
-
-
-def _carry(outer: nn.Module) -> None:
-    if not hasattr(outer, CARRIES):
-        setattr(outer, CARRIES, True)
-        outer.register_forward_pre_hook(lambda module, args, named: _set(module, named.get("layout")), with_kwargs=True)
-        outer.register_forward_hook(lambda module, *_: _set(module, None), always_call=True)
-
-
-def _set(outer: nn.Module, layout: Any) -> None:
-    for module in outer.modules():
-        if isinstance(module.forward, PackedMixer):
-            module.forward.carried = layout

@@ -136,6 +136,7 @@ def _shrink(data: dict[str, Any]) -> None:
     layers = _kept_layers(data, total)
     ropes: list[dict[str, Any]] = []
     sizes = data.get("head_dim") or 0, data.get("v_head_dim") or 0
+    rotary = data.get("qk_rope_head_dim") or 0, data.get("qk_nope_head_dim") or 0
     heads = next((data[name] for name in ATTENTION_HEADS if data.get(name)), 0)
     # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
@@ -165,8 +166,14 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
+        # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head, or of the
+        # full head. The rotary part of the full head is a share of it.
         data["head_dim"] = data["qk_rope_head_dim"]
+        if sizes[0] == rotary[0] + rotary[1] != rotary[0]:
+            data["head_dim"] += data["qk_nope_head_dim"]
+            for rope in ropes:
+                if "partial_rotary_factor" in rope:
+                    rope["partial_rotary_factor"] = data["qk_rope_head_dim"] / data["head_dim"]
     elif all(sizes) and sizes[0] != sizes[1]:
         # Values stay smaller or larger than keys.
         data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
@@ -263,12 +270,19 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
             pairs = _rotated_pairs(rope, data)
             rope[name] = [value[index * len(value) // pairs] for index in range(pairs)]
         elif name == "mrope_section":
-            pairs = _rotated_pairs(rope, data)
-            rope[name] = [pairs - 2 * (pairs // 3), *[pairs // 3] * 2][: len(value)]
+            rope[name] = _shrink_sections(value, _rotated_pairs(rope, data))
         elif name == "rope_type" and value == "dynamic":
             # Dynamic NTK changes only sequences beyond the model's context length, so the test sequences must exceed
             # it.
             data["max_position_embeddings"] = ORIGINAL_LENGTH
+
+
+def _shrink_sections(sections: list[int], pairs: int) -> list[int]:
+    """Returns sections of rotary frequencies with the sum `pairs`. Sections of equal size stay equal."""
+    small = [pairs * section // sum(sections) for section in sections]
+    rest = next((place for place, section in enumerate(sections) if sections.count(section) == 1), 0)
+    small[rest] += pairs - sum(small)
+    return small
 
 
 def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:

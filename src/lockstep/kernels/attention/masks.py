@@ -80,6 +80,8 @@ class MaskProbe:
     called: list[nn.Module] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     """The masks that the model has made for its layers."""
+    unreached: list[nn.Module] = field(default_factory=list)
+    """Attention modules that did not receive the keywords of the forward pass."""
     calls: list[CachedCall] = field(default_factory=list)
     planes: list[Plane] = field(default_factory=list)
     _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -211,6 +213,15 @@ def register_probe() -> None:
 _PROBES: list[MaskProbe] = []
 
 
+@contextmanager
+def probing(probe: MaskProbe) -> Iterator[None]:
+    _PROBES.append(probe)
+    try:
+        yield
+    finally:
+        _PROBES.pop()
+
+
 def _probe_mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> Mask:
     mask = Mask(mask_function)
     _PROBES[-1].masks.append(mask)
@@ -231,7 +242,8 @@ def _probe_attention(
     """Records the window and the shapes of an attention module. Returns the values, as if each token saw only
     itself."""
     if probe is None:
-        raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
+        probe = _PROBES[-1]
+        probe.unreached.append(module)
     if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
         raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
@@ -272,9 +284,9 @@ def attending(model: Any, implementation: str) -> Iterator[None]:
 @contextmanager
 def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
     """Converts the error of a model that does arithmetic with its mask to `OwnMask`."""
-    _PROBES.append(probe)
     try:
-        yield
+        with probing(probe):
+            yield
     except (AttributeError, TypeError) as error:
         if Mask.__name__ not in str(error):
             raise
@@ -283,8 +295,6 @@ def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
         if len(seen) != 1:
             raise BeyondCausal("it derives its own masks from several masks") from error
         raise OwnMask(seen.pop()) from error
-    finally:
-        _PROBES.pop()
 
 
 @torch.no_grad()

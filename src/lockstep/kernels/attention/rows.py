@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.kernels.attention.explicit import SCORE_BYTES, masked_attention
 from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 from lockstep.kernels.attention.layout import DecodePass, Layout
-from lockstep.kernels.attention.masks import PROBE, SELECTIONS, MaskProbe, Seen, attending, register_probe
+from lockstep.kernels.attention.masks import PROBE, SELECTIONS, MaskProbe, Seen, attending, probing, register_probe
 from lockstep.kernels.attention.paged import PrefillPass
 
 TOKENS, BLOCKS = SELECTIONS
@@ -163,7 +163,7 @@ def read_rows(model: Any, decoder: nn.Module, seen: Seen) -> RowProbe:
     training = model.training
     model.eval()
     try:
-        with attending(model, PROBE):
+        with attending(model, PROBE), probing(probe):
             decoder(
                 input_ids=positions + 1,
                 position_ids=positions,
