@@ -362,7 +362,7 @@ NAMES = {
     "jamba": "Jamba",
     "zamba2": "Zamba2",
     "lfm2": "LFM2",
-    "lfm2_moe+layers": "LFM2-MoE",
+    "lfm2_moe": "LFM2-MoE",
     "xlstm": "xLSTM",
     "hunyuan_v1_dense": "Hunyuan dense",
     "hunyuan_v1_moe": "Hunyuan-A13B",

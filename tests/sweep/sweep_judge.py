@@ -5,7 +5,7 @@ Nothing of the check at load is used to judge it: other weights, other lengths, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.miniature import VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy
-from lockstep.model.text_model import LanguageModel
+from lockstep.model.text_model import FullModel, LanguageModel
 from lockstep.preflight.model_checks import placeholder_ids
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
@@ -34,10 +34,12 @@ NEW_TOKENS = 12
 @dataclass(frozen=True)
 class Outcome:
     """`supported`; `training` where only the built-in engine refuses it; `refused`; `not built` where no small model
-    of the class can be made; `WRONG` is what must not be."""
+    of the class can be made; `unbuildable` where transformers cannot make a model of the class at all; `WRONG` is what
+    must not be. `columns` has what is said about models with a common name."""
 
     status: str
     why: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
 
 
 def judge(case: Case, folder: Path) -> Outcome:
@@ -48,7 +50,8 @@ def judge(case: Case, folder: Path) -> Outcome:
         torch.manual_seed(7)
         model = LanguageModel.from_config(small, attn_implementation="eager")
     except Exception as error:  # noqa: BLE001  any class may fail to be built in its own way
-        return Outcome("not built", _short(error))
+        own = _own_error(case)
+        return Outcome("not built", _short(error)) if own is None else Outcome("unbuildable", _short(own))
     randomise(model, seed=11)
     try:
         model.save_pretrained(folder)
@@ -57,7 +60,7 @@ def judge(case: Case, folder: Path) -> Outcome:
         return Outcome("refused", _reason(refusal))
     except Exception as error:  # noqa: BLE001  what cannot be written cannot be loaded
         return Outcome("not built", _short(error))
-    wrong = _training(policy)
+    wrong = training_error(policy)
     if wrong:
         return Outcome("WRONG", wrong)
     engine = NativeEngine(policy, select("cpu"), RolloutSettings(block_tokens=8), lambda ids: "")
@@ -69,7 +72,18 @@ def judge(case: Case, folder: Path) -> Outcome:
     return Outcome("WRONG", wrong) if wrong else Outcome("supported")
 
 
-def _sequences(config: Any) -> list[list[int]]:
+def _own_error(case: Case) -> Exception | None:
+    """The error of transformers itself when it builds the full-sized class with its towers, or None."""
+    try:
+        with torch.device("meta"):
+            FullModel.from_config(case.config())
+    except Exception as error:  # noqa: BLE001  any class may fail to be built in its own way
+        return error
+    return None
+
+
+def sequences(policy: Policy) -> list[list[int]]:
+    config = policy.causal_lm.config
     generator = torch.Generator().manual_seed(5)
     words = torch.tensor([token for token in range(VOCABULARY) if token not in placeholder_ids(config)])
     return [words[torch.randint(0, len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
@@ -80,18 +94,18 @@ def _own_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
 
 
-def _training(policy: Policy) -> str:
+def training_error(policy: Policy) -> str:
     """Log-probs and gradients, packed and padded, against transformers' eager attention on each sequence alone."""
     model = policy.causal_lm
-    sequences = _sequences(model.config)
+    rows = sequences(policy)
     policy.eval()
     model.set_attn_implementation("eager")
-    own = torch.cat([_own_logprobs(model, ids) for ids in sequences])
+    own = torch.cat([_own_logprobs(model, ids) for ids in rows])
     (own**2).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.set_attn_implementation("lockstep")
     largest = max(float(gradient.norm()) for gradient in gradients.values())
-    examples = [Example(ids, [1] * len(ids), Origin("sweep", row)) for row, ids in enumerate(sequences)]
+    examples = [Example(ids, [1] * len(ids), Origin("sweep", row)) for row, ids in enumerate(rows)]
     for packed in (True, False):
         policy.zero_grad(set_to_none=True)
         ours = policy(micro_batch(examples, packed=packed, pad_id=0)).logprobs_K
@@ -113,7 +127,7 @@ def _training(policy: Policy) -> str:
 
 def _generation(policy: Policy, engine: NativeEngine) -> str:
     """Greedy tokens of the engine against transformers' forward over the whole sequence, token by token."""
-    prompts = [ids[:limit] for ids, limit in zip(_sequences(policy.causal_lm.config)[2:], (1, 3), strict=True)]
+    prompts = [ids[:limit] for ids, limit in zip(sequences(policy)[2:], (1, 3), strict=True)]
     requests = [Request(ids, key) for key, ids in enumerate(prompts)]
     made = sorted(engine.generate(requests, Sampling(max_tokens=NEW_TOKENS, temperature=0)), key=lambda c: c.request)
     model = policy.causal_lm

@@ -18,6 +18,7 @@ from lockstep.kernels.attention.layout import DecodePass, Layout, make_layout, p
 from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, OwnMask, read_windows
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.attention.rows import RowPass, RowProbe, engine_rows, padded_rows, read_rows, row_mask
+from lockstep.kernels.invariant import variant_attention
 from lockstep.kernels.keywords import CallTrace, carry_layout, inside, noting_calls
 from lockstep.kernels.mixer_states import ModuleShapes, measured_shapes
 from lockstep.kernels.mixers import (
@@ -95,6 +96,12 @@ class Decoder:
             return uniform_layout(1, 1, 1)
         return latent_layout(self._probe.layout, self._latent_modules)
 
+    def batch_variant(self) -> str | None:
+        """Returns why log-probs depend on the batch even with batch-invariant kernels, or None if they do not."""
+        if self.attentions and (why := variant_attention(self.attentions)):
+            return why
+        return f"{type(self.mixers[0].module).__name__} has a recurrent state" if self.mixers else None
+
     @cached_property
     def _latent_modules(self) -> list[nn.Module]:
         return [] if isinstance(self._probe, RowProbe) else latent_modules(self.attentions)
@@ -146,7 +153,7 @@ class Decoder:
             )
         if self.records_router_logits:
             self.router_logits = tuple(output.router_logits)
-        return output.last_hidden_state
+        return self._before_head(output.last_hidden_state)
 
     def _in_rows(self, batch: MicroBatch, probe: RowProbe) -> torch.Tensor:
         """Runs the sequences as right-padded rows, for models that derive their own masks."""
@@ -158,7 +165,7 @@ class Decoder:
         if self.records_router_logits:
             shape = rows.input_ids_NL.shape
             self.router_logits = tuple(rows.back(logits.view(*shape, -1))[0] for logits in output.router_logits)
-        return rows.back(output.last_hidden_state)
+        return rows.back(self._before_head(output.last_hidden_state))
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
         if self.records_router_logits:
@@ -171,10 +178,15 @@ class Decoder:
         """Runs a pass of the native engine over tokens at these positions. Returns their hidden states."""
         decoder: Any = inner_decoder(self.model)
         if isinstance(self._probe, RowProbe):
-            return engine_rows(decoder, ids_T, at_T, step, self._probe)
+            return self._before_head(engine_rows(decoder, ids_T, at_T, step, self._probe))
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
         with latents_kept(self._latent_modules):
-            return decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0]
+            return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])
+
+    def _before_head(self, states: torch.Tensor) -> torch.Tensor:
+        """Applies the layers between decoder and output head, if there are any (ModernBERT decoder)."""
+        layers, head = getattr(self.model, "lm_head", None), self.model.get_output_embeddings()
+        return states if head is None or layers is None or layers is head else layers(states)
 
 
 def inner_decoder(model: Any) -> nn.Module:

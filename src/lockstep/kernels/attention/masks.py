@@ -248,7 +248,7 @@ def _probe_attention(
         raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
         lowest = torch.finfo(attention_mask.dtype).min
-        if ((attention_mask != 0) & (attention_mask != lowest)).any():
+        if ((attention_mask != 0) & (attention_mask != lowest)).any() and _selects(module):
             # The scores do not depend on positions, so repeated tokens have equal scores.
             raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
@@ -269,6 +269,13 @@ def _probe_attention(
     probe.add(module, key, value)
     repeats = query.shape[1] // value.shape[1]
     return value.repeat_interleave(repeats, 1).transpose(1, 2).contiguous(), None
+
+
+def _selects(module: Any) -> bool:
+    """Returns whether a module that adds scores to its mask also selects tokens by these scores. Doge selects tokens of
+    sequences that are longer than its `keep_window_size`. The longest sequence of published models is not."""
+    kept = getattr(module, "keep_window_size", None)
+    return kept is None or bool(kept < module.config.max_position_embeddings)
 
 
 @contextmanager
