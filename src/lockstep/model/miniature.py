@@ -15,9 +15,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from lockstep.kernels.mixers import layer_kinds
-from lockstep.model.text_model import is_nested, text_config
+from lockstep.model.text_model import PLACEHOLDERS, is_nested, text_config
 
 VOCABULARY = 96
+# Test sequences use only the first token ids. The others are placeholders for images, video or audio.
+WORDS = VOCABULARY - 8
 HEADS, HEAD_SIZE = 4, 16
 LAYERS = 2
 # Maximum of the attention limits (sliding window, chunk size) of the small model.
@@ -261,6 +263,8 @@ def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> 
 def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in LIMITS:
         return min(value, LIMITS[name])
+    if PLACEHOLDERS.fullmatch(name):
+        return WORDS + value % (VOCABULARY - WORDS)
     if name in WIDTHS:
         return WIDTH
     if name in ("vocab_size", "index_n_heads", *POSITION_COUNTS):

@@ -85,6 +85,23 @@ def layer_sizes(text: Any, name: str) -> list[int]:
     return [number for number in values if isinstance(number, int) and number > 0]
 
 
+# The keys of config.json that contain the token ids of placeholders for images, video or audio.
+PLACEHOLDERS = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
+
+
+def placeholder_ids(config: Any) -> dict[int, str]:
+    """Returns the token ids of placeholders for images, video or audio, each with its key in config.json."""
+    ids = {}
+    parts = [config.to_dict()]
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            elif PLACEHOLDERS.fullmatch(str(name)) and isinstance(value, int):
+                ids[value] = str(name)
+    return ids
+
+
 def is_nested(config: Any) -> bool:
     """Returns whether the text config is a part of `config`. Raises ValueError if there are several text configs."""
     return type(text_config(config)) is not type(config)
