@@ -50,6 +50,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "aya_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
+    },
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
+    "granite4_vision": {"deepstack_layer_map": [[-2, 1]], "downsample_rate": "1/4"},
     "step3p7": {"text_config": {"sliding_window": 512}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6}},
 }

@@ -45,6 +45,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
     "attention_heads": HEADS,
+    "kv_n_heads": HEADS // 2,
     **dict.fromkeys(
         ("head_dim", "swa_head_dim", "global_head_dim", "v_head_dim", "kv_channels", "dim_head"), HEAD_SIZE
     ),
@@ -120,10 +121,12 @@ def miniature_config(config: Any, divisor: int = 1, *, towers: bool = True) -> A
 
 
 def _fitted(towers: Any, width: int) -> Any:
-    """Replaces the width of the language model by that of the small model in the configs of towers."""
+    """Replaces the width of the language model, and a quarter of it, by those of the small model in the configs of
+    towers."""
     if isinstance(towers, dict):
         return {name: _fitted(value, width) for name, value in towers.items()}
-    return WIDTH if towers == width and not isinstance(towers, bool) else towers
+    small = {width: WIDTH, width // 4: WIDTH // 4}
+    return small.get(towers, towers) if isinstance(towers, int) and not isinstance(towers, bool) else towers
 
 
 def _towers(config: Any) -> list[str]:
@@ -213,7 +216,7 @@ def _fit_mamba(data: dict[str, Any]) -> None:
             data["mamba_d_ssm"] = inner
     if data.get("state_size") and data.get("num_heads") and data.get("expand"):
         data["num_heads"] = data["expand"] * WIDTH // data["head_dim"]
-    if "mamba_headdim" in data:
+    if "mamba_headdim" in data or "n_mamba_heads" in data:
         # The config derives these sizes from the others, unless they are given.
         for name in ("mamba_headdim", "attention_head_dim", "head_dim", "attention_hidden_size", "hybrid_layer_ids"):
             data.pop(name, None)
@@ -239,7 +242,9 @@ def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    return sorted({*range(min(LAYERS, len(kinds))), *first.values(), len(kinds) - 1})
+    # Hybrid layers share weights with each other, so there are two of them.
+    hybrid = [index for index, kind in enumerate(kinds) if kind == "hybrid"]
+    return sorted({*range(min(LAYERS, len(kinds))), *first.values(), *hybrid[:2], len(kinds) - 1})
 
 
 def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> list[Any]:

@@ -232,6 +232,12 @@ def without_towers(kind: Any) -> Any:
                 *(_pattern(name, self.base_model_prefix) for name in dropped),
             }
 
+        def get_output_embeddings(self) -> Any:
+            """Returns the output head, which some classes have only in their language model."""
+            head = super().get_output_embeddings()
+            inner = [child for child in self.children() if hasattr(child, "get_output_embeddings")]
+            return next((one.get_output_embeddings() for one in inner), None) if head is None else head
+
         def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
             """Sets the attention of the language model. The configs of the towers keep theirs."""
             chosen = _for_text(self.config, {"attn_implementation": attn_implementation})
