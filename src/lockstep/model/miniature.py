@@ -164,6 +164,9 @@ def _shrink(data: dict[str, Any]) -> None:
             continue  # a table of numbers, not a config
         if isinstance(value, dict) and name == "per_layer_config":
             data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
+        elif isinstance(value, dict) and name == "compress_rates":
+            # More compressed keys than an indexer selects fit into a test sequence.
+            data[name] = {kind: min(rate, LIMIT // 4) for kind, rate in value.items()}
         elif isinstance(value, dict):
             ropes.append(value) if "rope" in name else _shrink(value)
         elif isinstance(value, list):
@@ -187,12 +190,11 @@ def _shrink(data: dict[str, Any]) -> None:
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
         # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head, or of the
         # full head. The rotary part of the full head is a share of it.
-        data["head_dim"] = data["qk_rope_head_dim"]
-        if sizes[0] == rotary[0] + rotary[1] != rotary[0]:
-            data["head_dim"] += data["qk_nope_head_dim"]
-            for rope in ropes:
-                if "partial_rotary_factor" in rope:
-                    rope["partial_rotary_factor"] = data["qk_rope_head_dim"] / data["head_dim"]
+        if sizes[0] == rotary[0]:
+            data["head_dim"] = data["qk_rope_head_dim"]
+        else:
+            data["head_dim"] = data["qk_rope_head_dim"] + (data.get("qk_nope_head_dim") or data["qk_rope_head_dim"])
+            _set_rotary_share(data, data["qk_rope_head_dim"] / data["head_dim"])
     elif all(sizes) and sizes[0] != sizes[1]:
         # Values stay smaller or larger than keys.
         data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
@@ -205,6 +207,18 @@ def _shrink(data: dict[str, Any]) -> None:
     _fit_mamba(data)
     for rope in ropes:
         _shrink_rope(rope, data)
+
+
+def _set_rotary_share(data: dict[str, Any], share: float) -> None:
+    """Sets the share of a head that is rotated, wherever the config has it."""
+    for name, value in data.items():
+        if isinstance(value, dict) and "rope" in str(name):
+            _set_rotary_share(value, share)
+            for part in value.values():
+                if isinstance(part, dict):
+                    _set_rotary_share(part, share)
+        elif name == "partial_rotary_factor" and value:
+            data[name] = share
 
 
 def _fit_mamba(data: dict[str, Any]) -> None:

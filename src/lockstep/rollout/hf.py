@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from lockstep.device.base import Device
+from lockstep.kernels.attention.masks import COMPRESSOR
 from lockstep.kernels.mixers import state_attributes
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
@@ -52,7 +53,7 @@ class HfEngine(SharedWeights):
             for sample in range(request.first, request.first + request.n)
         ]
         with self.opened() as model:
-            alike = bool(state_attributes(model))
+            alike = _ignores_padding_mask(model)
         for part in _batches(rows, [len(requests[number].ids) for number, _ in rows], alike):
             with self.opened() as model:
                 part_requests = [requests[number] for number, _ in part]
@@ -78,11 +79,16 @@ def open_engine(
     return HfEngine(policy.generating, tokenizer.decode)
 
 
+def _ignores_padding_mask(model: PreTrainedModel) -> bool:
+    """Returns whether padding before a prompt changes the results: in modules that keep their states in attributes, and
+    in modules that compress the keys of several tokens."""
+    return bool(state_attributes(model)) or any(hasattr(module, COMPRESSOR) for module in model.modules())
+
+
 def _batches(
     rows: Sequence[tuple[int, int]], lengths: Sequence[int], alike: bool
 ) -> Iterator[Sequence[tuple[int, int]]]:
-    """Splits the rows into batches. If `alike`, the prompts of a batch have the same length: modules that keep their
-    states in attributes do not skip padding."""
+    """Splits the rows into batches. If `alike`, the prompts of a batch have the same length, so there is no padding."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for row, length in zip(rows, lengths, strict=True):
         groups.setdefault(length if alike else 0, []).append(row)

@@ -31,6 +31,8 @@ CHUNK = "lockstep_chunk"
 ROWS = "lockstep_rows"
 # Keywords with which modules pass the tokens, or blocks of tokens, that their indexer has selected.
 SELECTIONS = ("indices", "block_indices")
+# The part of an attention module that adds compressed keys of earlier tokens to the keys (DeepSeek V4).
+COMPRESSOR = "compressor"
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 
@@ -244,11 +246,12 @@ def _probe_attention(
     if probe is None:
         probe = _PROBES[-1]
         probe.unreached.append(module)
-    if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
+    selects = any(extra.get(name) is not None for name in SELECTIONS)
+    if not isinstance(attention_mask, torch.Tensor) and (selects or hasattr(module, COMPRESSOR)):
         raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
         lowest = torch.finfo(attention_mask.dtype).min
-        if ((attention_mask != 0) & (attention_mask != lowest)).any() and _selects(module):
+        if ((attention_mask != 0) & (attention_mask > lowest)).any() and _selects(module):
             # The scores do not depend on positions, so repeated tokens have equal scores.
             raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
@@ -267,8 +270,9 @@ def _probe_attention(
     setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
     probe.add(module, key, value)
-    repeats = query.shape[1] // value.shape[1]
-    return value.repeat_interleave(repeats, 1).transpose(1, 2).contiguous(), None
+    # Compressed keys and values come after those of the tokens.
+    own = value[:, :, : query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return own.transpose(1, 2).contiguous(), None
 
 
 def _selects(module: Any) -> bool:
