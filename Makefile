@@ -69,7 +69,7 @@ docs: $(VENV)/.test
 	$(BIN)/python tools/migration_tables.py
 
 models: $(VENV)/.test
-	$(BIN)/python tools/models_table.py > docs/models.new && mv docs/models.new docs/models.md
+	$(BIN)/python tools/models_table.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/sft.py

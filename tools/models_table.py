@@ -1,31 +1,77 @@
-"""Prints docs/models.md: runs every case of the sweep, which takes minutes. `make models` stores the page."""
+"""Checks every case of the sweep, stores the outcomes in tests/sweep/outcomes.json and writes docs/models.md.
+
+All cases take many minutes. `--only llama qwen3+yarn` checks some of them again, `--missing` those without an outcome,
+and `--page` none: it prints the page from the stored outcomes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "sweep"))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("sweep", "support")]
 os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-"))
+# Kernels for CUDA are compared with the operators that they replace on the host.
+os.environ["TRITON_INTERPRET"] = "1"
 warnings.filterwarnings("ignore")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--only", nargs="+", default=[], metavar="CASE")
+    chosen.add_argument("--missing", action="store_true")
+    chosen.add_argument("--page", action="store_true")
+    given = parser.parse_args(arguments)
     from sweep_cases import all_cases
-    from sweep_judge import judge
-    from sweep_table import page
+    from sweep_table import STORED, page, store, stored
 
-    outcomes = {}
-    cases = all_cases()
-    for number, case in enumerate(cases, 1):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            outcomes[case] = judge(case, Path(folder) / "model")
-        print(f"{number}/{len(cases)} {case}: {outcomes[case].status} {outcomes[case].why[:120]}", file=sys.stderr)
-    print(page(outcomes), end="")
+    cases = {str(case): case for case in all_cases()}
+    known = stored() if STORED.exists() and (given.only or given.missing or given.page) else {}
+    outcomes = {name: one for name, one in known.items() if name in cases}
+    names = given.only or [name for name in cases if name not in outcomes and not given.page]
+    for number, name in enumerate(names, 1):
+        outcomes[name] = _checked(cases[name])
+        store(outcomes)
+        print(f"{number}/{len(names)} {name}: {outcomes[name].status} {outcomes[name].why[:120]}", file=sys.stderr)
+    _check_tensor(cases, outcomes, names)
+    store(outcomes)
+    (ROOT / "docs" / "models.md").write_text(page(outcomes), encoding="utf-8")
+
+
+def _checked(case: Any) -> Any:
+    """Returns the outcome of a case, and what the columns say if it has a common name."""
+    import sweep_columns
+    from sweep_families import NAMES
+    from sweep_judge import judge
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        model = Path(folder) / "model"
+        outcome = judge(case, model)
+        if str(case) not in NAMES or outcome.status not in ("supported", "training"):
+            return outcome
+        columns = {name: getattr(sweep_columns, name)(model) for name in ("context", "lora", "kernels")}
+        return replace(outcome, columns=columns)
+
+
+def _check_tensor(cases: dict[str, Any], outcomes: dict[str, Any], names: Sequence[str]) -> None:
+    """Adds what two processes say about tensor parallelism. They check all models, because their start takes
+    seconds."""
+    from sweep_columns import tensor
+
+    chosen = [cases[name] for name in names if outcomes[name].columns]
+    for case, said in (tensor(chosen) if chosen else {}).items():
+        one = outcomes[str(case)]
+        outcomes[str(case)] = replace(one, columns={**one.columns, "tensor": said})
 
 
 if __name__ == "__main__":

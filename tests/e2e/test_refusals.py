@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import StableLmConfig
+from transformers import FalconConfig
 
 from conftest import chat_rows, run, write_jsonl
 from lockstep.errors import Refusal
@@ -125,9 +125,9 @@ def quantized(folder: Path) -> list[str]:
 
 
 def unsupported(folder: Path) -> list[str]:
-    """A config of StableLM in front of weights of another model: what loading would say of it comes first."""
-    size = {"vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
-    StableLmConfig(**size, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
+    """A config of Falcon in front of weights of another model: what loading would say of it comes first."""
+    size = {"vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 2}
+    FalconConfig(**size, num_attention_heads=4).save_pretrained(folder)
     return [f"model.path={folder}"]
 
 
@@ -141,7 +141,7 @@ def no_wandb(folder: Path) -> list[str]:
     ("broken", "why"),
     [
         (quantized, "its weights are quantized (awq)"),
-        (unsupported, "does not receive the keywords"),
+        (unsupported, "do not use transformers' attention interface"),
         (no_wandb, "sink wandb"),
     ],
 )

@@ -29,6 +29,7 @@ from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.context_split import LAYOUTS, PLACES, Division
 from lockstep.parallel.world import World, joined, with_context
 from lockstep.types import Example, MicroBatch, Origin
+from tiny_sizes import TINY
 
 # How far from the whole, beside its largest number. Of 700 random packings the worst were 1.9e-15 and 1.4e-6 off.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5}
@@ -154,17 +155,7 @@ def check_kernels(world: World) -> None:
                 check_attention(variant, group, dtype, seed)
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "max_position_embeddings": 512,
-}
+SIZES: dict[str, Any] = {**TINY, "vocab_size": 61, "initializer_range": 0.4}
 FIXED = {"rope_type": "default", "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 

@@ -37,6 +37,8 @@ FURTHER = (
     "zamba2",
     "zaya",
     "recurrent_gemma",
+    "mamba",
+    "falcon_mamba",
     "mamba2",
 )
 

@@ -9,16 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-}
+from tiny_sizes import TINY
+
+TEXT = TINY
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 TOWER: dict[str, Any] = {"num_hidden_layers": 1, "intermediate_size": 24, "num_attention_heads": 2}
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "hidden_size": 16, "image_size": 28, "patch_size": 14}

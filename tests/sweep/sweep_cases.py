@@ -37,10 +37,26 @@ UNKNOWN = {*(("phi3", kind) for kind in ROPES if kind != "longrope"), ("glm4", "
 LAYERS = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
+}
+# Published values without which transformers cannot build or run a class.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "aya_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
+    },
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
+    "granite4_vision": {"deepstack_layer_map": [[-2, 1]], "downsample_rate": "1/4"},
+    "step3p7": {"text_config": {"sliding_window": 512}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6}},
 }
 MORE = {
     "scaled logits": {
@@ -63,6 +79,8 @@ MORE = {
 SECTIONS = {
     **{key: [16, 24, 24] for key in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
     **{key: [8, 12, 12] for key in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr")},
+    "ernie4_5_vl_moe": [22, 22, 20],
+    "hunyuan_vl": [16, 16, 16, 16],
 }
 
 
@@ -92,7 +110,7 @@ class Case:
             return {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
         if self.variant == "layers":
             return LAYERS[self.model_type]
-        return MORE.get(self.variant, {}).get(self.model_type, {})
+        return {**PUBLISHED.get(self.model_type, {}), **MORE.get(self.variant, {}).get(self.model_type, {})}
 
 
 def all_cases() -> list[Case]:

@@ -1,18 +1,43 @@
-"""The text of docs/models.md: the results of the sweep, by outcome and reason."""
+"""The text of docs/models.md: the results of the sweep by common name, by outcome and by reason."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 import transformers
-from sweep_cases import Case
+from sweep_families import LATER, NAMES, RELEASED, SINCE
 from sweep_judge import Outcome
+
+# The outcome of every case, from which the page is printed without a new sweep.
+STORED = Path(__file__).parent / "outcomes.json"
 
 INTRO = """\
 <!-- Printed by tools/models_table.py from tests/sweep. Run `make models`. -->
 
 # Models
+
+Of the {families} model types of transformers {version} that generate text, were released in {since} or later and can be
+built by transformers, lockstep trains {trained} ({trained_share} %) and generates with {generated} in its built-in
+engine ({generated_share} %). For each of them the numbers equal those of transformers.
+
+## By name
+
+{names}
+
+- training: log-probs and the gradient of every parameter, packed and padded, equal those of transformers for each
+  sequence alone.
+- engine: greedy tokens of the built-in engine equal those of transformers.
+- tensor: two processes with tensor parallelism give the log-probs and gradients of one.
+- context: the values of `parallel.context_layout` with which two ranks give the log-probs and gradients of one.
+- LoRA: adapters on all linear layers (or on all but the named ones) train like each sequence alone.
+- kernels: the attention, and the operators that Triton kernels replace on CUDA. "dense attention" computes the scores
+  of all tokens. "recurrence" runs transformers' code, which uses flash-linear-attention, causal-conv1d and mamba-ssm.
+
+## How models are checked
 
 Before training, lockstep tests the architecture of a model folder on a small random copy: every switch of its
 `config.json` is kept, sizes and limits are scaled down. It compares with transformers, in fp32 and in the training
@@ -23,7 +48,8 @@ original length, and the engine's greedy tokens. A model that differs is rejecte
 The sweep builds a small model of every text-generating class of transformers {version}, also with windows, layers
 and rotary scalings that are off by default (`llama+yarn`). It compares each accepted model with transformers once more,
 with other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
-{unbuilt} of classes that cannot be built small. The sweep fails if an accepted model is wrong.
+{unbuilt} that lockstep cannot build small, {unbuildable} that transformers cannot build. The sweep fails if an accepted
+model is wrong.
 
 Models with images, video or audio (nested configs: `text_config`, `vision_config`) train on text. lockstep builds the
 class that `architectures` names without its towers (encoders and projectors), so these need no memory. LoRA adapts only
@@ -40,6 +66,8 @@ parallelism leaves the recurrent layers undivided.
 Mixture-of-experts models: `model.aux_loss_coef` weighs the load-balancing loss, which is computed over the full update
 for any packing. Router noise in training is rejected, because it depends on the packing.
 """
+# Columns of the table by name that are checked only for models with a name.
+COLUMNS = ("tensor", "context", "lora", "kernels")
 SECTIONS = {
     "training": (
         "For training only",
@@ -48,23 +76,56 @@ SECTIONS = {
     ),
     "refused": ("Refused", ""),
     "not built": (
-        "Not tried",
-        "No small model of these classes could be built here. Their folders are rejected too, unless the folder's "
-        "configuration can be scaled down.",
+        "Not built small",
+        "lockstep could not scale these classes down, so their folders are rejected, unless the folder's configuration "
+        "can be scaled down.",
+    ),
+    "unbuildable": (
+        "Not built by transformers",
+        "transformers cannot build these classes from their default configurations with the packages installed here.",
     ),
 }
 
 
-def page(outcomes: Mapping[Case, Outcome]) -> str:
+def stored() -> dict[str, Outcome]:
+    """Returns the stored outcome of every case, by the case's name."""
+    found = json.loads(STORED.read_text(encoding="utf-8"))["cases"]
+    return {name: Outcome(**one) for name, one in found.items()}
+
+
+def store(outcomes: Mapping[str, Outcome]) -> None:
+    data = {"transformers": transformers.__version__, "cases": {n: asdict(outcomes[n]) for n in sorted(outcomes)}}
+    STORED.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def families(outcomes: Mapping[str, Outcome]) -> list[Outcome]:
+    """Returns the outcomes of the model types that were released in `SINCE` or later and that transformers can
+    build."""
+    new = [outcomes[name] for name, year in RELEASED.items() if year >= SINCE]
+    return [one for one in new if one.status != "unbuildable"]
+
+
+def page(outcomes: Mapping[str, Outcome]) -> str:
     counts = {status: sum(one.status == status for one in outcomes.values()) for status in ("supported", *SECTIONS)}
+    new = families(outcomes)
+    generated = sum(one.status == "supported" for one in new)
+    trained = generated + sum(one.status == "training" for one in new)
     lines = [
         INTRO.format(
             version=transformers.__version__,
+            since=SINCE,
+            families=len(new),
+            trained=trained,
+            trained_share=100 * trained // len(new),
+            generated=generated,
+            generated_share=100 * generated // len(new),
+            names=_named(outcomes),
             cases=len(outcomes),
             supported=counts["supported"],
             training=counts["training"],
             refused=counts["refused"],
             unbuilt=counts["not built"],
+            unbuildable=counts["unbuildable"],
         ),
         "## Supported",
         "",
@@ -77,12 +138,27 @@ def page(outcomes: Mapping[Case, Outcome]) -> str:
         if about:
             lines += [about, ""]
         lines += ["| why | models |", "|---|---|"]
-        reasons: dict[str, list[Case]] = {}
+        reasons: dict[str, list[str]] = {}
         for case, one in outcomes.items():
             if one.status == status:
                 reasons.setdefault(reason(one.why), []).append(case)
         lines += [f"| {why} | {_names(cases)} |" for why, cases in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
+
+
+def _named(outcomes: Mapping[str, Outcome]) -> str:
+    lines = [
+        "| model | released | `model_type` | training | engine | tensor | context | LoRA | kernels |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case, name in NAMES.items():
+        model_type, one = case.partition("+")[0], outcomes[case]
+        trains, generates = one.status in ("supported", "training"), one.status == "supported"
+        checked = ["yes" if passed else "no" for passed in (trains, generates)]
+        checked += [one.columns.get(column, "no") for column in COLUMNS]
+        year = LATER.get(model_type, RELEASED[model_type])
+        lines.append(f"| {name} | {year} | `{model_type}` | {' | '.join(checked)} |")
+    return "\n".join(lines)
 
 
 def reason(why: str) -> str:
@@ -95,16 +171,4 @@ def reason(why: str) -> str:
 
 
 def _names(cases: object) -> str:
-    return ", ".join(f"`{case}`" for case in sorted(str(case) for case in cases))  # type: ignore[attr-defined]
-
-
-def statuses(text: str) -> dict[str, str]:
-    """The outcome of every case that the page names."""
-    titles = {"Supported": "supported", **{title: status for status, (title, _) in SECTIONS.items()}}
-    found = {}
-    for section in text.split("\n## ")[1:]:
-        title, body = section.split("\n", 1)
-        for line in body.splitlines():
-            names = line.split("|")[2] if line.startswith("|") else line
-            found |= {name: titles[title] for name in re.findall(r"`([\w+.-]+)`", names) if ":" not in names}
-    return found
+    return ", ".join(f"`{case}`" for case in sorted(cases))  # type: ignore[call-overload]

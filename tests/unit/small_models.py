@@ -20,19 +20,9 @@ from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
+from tiny_sizes import TINY
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+SIZES: dict[str, Any] = {**TINY, "initializer_range": 0.4, "tie_word_embeddings": False}
 
 
 def write_model(folder: Path, config: Any, tokenizer_from: Path) -> Path:

@@ -169,7 +169,7 @@ def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Pat
 
     from lockstep.algorithms.token_losses import nll
     from lockstep.data.batching import micro_batch
-    from lockstep.data.dataset import Dataset, load_rows
+    from lockstep.data.dataset import Dataset, RowRequest, load_rows
     from lockstep.data.encode.sft_rows import SupervisedRows
     from lockstep.model.load import load_policy, load_tokenizer
     from lockstep.preflight.batch_plan import make_loader
@@ -181,7 +181,9 @@ def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Pat
     (tmp_path / "life.yaml").write_text(files["life.yaml"], encoding="utf-8")
     paths = [f"model.path={embedded}", f"data.train={tmp_path / 'rows.jsonl'}"]
     recipe = load_recipe(str(tmp_path / "life.yaml"), paths)
-    data = load_rows(Dataset, SupervisedRows, recipe.data.train, recipe.data, load_tokenizer(str(embedded)), 256)
+    data = load_rows(
+        RowRequest(Dataset, SupervisedRows, recipe.data.train, recipe.data, load_tokenizer(str(embedded)), 256)
+    )
     loader = make_loader(recipe, data)
     ours, other = loader.take(0)
     batch = micro_batch([other, ours], packed=True, pad_id=0)

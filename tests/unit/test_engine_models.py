@@ -17,7 +17,6 @@ from transformers import (
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
@@ -116,23 +115,6 @@ def test_greedy_on_an_nvidia_device_is_that_of_generate(name: str, tmp_path: Pat
     with policy.generating() as model:
         theirs = [greedy_of_transformers(model, ids, 20) for ids in asked]
     assert [c.ids for c in made] == theirs
-
-
-def refused(folder: Path) -> str:
-    """What the user is told."""
-    with pytest.raises(Refusal) as refusal:
-        load(folder)
-    return str(refusal.value)
-
-
-def test_layers_that_hide_their_state_are_refused(tmp_path: Path, tiny_folder: Path) -> None:
-    """Mamba-1 does not pass the keywords of the forward pass to its layers, so nothing says where a sequence starts."""
-    config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.4)
-    folder = write_model(tmp_path / "model", config, tiny_folder)
-    said = refused(folder)
-    assert f"model.path {folder}" in said
-    assert "[unsupported-model]" in said
-    assert "MambaMixer" in said
 
 
 class Off(HfEngine):

@@ -23,6 +23,7 @@ from lockstep.model.trials import Unfit
 from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import check_engine_architecture
+from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.online_engine import LiveEngine
 from lockstep.rollout.native.state_plan import plan_states
@@ -30,9 +31,7 @@ from lockstep.types import Request, Sampling
 from refusals import refuses
 
 CPU = torch.device("cpu")
-# Keys and values of latent attention have two sizes, and some modules keep their state outside of a cache.
-UNCACHED = ("kimi_linear", "bailing_hybrid", "zamba2", "recurrent_gemma")
-FAMILIES = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER if name not in UNCACHED)]
+FAMILIES = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
 SAMPLING = Sampling(max_tokens=14, seed=3, stop_ids=(7,))
 
 pytestmark = pytest.mark.usefixtures("nothing_remembered")
@@ -182,7 +181,7 @@ def test_the_empty_state_stays_empty_and_all_slots_are_free_at_the_end(
     assert states.nbytes == (states.slots + RESERVED) * mixer_states.slot_bytes(policy.decoder.state_shapes())
 
 
-@pytest.mark.parametrize("family", [name for name in (*DAILY, *FURTHER) if name != "recurrent_gemma"])
+@pytest.mark.parametrize("family", [*DAILY, *FURTHER])
 def test_the_size_of_states_is_known_before_weights_load(family: str) -> None:
     small = build_miniature(hybrid_config(family), "sdpa", CPU)
     held = mixer_states.slot_bytes(small.policy.decoder.state_shapes())
@@ -206,3 +205,22 @@ def test_fewer_sequences_run_at_once_if_memory_is_short() -> None:
     assert (short.rows, short.slots) == (14, 14 + 2 + 1)
     with refuses("rollout.cache_gb", "not-enough-memory", "recurrent", remedy="raise rollout.cache_gb"):
         plan_states(1000, 9_000, 64, 8, "rollout.cache_gb")
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_states_in_attributes_are_those_of_each_sequence(engine: str) -> None:
+    """RecurrentGemma keeps its states in attributes of its modules. transformers' generate neither skips padding there
+    nor forgets them."""
+    policy = build_miniature(hybrid_config("recurrent_gemma"), "sdpa", CPU).policy
+    made_by = engine_of(policy) if engine == "native" else HfEngine(policy.generating, lambda ids: "")
+    expected = [slow_sample(policy, request, 0, SAMPLING) for request in asked()]
+    for _ in range(2):
+        assert_same(run(made_by, asked(), SAMPLING), expected)
+
+
+def test_padded_prompts_would_change_states_in_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = build_miniature(hybrid_config("recurrent_gemma"), "sdpa", CPU).policy
+    expected = [slow_sample(policy, request, 0, SAMPLING) for request in asked()]
+    monkeypatch.setattr("lockstep.rollout.hf._batches", lambda rows, *_: [rows])
+    with pytest.raises(AssertionError):
+        assert_same(run(HfEngine(policy.generating, lambda ids: ""), asked(), SAMPLING), expected)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
@@ -27,9 +27,8 @@ def tokenizer(tiny_folder: Path):
 def load(tmp_path: Path):
     def load(tokenizer, *rows, limit=500, **data):
         path = write_jsonl(tmp_path / "judged.jsonl", list(rows))
-        return load_rows(
-            Dataset, LabeledRows, [Source(path=str(path))], Data(train=[str(path)], **data), tokenizer, limit
-        )
+        settings = Data(train=[str(path)], **data)
+        return load_rows(RowRequest(Dataset, LabeledRows, [Source(path=str(path))], settings, tokenizer, limit))
 
     return load
 

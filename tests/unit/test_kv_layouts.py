@@ -24,11 +24,12 @@ from lockstep.kernels.attention.kv_cache import CacheLayout, KVCache, Plane
 from lockstep.kernels.attention.layout import Layout, make_layout
 from lockstep.kernels.attention.masks import Seen
 from lockstep.kernels.attention.varlen import varlen_attention
-from lockstep.model.check import Miniature, build_miniature, packed_row, tokens, try_architecture
+from lockstep.model import miniature
+from lockstep.model.check import LENGTHS, Miniature, build_miniature, packed_row, tokens, try_architecture
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.trials import Unfit
 from lockstep.parallel.context_split import refuse_undivided
-from lockstep.preflight.model_sizes import cached_elements, kv_bytes
+from lockstep.preflight.model_sizes import cached_elements, kv_bytes, selection_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import try_engine
 from lockstep.rollout.native.native_engine import NativeEngine
@@ -294,3 +295,55 @@ def test_context_parallelism_refuses_what_it_cannot_split(name: str, why: str) -
     model = build_miniature(AutoConfig.for_model(name), "sdpa", CPU).model
     with pytest.raises(Refusal, match=f"{why}, which context parallelism does not support"):
         refuse_undivided(model, SimpleNamespace(layout="gather", size=2), name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("heads", "ties"), [(16, False), (2, True)])
+def test_a_small_indexer_has_heads_enough_to_tell_tokens_apart(
+    heads: int, ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The score of a token is 0 if relu is 0 in every head, which happens to every fourth token with two heads. Which
+    tokens with a score of 0 are selected is arbitrary, so the check could fail for a correct model."""
+    monkeypatch.setitem(miniature.SIZES, "index_n_heads", heads)
+    scored: list[torch.Tensor] = []
+    topk = torch.Tensor.topk
+
+    def noted(scores: torch.Tensor, k: int, *args: Any, **named: Any) -> Any:
+        if scores.dim() == 3 and scores.shape[1] == scores.shape[2]:
+            scored.append(scores)
+        return topk(scores, k, *args, **named)
+
+    made = build_miniature(AutoConfig.for_model("deepseek_v32"), "sdpa", CPU)
+    monkeypatch.setattr(torch.Tensor, "topk", noted)
+    made.policy(packed_row([tokens(length, VOCABULARY) for length in LENGTHS], CPU))
+    limit = made.model.config.index_topk
+    ordered = [scores.sort(-1, descending=True).values for scores in scored]
+    # The last selected token and the first that is not selected, where both are seen.
+    edges = [(one[..., limit - 1], one[..., limit]) for one in ordered]
+    assert edges
+    assert any(bool(((last == next_one) & (next_one > -1e30)).any()) for last, next_one in edges) == ties
+
+
+def test_the_memory_plan_counts_padding_and_masks_of_indexers() -> None:
+    config = AutoConfig.for_model("deepseek_v32")
+    # Two rows of 100 tokens, three masks in bf16, and fp32 scores of 64 heads.
+    assert selection_bytes(config, 200, 100, 2, 3) == 200 * 100 * (2 * 3 + 4 * 64)
+    assert selection_bytes(AutoConfig.for_model("deepseek_v3"), 200, 100, 2, 3) == 0
+
+
+# -- batch-invariant kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("llama", None),
+        ("llama4_text", "Llama4TextAttention attends within chunks"),
+        ("deepseek_v3", "DeepseekV3Attention has keys and values of different sizes"),
+        ("deepseek_v32", "DeepseekV32Attention selects tokens by scores"),
+        ("gemma2", "Gemma2Attention has a soft cap"),
+        ("gpt_oss", "GptOssAttention has attention sinks"),
+        ("mamba2", "Mamba2Mixer has a recurrent state"),
+    ],
+)
+def test_what_batch_invariant_kernels_do_not_support_is_known(name: str, why: str | None) -> None:
+    assert small(name).policy.decoder.batch_variant() == why

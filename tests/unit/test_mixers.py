@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
 
 from hybrid_models import DAILY, FURTHER, hybrid_config
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.device.select import select
 from lockstep.errors import Refusal
+from lockstep.kernels import keywords
+from lockstep.kernels.keywords import carried_layout
 from lockstep.kernels.mixers import PackedMixer, regrouped
 from lockstep.model.check import LENGTHS, build_miniature, check_architecture, packed_row, tokens
 from lockstep.model.miniature import VOCABULARY, miniature_config
@@ -100,15 +103,36 @@ def test_a_shared_prompt_has_the_numbers_of_whole_sequences() -> None:
     assert_same(run(policy, shared), run(policy, whole))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "mamba"])
 def test_gradient_checkpointing_resets_the_state_in_its_second_forward_pass(family: str) -> None:
-    """The layers of Jamba do not pass the keywords of the forward pass on to the recurrent module."""
+    """The layers of Jamba do not pass the keywords of the forward pass on to the recurrent module, and the decoder of
+    Mamba-1 not to its layers."""
     policy = build_miniature(hybrid_config(family), "sdpa", CPU).policy.train()
     batch = packed_row([tokens(length, VOCABULARY) for length in LENGTHS], CPU)
     plain = run(policy, batch)
     policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same(run(policy, batch), plain)
-    assert all(mixer.carried is None for mixer in policy.decoder.mixers)
+    assert all(carried_layout(mixer.module) is None for mixer in policy.decoder.mixers)
+
+
+def test_a_layout_that_does_not_reach_a_module_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keywords, "_relaying", lambda kind: kind)
+    with pytest.raises(Refusal, match="packed log-probs differ"):
+        check(hybrid_config("mamba"))
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_attention_gets_the_layout_that_its_layer_drops(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model(family)
+    check(config)
+    policy = build_miniature(config, "sdpa", CPU).policy.train()
+    batch = packed_row([tokens(length, VOCABULARY) for length in LENGTHS], CPU)
+    plain = run(policy, batch)
+    policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same(run(policy, batch), plain)
+    monkeypatch.setattr(keywords, "_set", lambda *_: None)
+    with pytest.raises(RuntimeError, match="called without a layout"):
+        policy(batch)
 
 
 def test_adapters_of_recurrent_modules_are_trained() -> None:

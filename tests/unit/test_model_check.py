@@ -28,8 +28,9 @@ from lockstep.model import trials
 from lockstep.model.check import LENGTHS, check_architecture, reference_logprobs
 from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.text_model import placeholder_ids
 from lockstep.model.trials import Unfit
-from lockstep.preflight.model_checks import placeholder_ids, refuse_placeholders
+from lockstep.preflight.model_checks import refuse_placeholders
 from lockstep.rollout.engine_check import check_engine_architecture
 from lockstep.types import Example, Origin
 from refusals import refuses

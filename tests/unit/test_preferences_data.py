@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.dialogue import divide
 from lockstep.data.encode.encoding import Encoding
@@ -57,7 +57,9 @@ def load(tmp_path: Path):
         path = write_jsonl(tmp_path / "pairs.jsonl", list(rows))
         sources = [Source(path=str(path), **(source or {}))]
         settings = Data(train=[str(path)], **data)
-        return load_rows(Dataset, partial(RankingRows, read=read, several=several), sources, settings, tokenizer, limit)
+        return load_rows(
+            RowRequest(Dataset, partial(RankingRows, read=read, several=several), sources, settings, tokenizer, limit)
+        )
 
     return load
 

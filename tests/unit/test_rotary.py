@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from conftest import run
 from lockstep.data.batching import micro_batch, plan_micro_batches, shared_beginnings
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.kernels.rotary import OwnPositions, fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.load import load_tokenizer
@@ -106,7 +106,7 @@ def test_the_token_budget_does_not_change_the_loss(tmp_path: Path, tiny_folder: 
     recipe = sft_recipe(tmp_path, folder, answers_of_two_lengths())
     settings = load_recipe(str(recipe), [])
     reader, tokenizer = METHODS["sft"].reader(settings), load_tokenizer(str(folder))
-    examples = load_rows(Dataset, reader, settings.data.train, settings.data, tokenizer, 96).examples
+    examples = load_rows(RowRequest(Dataset, reader, settings.data.train, settings.data, tokenizer, 96)).examples
     lengths = [len(example) for example in examples]
     assert sorted(lengths) == [26] * 4 + [50] * 4
     budgets = {52: {1}, 104: {1, 2}, 400: {2}}

@@ -23,7 +23,7 @@ from hang import HANG, wait_until
 from lockstep.data import dataset as parts
 from lockstep.data import row_cache as cache
 from lockstep.data.array_store import Store, item_digests, stored
-from lockstep.data.dataset import Dataset, LoadedRows, load_rows
+from lockstep.data.dataset import Dataset, LoadedRows, RowRequest, load_rows
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.data.encode.preference_rows import RankingRows
@@ -117,7 +117,7 @@ def source(tmp_path: Path) -> Path:
 def load(path: Path, tokenizer: Any, folder: Path | str, name: str = "sft", limit: int = 500, **keys: Any) -> Any:
     kind, reader, _ = METHODS[name]
     data = Data(train=str(path), **{"cache": str(folder), **keys})
-    return load_rows(kind, reader, data.train, data, tokenizer, limit)
+    return load_rows(RowRequest(kind, reader, data.train, data, tokenizer, limit))
 
 
 def said(loaded: LoadedRows[Any]) -> list[Any]:
@@ -220,7 +220,7 @@ def test_what_a_reader_counts_is_kept_with_its_rows(tokenizer: Any, source: Path
     data = Data(train=str(source), cache=str(tmp_path / "kept"))
     for reader, each in ((Counting, 1), (partial(Counting, step=frozenset({3})), 3)):
         for _ in range(2):
-            found = load_rows(Dataset, reader, data.train, data, tokenizer, 500)
+            found = load_rows(RowRequest(Dataset, reader, data.train, data, tokenizer, 500))
             assert found.notes[0].endswith(f" as {each * ROWS} rows, lines that end in 1: 2")  # 1 and 11
             assert found.counts.split == 2 * each * ROWS
     assert len(list(tmp_path.glob("kept/*/*.rows"))) == 2 * PARTS
@@ -289,7 +289,7 @@ def test_the_first_rows_are_parts_of_all(tokenizer: Any, source: Path, tmp_path:
     load(source, tokenizer, tmp_path / "kept")
     encoded.clear()
     data = Data(train=[{"path": str(source), "rows": 7}], cache=str(tmp_path / "kept"))
-    first = load_rows(Dataset, SupervisedRows, data.train, data, tokenizer, 500)
+    first = load_rows(RowRequest(Dataset, SupervisedRows, data.train, data, tokenizer, 500))
     assert encoded == [(6, 7)]
     assert list(first.items) == list(load(source, tokenizer, "off").items)[:7]
     assert first.notes[0].startswith(f"{source}: the first 7 of {ROWS} rows")
@@ -558,7 +558,7 @@ def test_the_same_source_with_weights_and_rows(tokenizer: Any, source: Path, tmp
         cache=str(tmp_path / "kept"),
         max_rows=4,
     )
-    found = load_rows(Dataset, SupervisedRows, data.taken, data, tokenizer, 500)
+    found = load_rows(RowRequest(Dataset, SupervisedRows, data.taken, data, tokenizer, 500))
     assert [len(rows) for rows in found.sources] == [5, 4]
     assert found.weights == [1, 3]
     assert Source(path="x", rows=None) == Data(train="x").taken[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.step_rows import StepRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
@@ -31,7 +31,7 @@ def load(tmp_path: Path):
         path = write_jsonl(tmp_path / "steps.jsonl", list(rows))
         settings = Data(train=[str(path)], **data)
         rows = partial(StepRows, placeholder=placeholder, tokens=tokens)
-        return load_rows(Dataset, rows, [Source(path=str(path))], settings, tokenizer, limit)
+        return load_rows(RowRequest(Dataset, rows, [Source(path=str(path))], settings, tokenizer, limit))
 
     return load
 

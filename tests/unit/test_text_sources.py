@@ -9,7 +9,7 @@ import pyarrow.csv
 import pytest
 import torch
 
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.encoding import split_text
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.sources.read import read_rows
@@ -98,7 +98,7 @@ def test_a_piece_without_targets_is_refused() -> None:
 
 def rows_of(path: Path, limit: int, model: Path, **keys: object) -> Dataset[Example]:
     data = Data.model_validate({"train": str(path), "cache": "off", **keys})
-    return load_rows(Dataset, SupervisedRows, data.train, data, load_tokenizer(str(model)), limit)
+    return load_rows(RowRequest(Dataset, SupervisedRows, data.train, data, load_tokenizer(str(model)), limit))
 
 
 def test_long_texts_are_refused_or_split(tmp_path: Path, tiny_folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hang import HANG
-from lockstep.data.dataset import load_rows
+from lockstep.data.dataset import RowRequest, load_rows
 from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
 from lockstep.functions import register_callable
 from lockstep.model.load import load_tokenizer
@@ -271,7 +271,7 @@ def test_rows_keep_their_columns_only_for_such_functions(tmp_path: Path, tiny_fo
         def reader(*given: Any) -> PromptRows:
             return PromptRows(*given, reward_fields=fields)
 
-        loaded = load_rows(PromptSet, reader, data.train, data, tokenizer, 100)
+        loaded = load_rows(RowRequest(PromptSet, reader, data.train, data, tokenizer, 100))
         return [question.columns for question in loaded.questions]
 
     assert columns(fields) == rows

@@ -21,7 +21,7 @@ from lockstep.commands.without_recipe import (
     refuse_long_answers,
     refuse_options,
 )
-from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
@@ -98,7 +98,8 @@ def score_rows(
     with console.task("Encoding rows", len(rowset)) as task:
         reader, data = method.reader(recipe), recipe.data
         try:
-            dataset = load_rows(Dataset, reader, data.train, data, tokenizer, limit, task.advance, [rowset])
+            request = RowRequest(Dataset, reader, data.train, data, tokenizer, limit)
+            dataset = load_rows(request, task.advance, [rowset])
         except Refusal as refusal:
             raise _without_keys(refusal) from refusal
     for note in dataset.notes:

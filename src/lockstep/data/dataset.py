@@ -257,21 +257,31 @@ def rows_taken(source: Source, rows: RowSet) -> int:
     return min(len(rows), source.rows or len(rows))
 
 
+@dataclass(frozen=True)
+class RowRequest(Generic[LoadedT]):
+    """Which rows are read, how each is encoded, and the class of the result."""
+
+    kind: type[LoadedT]
+    open_rows: OpenRows[Any]
+    sources: Sequence[Source]
+    data: Data
+    tokenizer: PreTrainedTokenizerBase
+    limit: int
+    """Maximum number of tokens of a row."""
+
+
 def load_rows(
-    kind: type[LoadedT],
-    open_rows: OpenRows[Any],
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
+    request: RowRequest[LoadedT],
     advance: Callable[[int], None] = lambda rows: None,
     opened: Sequence[RowSet] | None = None,
 ) -> LoadedT:
     """Reads and encodes every row before training starts. All bad rows are reported together."""
+    open_rows, sources, data = request.open_rows, request.sources, request.data
+    tokenizer, limit = request.tokenizer, request.limit
     rowsets = open_sources(sources, data) if opened is None else opened
     weights = [source.weight for source in sources if source.weight is not None]
     forget_pieces(tokenizer)
-    loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
+    loaded = request.kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     all_dropped: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lockstep.data.dataset import Dataset, LoadedRows, OpenRows, with_drop_hint
+from lockstep.data.dataset import Dataset, LoadedRows, RowRequest, with_drop_hint
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import OverLimit
 from lockstep.data.row_reader import Kept, RowReader
@@ -25,11 +25,11 @@ from lockstep.data.sources.mix import permutation
 from lockstep.data.sources.rowset import FORMAT_COLUMNS, OPTIONAL
 from lockstep.data.sources.shards import OriginRow, Shard, open_shards
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.keys_data import Data, Source
+from lockstep.recipe.keys_data import Data
 from lockstep.types import Origin, Row
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 T = TypeVar("T")
 LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
@@ -292,28 +292,21 @@ class RowStream(Generic[T]):
         return {f"{group}/epoch": min(map(ShardPool.epochs, self.pools, cursors)), **counts}
 
 
-def stream_rows(
-    kind: type[LoadedT],
-    open_rows: OpenRows[Any],
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    check: ItemCheck,
-) -> LoadedT:
+def stream_rows(request: RowRequest[LoadedT], check: ItemCheck) -> LoadedT:
     """Opens the files of the sources, and encodes the first row of every file and the first rows of every source.
 
     The result contains only the encoded first rows, for the checks before training. `open_stream` of the result gives
     the rows of updates.
     """
+    sources, data = request.sources, request.data
     weights = [source.weight for source in sources if source.weight is not None]
-    loaded = kind(weights=weights or None)
+    loaded = request.kind(weights=weights or None)
     by_source: list[list[SourceShard[Any]]] = []
     problems: list[Problem] = []
     for source in sources:
         shards, ignored = open_shards(source.path, data.sample_by)
         columns = tuple(dict.fromkeys(column for _, row in _first_rows(shards) for column in row))
-        reader = open_rows(ColumnFinder(source, data, columns), tokenizer, limit)
+        reader = request.open_rows(ColumnFinder(source, data, columns), request.tokenizer, request.limit)
         by_source.append([SourceShard(shard, reader, frozenset(columns)) for shard in shards])
         problems += _sampled(loaded, shards, reader, drop_bad=data.bad_rows == "drop")
         files = f"{len(shards):,} file{'s' * (len(shards) > 1)}"
@@ -334,7 +327,7 @@ def stream_rows(
         stream.restore(carried)
         return stream
 
-    loaded.open_stream, loaded.limit = open_stream, limit
+    loaded.open_stream, loaded.limit = open_stream, request.limit
     return loaded
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.kernels.attention.flash import flash_fits, flash_line_backward
+from lockstep.kernels.attention.flash import LARGEST_HEAD, flash_fits, flash_line_backward
 from lockstep.kernels.attention.layout import Layout
+from lockstep.kernels.attention.masks import CHUNK, ROWS, SHAPE, SOFTCAP
 
 if TYPE_CHECKING:
     from lockstep.kernels.attention.layout import Chunk, DecodePass
@@ -90,6 +91,24 @@ def invariant_varlen(
 ) -> torch.Tensor:
     """Computes batch-invariant causal attention inside each packed sequence."""
     return _Attention.apply(query_THD, key_TGD, value_TGD, layout, scale, window)
+
+
+def variant_attention(attentions: Iterable[Any]) -> str | None:
+    """Returns a property of an attention module that the batch-invariant kernel does not support, or None. Such a
+    module uses the other kernels, so its results can depend on the batch."""
+    for module in attentions:
+        _, key_size, value_size = getattr(module, SHAPE)
+        found = {
+            "selects tokens by scores": getattr(module, ROWS),
+            "attends within chunks": getattr(module, CHUNK) is not None,
+            "has a soft cap": getattr(module, SOFTCAP) is not None,
+            "has attention sinks": getattr(module, "sinks", None) is not None,
+            "has keys and values of different sizes": key_size != value_size,
+            f"has heads of size {key_size}": key_size % 8 != 0 or key_size > LARGEST_HEAD,
+        }
+        if why := next((name for name, holds in found.items() if holds), None):
+            return f"{type(module).__name__} {why}"
+    return None
 
 
 invariant_fits: Callable[[torch.Tensor, Layout, float], bool] = flash_fits

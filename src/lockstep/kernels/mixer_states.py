@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from lockstep.device.base import sent
-from lockstep.kernels.mixers import PackedMixer
+from lockstep.kernels.mixers import PackedMixer, state_attributes
 
 # Identifies a state of a module by its kind (CONVOLUTION or RECURRENT) and its index among the states of this kind.
 StateKey = tuple[str, int]
@@ -120,11 +120,12 @@ ModuleShapes = dict[StateKey, StateShape]
 
 
 def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) -> list[ModuleShapes]:
-    """Runs the decoder once with `run` (on a few tokens of one sequence) and returns the state shapes of each recurrent
-    module. Also sets `mixer.continues` of each module."""
-    stateless = next((mixer for mixer in mixers if mixer.cache_name is None), None)
-    if stateless is not None:
-        raise NotImplementedError(f"{type(stateless.module).__name__} keeps its state in the module, not in a cache")
+    """Returns the states of each module, and sets whether it continues from its state on several tokens. `run` runs the
+    decoder on a few tokens of one sequence."""
+    for mixer in mixers:
+        if mixer.cache_name is None and not state_attributes(mixer.module):
+            kind = type(mixer.module).__name__
+            raise NotImplementedError(f"{kind} keeps its state neither in a cache nor in a known attribute")
     shapes: dict[int, ModuleShapes] = {}
 
     def measure(mixer: PackedMixer, named: dict[str, Any]) -> Any:

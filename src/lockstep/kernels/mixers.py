@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.layout import Layout
-from lockstep.kernels.attention.masks import BeyondCausal
 from lockstep.kernels.attention.varlen import to_slots, to_tokens
+from lockstep.kernels.keywords import CallTrace, carried_layout, carry_layout, inside
 
 # Layer kinds of transformers' configs that have a recurrent module, and kinds that mix no tokens.
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"})
@@ -30,6 +29,9 @@ TOKENWISE_KINDS = frozenset({"mlp", "moe"})
 # Parameters of a module's forward that only a module with a state between tokens has.
 CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value")
 STATE_PARAMETERS = frozenset({*CACHE_PARAMETERS, "use_cache"})
+
+# Attributes in which modules keep their states that take no cache (RecurrentGemma), with the kinds of the states.
+STATE_ATTRIBUTES = {"conv1d_state": "convolution", "recurrent_states": "recurrent"}
 
 # Optional packages whose kernels transformers uses in recurrent modules.
 RECURRENCE_PACKAGES = ("flash-linear-attention", "causal-conv1d", "mamba-ssm")
@@ -42,6 +44,11 @@ def layer_kinds(config: Any) -> set[str]:
     such list."""
     names = ("layer_types", "layers_block_type")
     return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
+
+
+def state_attributes(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns the attributes in which a module keeps its states, with the parts of the module that have them."""
+    return [(part, name) for part in module.modules() for name in STATE_ATTRIBUTES if name in vars(part)]
 
 
 class PackedMixer:
@@ -58,15 +65,12 @@ class PackedMixer:
         self.measure: Callable[[PackedMixer, dict[str, Any]], Any] | None = None
         """A function that is called instead of the module while `measured_shapes` measures the shapes of its states."""
         self.continues = True
-        """Whether the module continues from its stored state if a call has several tokens. `measured_shapes` sets this
-        value."""
-        self.carried: Any = None
-        """While an enclosing module runs that received the keyword `layout`, its value; otherwise None."""
+        """Whether the module continues from its state on several tokens at once. Known after its states are
+        measured."""
 
     def __call__(self, *args: Any, layout: Any = None, **named: Any) -> Any:
-        """If no attention layout is given, as in forward passes that transformers starts, runs the module's own forward
-        unchanged."""
-        layout = self.carried if layout is None else layout
+        """Runs the module's own forward unchanged if there is no layout, as in passes that transformers starts."""
+        layout = carried_layout(self.module) if layout is None else layout
         if layout is None:
             return self.original_forward(*args, **named)
         named |= zip(self.parameter_names, args, strict=False)
@@ -84,8 +88,21 @@ class PackedMixer:
 
     def run(self, named: dict[str, Any], cache: Any) -> Any:
         """Runs the module's own forward with the states of `cache`, which the module updates."""
-        assert self.cache_name is not None
+        if self.cache_name is None:
+            return self._run_with_attributes(named, cache)
         return self.original_forward(**{**named, self.cache_name: cache})
+
+    def _run_with_attributes(self, named: dict[str, Any], cache: Any) -> Any:
+        attributes = {(STATE_ATTRIBUTES[name], 0): (part, name) for part, name in state_attributes(self.module)}
+        for key, (part, name) in attributes.items():
+            setattr(part, name, cache.states.get(key))
+        try:
+            result = self.original_forward(**{**named, "use_cache": True})
+            cache.states.update({key: getattr(part, name) for key, (part, name) in attributes.items()})
+        finally:
+            for part, name in attributes.values():
+                setattr(part, name, None)
+        return result
 
     def _packed(self, layout: Layout, named: dict[str, Any]) -> Any:
         inputs_NTH = named[self.input_name]
@@ -163,39 +180,6 @@ def _has_state(module: nn.Module) -> bool:
     return not STATE_PARAMETERS.isdisjoint(inspect.signature(module.forward).parameters)
 
 
-@dataclass
-class CallTrace:
-    """Names of the modules that a test forward pass called, and of those that received a given keyword argument."""
-
-    called: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-
-
-@contextmanager
-def noting_calls(decoder: nn.Module, keyword: str) -> Iterator[CallTrace]:
-    """Yields the names of modules called inside the `with` block, and of those that received the argument `keyword`."""
-    trace = CallTrace()
-
-    def note(name: str, named: dict[str, Any]) -> None:
-        trace.called.add(name)
-        if keyword in named:
-            trace.received.add(name)
-
-    def noting(name: str) -> Callable[..., None]:
-        return lambda module, args, named: note(name, named)
-
-    hooks = [module.register_forward_pre_hook(noting(name), with_kwargs=True) for name, module in inside(decoder)]
-    try:
-        yield trace
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def inside(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in decoder.named_modules() if name)
-
-
 def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: CallTrace) -> list[PackedMixer]:
     """Installs `PackedMixer` on the recurrent modules of a decoder; `trace` records the module calls of a test forward
     pass. Returns all installed `PackedMixer`, including those of earlier calls."""
@@ -207,13 +191,7 @@ def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: Call
             module.forward = PackedMixer(module)
         mixers.append(module.forward)
         _refuse_bypassed(name, module, trace)
-        outer = name
-        while outer and outer not in trace.received:
-            outer = outer.rpartition(".")[0]
-        if not outer:
-            raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
-        if outer != name:
-            _carry(decoder.get_submodule(outer))
+        carry_layout(decoder, name, trace)
     for number, mixer in enumerate(mixers):
         mixer.number = number
     return mixers
@@ -231,23 +209,3 @@ def _refuse_bypassed(name: str, module: nn.Module, trace: CallTrace) -> None:
                 f"add {inner} to model.lora.exclude",
                 code="unfit-adapter",
             )
-
-
-# Some layers do not pass the keywords of the forward pass on to their recurrent module. Hooks on such a layer set the
-# attribute `carried` of the recurrent module to the layout while the layer runs. Gradient checkpointing runs the layer
-# again with the same keywords, and so with the same layout.
-
-CARRIES = "lockstep_carries"
-
-
-def _carry(outer: nn.Module) -> None:
-    if not hasattr(outer, CARRIES):
-        setattr(outer, CARRIES, True)
-        outer.register_forward_pre_hook(lambda module, args, named: _set(module, named.get("layout")), with_kwargs=True)
-        outer.register_forward_hook(lambda module, *_: _set(module, None), always_call=True)
-
-
-def _set(outer: nn.Module, layout: Any) -> None:
-    for module in outer.modules():
-        if isinstance(module.forward, PackedMixer):
-            module.forward.carried = layout

@@ -24,7 +24,7 @@ from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.mixers import RECURRENT_KINDS, TOKENWISE_KINDS, layer_kinds
 from lockstep.model.decoder import OUTSIDE
-from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
+from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, WORDS, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.text_model import LanguageModel, no_language_model, text_config
 from lockstep.model.trials import ARCHITECTURE, LOADED_MODEL, Unfit, hardware, run_trial
@@ -117,7 +117,7 @@ def _build(config: Any, divisor: int) -> Any:
 
 def try_architecture(miniature: Miniature) -> None:
     """Compares log-probs (packed and padded) and the gradient of every parameter with those of transformers."""
-    sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
+    sequences = [tokens(length, WORDS) for length in LENGTHS]
     policy, device = miniature.policy, next(miniature.policy.parameters()).device
     try:
         theirs, wanted = _reference_gradients(miniature.model, sequences, device)
@@ -268,7 +268,7 @@ def _why_not(config: Any, dtype: torch.dtype, kernel: str, device: torch.device)
 def _eager_difference(config: Any, device: torch.device) -> float:
     """Returns the maximum difference between the log-probs of transformers' eager attention on the device and on the
     CPU."""
-    sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
+    sequences = [tokens(length, WORDS) for length in LENGTHS]
     found = []
     for one in (device, torch.device("cpu")):
         model = build_miniature(config, PLAIN, one).model
@@ -282,7 +282,7 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
 
     The median error over tokens is compared, because rounding may route single tokens to other experts.
     """
-    sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
+    sequences = [tokens(length, WORDS, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
     policy, model = miniature.policy, miniature.model
     device = next(policy.parameters()).device
     exact, _ = _reference_gradients(model, sequences, device)

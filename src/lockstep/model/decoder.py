@@ -18,14 +18,14 @@ from lockstep.kernels.attention.layout import DecodePass, Layout, make_layout, p
 from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, OwnMask, read_windows
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.attention.rows import RowPass, RowProbe, engine_rows, padded_rows, read_rows, row_mask
+from lockstep.kernels.invariant import variant_attention
+from lockstep.kernels.keywords import CallTrace, carry_layout, inside, noting_calls
 from lockstep.kernels.mixer_states import ModuleShapes, measured_shapes
 from lockstep.kernels.mixers import (
     TOKENWISE_KINDS,
-    CallTrace,
     PackedMixer,
     install_mixers,
     layer_kinds,
-    noting_calls,
     recurrent_modules,
 )
 from lockstep.kernels.rotary import own_positions, sequences
@@ -75,14 +75,17 @@ class Decoder:
     def _probe(self) -> MaskProbe:
         decoder = inner_decoder(self.model)
         stateful = recurrent_modules(decoder)
-        with noting_calls(decoder, "probe") if stateful else nullcontext(CallTrace()) as trace:
+        with noting_calls(decoder, "probe") as trace:
             try:
                 found = read_windows(self.model, decoder)
             except OwnMask as own:
                 found = read_rows(self.model, decoder, own.seen)
         recurrent = [one for one in stateful if not any(part in found.called for part in one.modules())]
         self.mixers = install_mixers(decoder, recurrent, trace)
-        _refuse_other_layers(self.model, found.called, recurrent)
+        for name, module in inside(decoder):
+            if module in found.unreached:
+                carry_layout(decoder, name, trace)
+        _refuse_other_layers(self.model, found.called, recurrent, trace)
         self._positions_needed = give_positions(found.called)
         return found
 
@@ -92,6 +95,12 @@ class Decoder:
             # A model without attention caches no keys, but its sequences still own blocks of the smallest size.
             return uniform_layout(1, 1, 1)
         return latent_layout(self._probe.layout, self._latent_modules)
+
+    def batch_variant(self) -> str | None:
+        """Returns why log-probs depend on the batch even with batch-invariant kernels, or None if they do not."""
+        if self.attentions and (why := variant_attention(self.attentions)):
+            return why
+        return f"{type(self.mixers[0].module).__name__} has a recurrent state" if self.mixers else None
 
     @cached_property
     def _latent_modules(self) -> list[nn.Module]:
@@ -144,7 +153,7 @@ class Decoder:
             )
         if self.records_router_logits:
             self.router_logits = tuple(output.router_logits)
-        return output.last_hidden_state
+        return self._before_head(output.last_hidden_state)
 
     def _in_rows(self, batch: MicroBatch, probe: RowProbe) -> torch.Tensor:
         """Runs the sequences as right-padded rows, for models that derive their own masks."""
@@ -156,7 +165,7 @@ class Decoder:
         if self.records_router_logits:
             shape = rows.input_ids_NL.shape
             self.router_logits = tuple(rows.back(logits.view(*shape, -1))[0] for logits in output.router_logits)
-        return rows.back(output.last_hidden_state)
+        return rows.back(self._before_head(output.last_hidden_state))
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
         if self.records_router_logits:
@@ -170,10 +179,15 @@ class Decoder:
         states."""
         decoder: Any = inner_decoder(self.model)
         if isinstance(self._probe, RowProbe):
-            return engine_rows(decoder, ids_T, at_T, step, self._probe)
+            return self._before_head(engine_rows(decoder, ids_T, at_T, step, self._probe))
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
         with latents_kept(self._latent_modules):
-            return decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0]
+            return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])
+
+    def _before_head(self, states: torch.Tensor) -> torch.Tensor:
+        """Applies the layers between decoder and output head, if there are any (ModernBERT decoder)."""
+        layers, head = getattr(self.model, "lm_head", None), self.model.get_output_embeddings()
+        return states if head is None or layers is None or layers is head else layers(states)
 
 
 def inner_decoder(model: Any) -> nn.Module:
@@ -186,7 +200,9 @@ def inner_decoder(model: Any) -> nn.Module:
     # In some models `get_decoder` returns the output head, and in Llama 4 the model itself.
     decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
     inner = getattr(model, "model", None)
-    return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
+    decoder = inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
+    # The language model of a nested model can be a class with an output head.
+    return decoder if decoder is model else inner_decoder(decoder)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -214,9 +230,11 @@ def own_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
-def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module], recurrent: list[nn.Module]) -> None:
+def _refuse_other_layers(
+    model: PreTrainedModel, called: list[nn.Module], recurrent: list[nn.Module], trace: CallTrace
+) -> None:
     """Raises `BeyondCausal` for layers that mix tokens without lockstep's attention, because they would mix packed
-    sequences."""
+    sequences. Layers that text does not run through (cross-attention to images) mix no tokens."""
     if not called and not recurrent:
         raise BeyondCausal(OUTSIDE)
     if called and "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
@@ -226,11 +244,12 @@ def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module], recurr
         # the comparison with transformers (`check.py`) finds it.
         return
     names = set(model._no_split_modules or ())
-    layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in names]
+    decoder = inner_decoder(model)
+    layers = [module for name, module in inside(decoder) if type(module).__name__ in names and name in trace.called]
     mixing = {*called, *recurrent}
     others = [layer for layer in layers if mixing.isdisjoint(layer.modules())]
     if others:
-        inside = sorted({type(part).__name__ for layer in others for part in layer.children()})
+        parts = sorted({type(part).__name__ for layer in others for part in layer.children()})
         raise BeyondCausal(
-            f"{len(others)} of its layers call no attention; they mix tokens by other means ({', '.join(inside[:4])})"
+            f"{len(others)} of its layers call no attention; they mix tokens by other means ({', '.join(parts[:4])})"
         )

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from lockstep.kernels.mixers import layer_kinds
-from lockstep.model.text_model import is_nested, text_config
+from lockstep.model.text_model import PLACEHOLDERS, is_nested, text_config
 
 VOCABULARY = 96
+# Test sequences use only the first token ids. The others are placeholders for images, video or audio.
+WORDS = VOCABULARY - 8
 HEADS, HEAD_SIZE = 4, 16
 LAYERS = 2
 # Maximum of the attention limits (sliding window, chunk size) of the small model.
@@ -42,6 +45,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
     "attention_heads": HEADS,
+    "kv_n_heads": HEADS // 2,
     **dict.fromkeys(
         ("head_dim", "swa_head_dim", "global_head_dim", "v_head_dim", "kv_channels", "dim_head"), HEAD_SIZE
     ),
@@ -53,8 +57,9 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
-    # A sparse-attention indexer adds up the scores of its heads, of which about half are 0. With few heads, tokens
-    # would often have equal sums, and the selection of tokens would be arbitrary.
+    # The score of an indexer is a sum of relu(q k) over its heads, of which half are 0. With two heads a quarter of all
+    # scores are exactly 0, and which of several tokens with a score of 0 are selected depends on the padding of the
+    # rows, also in transformers. With 16 heads no score of the test sequences is 0. Published models have 32 or more.
     "index_n_heads": 16,
     "o_groups": 2,
     **dict.fromkeys(("hidden_size_per_layer_input", "ple_embed_dim", "d_rel", "embedding_size"), 16),
@@ -84,8 +89,8 @@ LIMITS: dict[str, int] = {
     **dict.fromkeys(
         ("attention_chunk_size", "index_topk", "keep_window_size", "local_attention", "floor_scale"), LIMIT
     ),
-    **dict.fromkeys(("index_block_size", "index_topk_blocks"), LIMIT // 4),
-    # Chunk sizes of recurrent layers.
+    **dict.fromkeys(("index_block_size", "index_topk_blocks", "index_kpool"), LIMIT // 4),
+    # Chunks in which a recurrence is computed.
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), LIMIT),
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
@@ -106,9 +111,22 @@ def miniature_config(config: Any, divisor: int = 1, *, towers: bool = True) -> A
     kept = {} if towers else {name: data.pop(name) for name in _towers(config) if name in data}
     _shrink(data)
     _widen(data, divisor)
-    small = type(config).from_dict({**data, **kept})
+    try:
+        small = type(config).from_dict({**data, **kept})
+    except StrictDataclassError:
+        # Some classes refuse towers whose output does not have the size of the language model.
+        small = type(config).from_dict({**data, **_fitted(kept, text_config(config).hidden_size)})
     _refuse_lost_kinds(config, small)
     return small
+
+
+def _fitted(towers: Any, width: int) -> Any:
+    """Replaces the width of the language model, and a quarter of it, by those of the small model in the configs of
+    towers."""
+    if isinstance(towers, dict):
+        return {name: _fitted(value, width) for name, value in towers.items()}
+    small = {width: WIDTH, width // 4: WIDTH // 4}
+    return small.get(towers, towers) if isinstance(towers, int) and not isinstance(towers, bool) else towers
 
 
 def _towers(config: Any) -> list[str]:
@@ -136,7 +154,9 @@ def _shrink(data: dict[str, Any]) -> None:
     layers = _kept_layers(data, total)
     ropes: list[dict[str, Any]] = []
     sizes = data.get("head_dim") or 0, data.get("v_head_dim") or 0
+    rotary = data.get("qk_rope_head_dim") or 0, data.get("qk_nope_head_dim") or 0
     heads = next((data[name] for name in ATTENTION_HEADS if data.get(name)), 0)
+    keeps_all = 0 < (data.get("max_position_embeddings") or 0) <= (data.get("keep_window_size") or 0)
     # The number of heads is a power of two that divides the hidden size, so that the head size is even.
     few = HEADS if heads >= HEADS else min(heads, 2)
     for name, value in list(data.items()):
@@ -144,6 +164,9 @@ def _shrink(data: dict[str, Any]) -> None:
             continue  # a dictionary whose keys are numbers is not a config
         if isinstance(value, dict) and name == "per_layer_config":
             data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
+        elif isinstance(value, dict) and name == "compress_rates":
+            # More compressed keys than an indexer selects fit into a test sequence.
+            data[name] = {kind: min(rate, LIMIT // 4) for kind, rate in value.items()}
         elif isinstance(value, dict):
             ropes.append(value) if "rope" in name else _shrink(value)
         elif isinstance(value, list):
@@ -165,17 +188,37 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
-        data["head_dim"] = data["qk_rope_head_dim"]
+        # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head, or of the
+        # full head. The rotary part of the full head is a share of it.
+        if sizes[0] == rotary[0]:
+            data["head_dim"] = data["qk_rope_head_dim"]
+        else:
+            data["head_dim"] = data["qk_rope_head_dim"] + (data.get("qk_nope_head_dim") or data["qk_rope_head_dim"])
+            _set_rotary_share(data, data["qk_rope_head_dim"] / data["head_dim"])
     elif all(sizes) and sizes[0] != sizes[1]:
         # Value heads stay smaller or larger than key heads, as in the original model.
         data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
     if data.get("index_block_size") and data.get("index_n_heads"):
         # An indexer that selects blocks of tokens has one head per key/value head.
         data["index_n_heads"] = data["num_key_value_heads"]
+    if keeps_all:
+        # Attention that keeps some tokens keeps all of them up to the longest sequence.
+        data["keep_window_size"] = data["max_position_embeddings"]
     _fit_mamba(data)
     for rope in ropes:
         _shrink_rope(rope, data)
+
+
+def _set_rotary_share(data: dict[str, Any], share: float) -> None:
+    """Sets the share of a head that is rotated, wherever the config has it."""
+    for name, value in data.items():
+        if isinstance(value, dict) and "rope" in str(name):
+            _set_rotary_share(value, share)
+            for part in value.values():
+                if isinstance(part, dict):
+                    _set_rotary_share(part, share)
+        elif name == "partial_rotary_factor" and value:
+            data[name] = share
 
 
 def _fit_mamba(data: dict[str, Any]) -> None:
@@ -187,8 +230,8 @@ def _fit_mamba(data: dict[str, Any]) -> None:
             data["mamba_d_ssm"] = inner
     if data.get("state_size") and data.get("num_heads") and data.get("expand"):
         data["num_heads"] = data["expand"] * WIDTH // data["head_dim"]
-    if "mamba_headdim" in data:
-        # If these keys are removed, the config derives their values from other sizes.
+    if "mamba_headdim" in data or "n_mamba_heads" in data:
+        # The config derives these sizes from the others, unless they are given.
         for name in ("mamba_headdim", "attention_head_dim", "head_dim", "attention_hidden_size", "hybrid_layer_ids"):
             data.pop(name, None)
 
@@ -213,7 +256,9 @@ def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    return sorted({*range(min(LAYERS, len(kinds))), *first.values(), len(kinds) - 1})
+    # Hybrid layers share weights with each other, so there are two of them.
+    hybrid = [index for index, kind in enumerate(kinds) if kind == "hybrid"]
+    return sorted({*range(min(LAYERS, len(kinds))), *first.values(), *hybrid[:2], len(kinds) - 1})
 
 
 def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> list[Any]:
@@ -221,6 +266,9 @@ def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> 
         return [HEAD_SIZE // 2 - 2 * (HEAD_SIZE // 6), *[HEAD_SIZE // 6] * 2][: len(value)]
     if name == "attn_layer_indices":
         return [LAYERS - 1] if value else []
+    if name == "kv_source_layers":
+        # Each layer reads the keys and values of its own or an earlier layer.
+        return [layers.index(value[layer] if value[layer] in layers else layer) for layer in layers]
     if name == "cross_attention_layers":
         return [len(layers) - 1] if value else value  # the last layer of the small model attends to images
     if len(value) == total and len(value) > max(layers):
@@ -234,11 +282,13 @@ def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> 
 def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in LIMITS:
         return min(value, LIMITS[name])
+    if PLACEHOLDERS.fullmatch(name):
+        return WORDS + value % (VOCABULARY - WORDS)
     if name in WIDTHS:
         return WIDTH
-    if name in ("vocab_size", *POSITION_COUNTS):
+    if name in ("vocab_size", "index_n_heads", *POSITION_COUNTS):
         # The vocabulary size and maximum positions are set exactly, because the test token ids and sequence lengths
-        # must fit.
+        # must fit. So is the number of indexer heads, because few heads give equal scores.
         return SIZES[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
@@ -263,12 +313,19 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
             pairs = _rotated_pairs(rope, data)
             rope[name] = [value[index * len(value) // pairs] for index in range(pairs)]
         elif name == "mrope_section":
-            pairs = _rotated_pairs(rope, data)
-            rope[name] = [pairs - 2 * (pairs // 3), *[pairs // 3] * 2][: len(value)]
+            rope[name] = _shrink_sections(value, _rotated_pairs(rope, data))
         elif name == "rope_type" and value == "dynamic":
             # Dynamic NTK changes only sequences beyond the model's context length, so the test sequences must exceed
             # it.
             data["max_position_embeddings"] = ORIGINAL_LENGTH
+
+
+def _shrink_sections(sections: list[int], pairs: int) -> list[int]:
+    """Returns sections of rotary frequencies with the sum `pairs`. Sections of equal size stay equal."""
+    small = [pairs * section // sum(sections) for section in sections]
+    rest = next((place for place, section in enumerate(sections) if sections.count(section) == 1), 0)
+    small[rest] += pairs - sum(small)
+    return small
 
 
 def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from lockstep.kernels.logit_divergence import TeacherDivergence, Whole, compared
 from lockstep.kernels.logprob import Head, Scores, TokenGrads, token_scores, uniform_token_grads
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
-from lockstep.model.text_model import text_config
+from lockstep.model.text_model import is_nested, text_config
 from lockstep.model.weights import NONE
 from lockstep.parallel.offload import resident
 from lockstep.types import MicroBatch
@@ -40,6 +40,18 @@ DIVISORS: dict[str, str] = {
 }
 # Config keys of the logit soft cap, which have this meaning in all models.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Nested models that have the output head themselves and apply the scale and soft cap of their text config, by prefix
+# of the model type.
+SCALED_HEADS = (
+    "cohere_compass",
+    "gemma3n",
+    "gemma4",
+    "granite4_vision",
+    "hyperclovax",
+    "inkling",
+    "mistral_large4",
+    "muse_",
+)
 
 
 def output_head(model: PreTrainedModel) -> Head:
@@ -47,10 +59,19 @@ def output_head(model: PreTrainedModel) -> Head:
 
     If a model computes logits in another way, `check_policy` refuses it.
     """
-    config = text_config(model.config)
     projection: Any = model.get_output_embeddings()
+    if _head_is_plain(model, projection):
+        return Head(projection.weight, projection.bias)
+    config = text_config(model.config)
     caps = [cap for cap in (getattr(config, name, None) for name in CAPS) if cap is not None]
     return Head(projection.weight, projection.bias, _scale(config), float(caps[0]) if caps else None)
+
+
+def _head_is_plain(model: PreTrainedModel, projection: nn.Module) -> bool:
+    """Returns whether a model ignores the scale and soft cap of its text config. So do most nested models that have the
+    output head themselves, for example a LLaVA with the text config of Granite."""
+    own = is_nested(model.config) and any(child is projection for child in model.children())
+    return own and not model.config.model_type.startswith(SCALED_HEADS)
 
 
 def _scale(config: Any) -> float:

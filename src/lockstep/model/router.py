@@ -11,7 +11,7 @@ from lockstep.algorithms.token_losses import count_routed, load_balance
 from lockstep.errors import Problem, Refusal, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_row, tokens
 from lockstep.model.decoder import inner_decoder
-from lockstep.model.miniature import VOCABULARY
+from lockstep.model.miniature import WORDS
 from lockstep.model.text_model import text_config
 from lockstep.model.trials import LOAD_BALANCE, ROUTER_NOISE, Unfit, run_trial
 
@@ -68,7 +68,7 @@ def _try_balance(config: Any) -> None:
         raise Unfit("it has no experts")
     miniature = build_miniature(config, "sdpa", torch.device("cpu"))
     experts = experts_of_token(miniature.model.config) or experts  # the miniature has fewer
-    ids = tokens(LENGTHS[-1], VOCABULARY)
+    ids = tokens(LENGTHS[-1], WORDS)
     decoder = miniature.policy.decoder
     decoder.records_router_logits = True
     try:
@@ -104,7 +104,7 @@ def _is_noisy(config: Any) -> bool:
     model = build_miniature(_without_dropout(config), "sdpa", torch.device("cpu")).model
     model.set_attn_implementation("eager")
     model.train()
-    ids = torch.tensor([tokens(LENGTHS[-1], VOCABULARY)])
+    ids = torch.tensor([tokens(LENGTHS[-1], WORDS)])
     passes = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):

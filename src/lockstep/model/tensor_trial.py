@@ -14,7 +14,7 @@ from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Problem, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_row, tokens, weights_of
 from lockstep.model.decoder import inner_decoder
-from lockstep.model.miniature import VOCABULARY
+from lockstep.model.miniature import WORDS
 from lockstep.model.policy import Policy
 from lockstep.model.tensor_plan import KEY, REMEDY, Indivisible, styles_of
 from lockstep.model.trials import TENSOR_PARALLEL, Unfit, hardware, run_trial
@@ -50,7 +50,7 @@ def check_division(config: Any, path: str, kernel: str, device: torch.device, sh
 def try_division(config: Any, kernel: str, device: torch.device, group: TensorGroup) -> None:
     one = build_miniature(config, kernel, device, group.size).policy
     model = build_miniature(config, kernel, device, group.size).model
-    line = packed_row([tokens(length, VOCABULARY) for length in LENGTHS], device)
+    line = packed_row([tokens(length, WORDS) for length in LENGTHS], device)
     wanted, gradients = _run(one, line)
     try:
         divide(model, inner_decoder(model), styles_of(model, group.size), group)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
+from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 
 
 def text_config(config: Any) -> Any:
@@ -48,10 +49,13 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: Any) -> TextSizes:
-    """Returns the sizes of the language model of a config, nested or not. Raises `Refusal` if a size is missing."""
+    """Returns the sizes of the language model of a config, nested or not. Raises `Refusal` if the config lacks one. A
+    model that has only recurrent layers has no heads."""
     text = text_config(config)
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     found = {name: max(layer_sizes(text, name), default=0) for name in names}
+    kinds = layer_kinds(text)
+    headless = bool(kinds) and kinds <= RECURRENT_KINDS
     problems = [
         Problem(
             "model.path",
@@ -60,13 +64,13 @@ def text_sizes(config: Any) -> TextSizes:
             code="unsupported-model",
         )
         for name, value in found.items()
-        if not value
+        if not value and not (headless and name == "num_attention_heads")
     ]
     refuse_all(problems)
     hidden, heads, layers, vocabulary = found.values()
     inner = max(layer_sizes(text, "intermediate_size"), default=4 * hidden)
     key_heads = max(layer_sizes(text, "num_key_value_heads"), default=heads)
-    head_size = max(layer_sizes(text, "head_dim"), default=hidden // heads)
+    head_size = max(layer_sizes(text, "head_dim"), default=hidden // heads if heads else 0)
     return TextSizes(hidden, inner, heads, key_heads, head_size, layers, vocabulary)
 
 
@@ -79,6 +83,23 @@ def layer_sizes(text: Any, name: str) -> list[int]:
         value = [getattr(layer, name, None) for layer in text.per_layer_config]
     values = value if isinstance(value, list | tuple) else [value]
     return [number for number in values if isinstance(number, int) and number > 0]
+
+
+# The keys of config.json that contain the token ids of placeholders for images, video or audio.
+PLACEHOLDERS = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
+
+
+def placeholder_ids(config: Any) -> dict[int, str]:
+    """Returns the token ids of placeholders for images, video or audio, each with its key in config.json."""
+    ids = {}
+    parts = [config.to_dict()]
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            elif PLACEHOLDERS.fullmatch(str(name)) and isinstance(value, int):
+                ids[value] = str(name)
+    return ids
 
 
 def is_nested(config: Any) -> bool:
@@ -211,6 +232,12 @@ def without_towers(kind: Any) -> Any:
                 *(_pattern(name, self.base_model_prefix) for name in dropped),
             }
 
+        def get_output_embeddings(self) -> Any:
+            """Returns the output head, which some classes have only in their language model."""
+            head = super().get_output_embeddings()
+            inner = [child for child in self.children() if hasattr(child, "get_output_embeddings")]
+            return next((one.get_output_embeddings() for one in inner), None) if head is None else head
+
         def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
             """Sets the attention of the language model. The attention of the towers is unchanged."""
             chosen = _for_text(self.config, {"attn_implementation": attn_implementation})
@@ -247,9 +274,15 @@ def _rebuild(model: Any) -> None:
     model.tie_weights()
 
 
+class LeftOut(nn.Module):
+    """Takes the place of a tower. Some classes read the device of a tower even if there is no image or audio."""
+
+    device = torch.device("meta")
+
+
 def _drop_towers(module: nn.Module, kept: list[nn.Module], prefix: str = "") -> list[str]:
-    """Replaces all modules, parameters and buffers that are neither part of `kept` nor contain a part of `kept` by
-    None. Returns their names."""
+    """Replaces all modules that are neither part of `kept` nor contain a part of `kept` by `LeftOut`, and such
+    parameters and buffers by None. Returns their names."""
     dropped = []
     for tensors in (module._parameters, module._buffers):
         dropped += [prefix + name for name in tensors]
@@ -262,7 +295,7 @@ def _drop_towers(module: nn.Module, kept: list[nn.Module], prefix: str = "") -> 
         if any(part is one for part in child.modules() for one in kept):
             dropped += _drop_towers(child, kept, f"{prefix}{name}.")
         else:
-            module._modules[name] = None
+            module._modules[name] = LeftOut()
             dropped.append(prefix + name)
     return dropped
 

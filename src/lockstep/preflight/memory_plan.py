@@ -23,6 +23,8 @@ from lockstep.preflight.model_sizes import (
     kernels_of,
     kv_bytes,
     loaded_beside,
+    selection_bytes,
+    selects_tokens,
 )
 from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe import Recipe
@@ -200,8 +202,9 @@ def plan_memory(
     # If an update is one micro-batch, the device's AdamW reads gradients in the model's dtype and needs no fp32 copy.
     fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
-    tokens = _micro_batch_tokens(recipe, rows, longest)
-    activations = _Activations.of(recipe, config, tokens, kernels_of(recipe, counted, device, devices), tensor)
+    tokens = _micro_batch_tokens(recipe, config, rows, longest)
+    kernels = kernels_of(recipe, counted, device, devices)
+    activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
     gathered_bytes = loaded_beside(counted, config, grid) * size if devices > 1 else 0
     phases = (
         Phase("load", model.weights + gathered_bytes),
@@ -257,9 +260,14 @@ class _Activations:
     validation: int
 
     @classmethod
-    def of(cls, recipe: Recipe, config: Any, tokens: int, kernels: LayerKernels, tensor: int) -> _Activations:
+    def of(
+        cls, recipe: Recipe, config: Any, tokens: int, longest: int, kernels: LayerKernels, tensor: int
+    ) -> _Activations:
         size, checkpointing = DTYPES[recipe.model.dtype].itemsize, recipe.model.gradient_checkpointing
         layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
+        # Without checkpointing, every layer keeps its own mask beside the causal mask of all layers.
+        masks = 1 + (1 if checkpointing else text_sizes(config).layers)
+        layers += selection_bytes(config, tokens, longest, size, masks)
         last = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
         each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
         head = head_bytes(config, tokens, recipe.model.lora is None)
@@ -284,9 +292,12 @@ def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activat
     return max(ends, key=lambda phase: phase.total)
 
 
-def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
-    """Returns the tokens per device of the largest micro-batch."""
+def _micro_batch_tokens(recipe: Recipe, config: Any, rows: int, longest: int) -> int:
+    """Returns the tokens per device of the largest micro-batch. Models that select tokens pad all sequences of a
+    micro-batch to the longest one."""
     most = min(recipe.batch.micro_batch_size or rows, rows) * longest
+    if selects_tokens(config):
+        return most
     return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context_parallel)
 
 
@@ -382,7 +393,9 @@ def _with_online_parts(
     # Generation gathers the policy's weights; all other weights stay sharded.
     beside = standing.weights - plan.parameters * size // shards
     prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
-    passes = prefill_bytes(text_config(config), min(engine.prefill_tokens, prompts), size)
+    prefilled = min(engine.prefill_tokens, prompts)
+    passes = prefill_bytes(text_config(config), prefilled, size)
+    passes += selection_bytes(config, prefilled, engine.longest, size, masks=2)
     generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     stored = plan.checkpoint_bytes + own

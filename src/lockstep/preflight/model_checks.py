@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
-from lockstep.model.text_model import text_config
+from lockstep.model.text_model import placeholder_ids, text_config
 from lockstep.model.tower import tower_tensors
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
@@ -27,22 +26,6 @@ from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Origin
-
-# The keys of config.json that contain the token ids of placeholders for images, video or audio.
-_PLACEHOLDERS = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
-
-
-def placeholder_ids(config: Any) -> dict[int, str]:
-    """Returns the token ids of placeholders for images, video or audio, each with its key in config.json."""
-    ids = {}
-    parts = [config.to_dict()]
-    while parts:
-        for name, value in parts.pop().items():
-            if isinstance(value, dict):
-                parts.append(value)
-            elif _PLACEHOLDERS.fullmatch(str(name)) and isinstance(value, int):
-                ids[value] = str(name)
-    return ids
 
 
 def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]]) -> list[Problem]:

@@ -16,7 +16,7 @@ from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
-from lockstep.model.text_model import LanguageModel, model_on_meta, text_config, text_sizes
+from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
@@ -179,6 +179,23 @@ def kept_by_layer(
     return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // text_sizes(config).layers
 
 
+# Config keys of models that select tokens by scores. They run on right-padded rows with dense masks (`rows.py`).
+SELECTED_COUNTS = ("index_topk", "index_topk_blocks", "keep_window_size")
+
+
+def selects_tokens(config: Any) -> bool:
+    return any(layer_sizes(text_config(config), name) for name in SELECTED_COUNTS)
+
+
+def selection_bytes(config: Any, tokens: int, longest: int, size: int, masks: int) -> int:
+    """Returns the bytes of `masks` dense masks over rows of `longest` tokens, and of the fp32 scores of one indexer.
+    Returns 0 for models that select no tokens."""
+    if not selects_tokens(config):
+        return 0
+    heads = max(layer_sizes(text_config(config), "index_n_heads"), default=1)
+    return tokens * longest * (size * masks + 4 * heads)
+
+
 def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
     """Returns the bytes of one chunk of logits with its working copies, plus those of the output head's fp32
     gradient."""
@@ -207,7 +224,9 @@ def cached_elements(config: Any) -> CachedElements:
     key = config.to_json_string(use_diff=False)
     if key not in _ELEMENTS:
         found = _projected_elements(config)
-        _ELEMENTS[key] = found if any(found) else CachedElements(_equal_elements(config), 0)
+        equal = CachedElements(_equal_elements(config), 0)
+        # Sequences of a model without attention own blocks of the smallest size.
+        _ELEMENTS[key] = next((one for one in (found, equal) if any(one)), CachedElements(0, 2))
     return _ELEMENTS[key]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.array_store import item_digests, sequences
-from lockstep.data.dataset import Dataset, load_rows, open_sources, rows_taken
+from lockstep.data.dataset import Dataset, RowRequest, load_rows, open_sources, rows_taken
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.prompt_rows import PromptRows, PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.sources.read import read_rows
@@ -84,7 +84,8 @@ def _encoded_prompts(context: Context) -> PromptSet:
             )
         reader = partial(PromptRows, reward_fields=reward_fields)
         check = partial(_prompt_problems, context)
-        return stream_rows(PromptSet, reader, data.train, data, context.tokenizer, context.limit, check)
+        request = RowRequest(PromptSet, reader, data.train, data, context.tokenizer, context.limit)
+        return stream_rows(request, check)
     opened = open_sources(data.taken, data)
     with context.console.task("Encoding prompts", sum(map(rows_taken, data.taken, opened))) as task:
         return load_prompts(
@@ -95,14 +96,15 @@ def _encoded_prompts(context: Context) -> PromptSet:
 def _encoded_rows(context: Context, sources: list[Source], name: str) -> Dataset[Any]:
     data, reader = context.recipe.data, METHODS[context.recipe.method].reader(context.recipe)
     opened = open_sources(sources, data)
+    request = RowRequest(Dataset, reader, sources, data, context.tokenizer, context.limit)
     with context.console.task(f"Encoding {name} rows", sum(map(rows_taken, sources, opened))) as task:
-        return load_rows(Dataset, reader, sources, data, context.tokenizer, context.limit, task.advance, opened)
+        return load_rows(request, task.advance, opened)
 
 
 def _streamed_rows(context: Context) -> Dataset[Any]:
     data, reader = context.recipe.data, METHODS[context.recipe.method].reader(context.recipe)
     check = partial(_row_problems, context)
-    return stream_rows(Dataset, reader, data.train, data, context.tokenizer, context.limit, check)
+    return stream_rows(RowRequest(Dataset, reader, data.train, data, context.tokenizer, context.limit), check)
 
 
 def validation_questions(recipe: Recipe) -> list[Question]:

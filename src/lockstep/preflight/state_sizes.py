@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from lockstep.kernels.mixer_states import StateCache
-from lockstep.kernels.mixers import CACHE_PARAMETERS, RECURRENT_KINDS, layer_kinds, recurrent_modules
+from lockstep.kernels.mixers import RECURRENT_KINDS, PackedMixer, layer_kinds, recurrent_modules, state_attributes
 from lockstep.model.check import RUN_ERRORS
 from lockstep.model.decoder import inner_decoder
-from lockstep.model.text_model import text_config
+from lockstep.model.text_model import LanguageModel, text_config
 
 _BYTES: dict[tuple[str, torch.dtype], int] = {}
 
@@ -30,10 +30,8 @@ def state_bytes(config: Any, dtype: torch.dtype) -> int:
 
 @torch.inference_mode()
 def _measured_bytes(config: Any, dtype: torch.dtype) -> int:
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        model = LanguageModel.from_config(config, dtype=dtype).eval()
         hidden = torch.empty(1, 2, text_config(config).hidden_size, dtype=dtype)
         sizes: dict[type[nn.Module], int] = {}
         total = 0
@@ -46,19 +44,20 @@ def _measured_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _module_bytes(module: nn.Module, hidden: torch.Tensor) -> int:
-    """Returns the bytes of the states that a module writes to its cache. Attention modules write no states."""
-    parameters = inspect.signature(module.forward).parameters
-    cache = StateCache()
-    cache_name = next((name for name in CACHE_PARAMETERS if name in parameters), None)
-    if cache_name is None:
+    """Returns the bytes of the states that a module writes to its cache or to its attributes. Attention modules write
+    no states."""
+    mixer, cache = PackedMixer(module), StateCache()
+    if mixer.cache_name is None and not state_attributes(module):
         return 0
-    needed = {
+    needed: dict[str, Any] = {
         name: None
-        for name, parameter in parameters.items()
+        for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
+    if "position_ids" in needed:
+        needed["position_ids"] = torch.arange(hidden.shape[1])[None]
     try:
-        module(**{**needed, next(iter(parameters)): hidden, cache_name: cache})
+        mixer.run({**needed, mixer.input_name: hidden}, cache)
     except RUN_ERRORS:
         # An attention module fails here, because it needs position embeddings or another type of cache.
         return 0

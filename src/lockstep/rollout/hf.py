@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from lockstep.device.base import Device
+from lockstep.kernels.attention.masks import COMPRESSOR
+from lockstep.kernels.mixers import state_attributes
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -50,8 +52,9 @@ class HfEngine(SharedWeights):
             for number, request in enumerate(requests)
             for sample in range(request.first, request.first + request.n)
         ]
-        for start in range(0, len(rows), BATCH):
-            part = rows[start : start + BATCH]
+        with self.opened() as model:
+            alike = _ignores_padding_mask(model)
+        for part in _batches(rows, [len(requests[number].ids) for number, _ in rows], alike):
             with self.opened() as model:
                 part_requests = [requests[number] for number, _ in part]
                 on_token = self.on_token if len(part) == 1 else None
@@ -74,6 +77,23 @@ def open_engine(
     policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase
 ) -> HfEngine:
     return HfEngine(policy.generating, tokenizer.decode)
+
+
+def _ignores_padding_mask(model: PreTrainedModel) -> bool:
+    """Returns whether padding before a prompt changes the results: in modules that keep their states in attributes, and
+    in modules that compress the keys of several tokens."""
+    return bool(state_attributes(model)) or any(hasattr(module, COMPRESSOR) for module in model.modules())
+
+
+def _batches(
+    rows: Sequence[tuple[int, int]], lengths: Sequence[int], alike: bool
+) -> Iterator[Sequence[tuple[int, int]]]:
+    """Splits the rows into batches. If `alike`, the prompts of a batch have the same length, so there is no padding."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for row, length in zip(rows, lengths, strict=True):
+        groups.setdefault(length if alike else 0, []).append(row)
+    for group in groups.values():
+        yield from (group[start : start + BATCH] for start in range(0, len(group), BATCH))
 
 
 class _Choose(LogitsProcessor):
@@ -136,6 +156,9 @@ def _generate(
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens, "pad_token_id": pad}
     config = GenerationConfig(**settings, eos_token_id=list(sampling.stop_ids) or None)
     chosen = LogitsProcessorList([processor])
+    for module, name in state_attributes(model):
+        # A prompt of one token would continue from the state of an earlier response.
+        setattr(module, name, None)
     with _without_defaults(model):
         out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=chosen)
     logprobs = torch.stack(processor.logprobs, 1).tolist()

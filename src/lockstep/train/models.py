@@ -21,6 +21,7 @@ from lockstep.data.batching import (
 )
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
+from lockstep.kernels.fused import BY_ROW
 from lockstep.kernels.logit_divergence import Likeliest, TeacherDivergence
 from lockstep.kernels.sampling import Truncation
 from lockstep.methods import METHODS
@@ -270,6 +271,12 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
     policy = load_policy(settings, torch_device, device.attention, seed, make_scoring(recipe), sharding)
     refuse_undivided(policy, world.context, settings.path)
     _tell_unused(policy, settings.path, world)
+    if policy.kernel == BY_ROW and world.main and (why := policy.decoder.batch_variant()):
+        write(
+            f"warning: run.deterministic: {why}, which the batch-invariant kernels do not support. Repeated runs are "
+            "bit-identical, but the log-probs of engine and trainer can differ by rounding",
+            error=True,
+        )
     name = "actor" if recipe.method in ONLINE else "train"
     return _learner(policy, recipe, recipe.optim, device, world, torch_device, name, offload)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from lockstep.data.dataset import LoadedRows, load_rows
+from lockstep.data.dataset import LoadedRows, RowRequest, load_rows
 from lockstep.data.encode.chat import refuse_no_content
 from lockstep.data.encode.chat_text import TemplateInputs, render_prompt
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
@@ -297,7 +297,7 @@ def load_prompts(
 ) -> PromptSet:
     """Returns the prompts of all sources. `reward_fields` are the fields that the rewards read."""
     open_rows = partial(PromptRows, reward_fields=reward_fields)
-    return load_rows(PromptSet, open_rows, sources, data, tokenizer, limit, advance, opened)
+    return load_rows(RowRequest(PromptSet, open_rows, sources, data, tokenizer, limit), advance, opened)
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> None:

@@ -13,6 +13,7 @@ from lockstep.kernels.attention.masks import CHUNK, SELECTIONS, WINDOW, BeyondCa
 from lockstep.kernels.attention.paged import PrefillPass, cached_call, paged_attention
 from lockstep.kernels.attention.rows import RowPass, row_attention
 from lockstep.kernels.attention.varlen import varlen_attention
+from lockstep.kernels.keywords import carried_layout
 
 
 class DividedLayout(ABC):
@@ -75,6 +76,7 @@ def transformers_attention(
     The caller passes `layout` as a keyword through the model's forward. `layout` says where the tokens are: in a packed
     row, on several ranks, or in the engine's KV cache. Unsupported attention raises an error.
     """
+    layout = carried_layout(module) if layout is None else layout
     if isinstance(layout, RowPass):
         return _in_rows(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, extra), None
     _refuse_more(module, attention_mask, is_causal, extra)

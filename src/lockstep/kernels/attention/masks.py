@@ -31,6 +31,8 @@ CHUNK = "lockstep_chunk"
 ROWS = "lockstep_rows"
 # Keywords with which modules pass the tokens, or blocks of tokens, that their indexer has selected.
 SELECTIONS = ("indices", "block_indices")
+# The part of an attention module that adds compressed keys of earlier tokens to the keys (DeepSeek V4).
+COMPRESSOR = "compressor"
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
 HOST = torch.device("cpu")
@@ -81,6 +83,8 @@ class MaskProbe:
     called: list[nn.Module] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     """The masks that the model has made for its layers."""
+    unreached: list[nn.Module] = field(default_factory=list)
+    """Attention modules that did not receive the keywords of the forward pass."""
     calls: list[CachedCall] = field(default_factory=list)
     planes: list[Plane] = field(default_factory=list)
     _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -217,6 +221,15 @@ def register_probe() -> None:
 _PROBES: list[MaskProbe] = []
 
 
+@contextmanager
+def probing(probe: MaskProbe) -> Iterator[None]:
+    _PROBES.append(probe)
+    try:
+        yield
+    finally:
+        _PROBES.pop()
+
+
 def _probe_mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> Mask:
     mask = Mask(mask_function)
     _PROBES[-1].masks.append(mask)
@@ -237,12 +250,14 @@ def _probe_attention(
     """The attention function of the probe pass, which records the window and the shapes of the module. Returns the
     values, as if each token saw only itself."""
     if probe is None:
-        raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
-    if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
+        probe = _PROBES[-1]
+        probe.unreached.append(module)
+    selects = any(extra.get(name) is not None for name in SELECTIONS)
+    if not isinstance(attention_mask, torch.Tensor) and (selects or hasattr(module, COMPRESSOR)):
         raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
         lowest = torch.finfo(attention_mask.dtype).min
-        if ((attention_mask != 0) & (attention_mask != lowest)).any():
+        if ((attention_mask != 0) & (attention_mask > lowest)).any() and _selects(module):
             # The scores do not depend on positions, so repeated tokens have equal scores.
             raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
     is_mask = isinstance(attention_mask, Mask)
@@ -262,8 +277,16 @@ def _probe_attention(
     setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
     probe.add(module, key, value)
-    repeats = query.shape[1] // value.shape[1]
-    return value.repeat_interleave(repeats, 1).transpose(1, 2).contiguous(), None
+    # Compressed keys and values come after those of the tokens.
+    own = value[:, :, : query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return own.transpose(1, 2).contiguous(), None
+
+
+def _selects(module: Any) -> bool:
+    """Returns whether a module that adds scores to its mask also selects tokens by these scores. Doge selects tokens of
+    sequences that are longer than its `keep_window_size`. The longest sequence of published models is not."""
+    kept = getattr(module, "keep_window_size", None)
+    return kept is None or bool(kept < module.config.max_position_embeddings)
 
 
 @contextmanager
@@ -279,9 +302,9 @@ def attending(model: Any, implementation: str) -> Iterator[None]:
 @contextmanager
 def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
     """Converts the error of a model that does arithmetic with its mask to `OwnMask`."""
-    _PROBES.append(probe)
     try:
-        yield
+        with probing(probe):
+            yield
     except (AttributeError, TypeError) as error:
         if Mask.__name__ not in str(error):
             raise
@@ -291,8 +314,6 @@ def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
         if len(seen) != 1:
             raise BeyondCausal("it derives its own masks from several masks") from error
         raise OwnMask(seen.pop()) from error
-    finally:
-        _PROBES.pop()
 
 
 @torch.no_grad()

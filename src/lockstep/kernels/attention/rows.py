@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.kernels.attention.explicit import SCORE_BYTES, masked_attention
 from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 from lockstep.kernels.attention.layout import DecodePass, Layout
-from lockstep.kernels.attention.masks import PROBE, SELECTIONS, MaskProbe, Seen, attending, register_probe
+from lockstep.kernels.attention.masks import PROBE, SELECTIONS, MaskProbe, Seen, attending, probing, register_probe
 from lockstep.kernels.attention.paged import PrefillPass
 
 TOKENS, BLOCKS = SELECTIONS
@@ -102,9 +102,13 @@ class RowProbe(MaskProbe):
     """Maps each write to the cache, given by its kind (`keys` or `index`) and layer, to its index in the cache
     layout."""
     repeated: list[tuple[str, int]] = field(default_factory=list)
+    uncached: str = ""
+    """Why the engine cannot cache the keys of the model, if it cannot."""
 
     @property
     def layout(self) -> CacheLayout:
+        if self.uncached:
+            raise NotImplementedError(self.uncached)
         if self.repeated:
             kind, layer = self.repeated[0]
             raise NotImplementedError(f"layer {layer} writes its {kind} to the cache more than once in a pass")
@@ -161,18 +165,30 @@ class _CacheLayer:
 def read_rows(model: Any, decoder: nn.Module, seen: Seen) -> RowProbe:
     """Runs a probe pass on two tokens, with the mask that the modules get in training."""
     register_probe()
-    probe = RowProbe(seen=seen)
+    try:
+        return _probed_rows(model, decoder, RowProbe(seen=seen))
+    except AttributeError as error:
+        if _CacheLayer.__name__ not in str(error):
+            raise
+        # The model needs caches of its own. It can be trained without them.
+        name = str(error).rpartition(" ")[2]
+        return _probed_rows(
+            model, decoder, RowProbe(seen=seen, uncached=f"its layers need {name} of transformers' cache")
+        )
+
+
+def _probed_rows(model: Any, decoder: nn.Module, probe: RowProbe) -> RowProbe:
     weight = model.get_input_embeddings().weight
     positions = torch.tensor([[0, 1]], device=weight.device)
     training = model.training
     model.eval()
     try:
-        with attending(model, PROBE):
+        with attending(model, PROBE), probing(probe):
             decoder(
                 input_ids=positions + 1,
                 position_ids=positions,
-                attention_mask=row_mask(seen, positions, 2, weight.dtype),
-                past_key_values=probe,
+                attention_mask=row_mask(probe.seen, positions, 2, weight.dtype),
+                past_key_values=None if probe.uncached else probe,
                 use_cache=False,
                 probe=probe,
             )
