@@ -58,6 +58,9 @@ class PackedMixer:
         self.continues = True
         """Whether the module continues from its state on several tokens at once. Known after its states are
         measured."""
+        self.in_place = False
+        """Whether a decoding step can update the module's recurrent states in their slots. Known after its states are
+        measured."""
         self.carried: Any = None
         """The layout that an outer module received, while that module runs."""
 
