@@ -22,6 +22,8 @@ from lockstep.kernels.triton_math import runs_on
 PAIRS = 1024
 # With more pairs per expert, matrix products are limited by arithmetic, and torch's grouped product is faster.
 MOST_PAIRS = 64
+# Rows of a tile of pairs, as a multiple of the mean number of pairs per expert: most experts then need one tile.
+ROOM = 2
 
 
 class Tile(NamedTuple):
@@ -165,7 +167,7 @@ def experts(
     chosen, pairs, device = chosen_TK.shape[1], chosen_TK.numel(), x_TW.device
     order, starts = (torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, count + 1))
     _order[(count,)](chosen_TK, order, starts, pairs, EXPERTS=count, PAIRS=PAIRS, num_warps=4)
-    rows = max(16, min(64, triton.next_power_of_2(2 * -(-pairs // count))))
+    rows = max(16, min(64, triton.next_power_of_2(ROOM * -(-pairs // count))))
     hidden, outputs = (torch.empty(pairs, size, dtype=x_TW.dtype, device=device) for size in (inner, width))
     sizes = {"WIDTH": width, "INNER": inner, "BLOCK_M": rows}
     grid = (triton.cdiv(inner, UP.outputs), count)

@@ -25,6 +25,12 @@ LARGEST_KEY = 128
 
 
 @triton.jit
+def _dot(a, b, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiplies matrices in the dtype of the inputs, and sums in fp32."""
+    return tl.dot(a.to(KIND), b.to(KIND), input_precision="ieee")
+
+
+@triton.jit
 def _prepare(  # type: ignore[no-untyped-def]
     key,
     value,
@@ -41,9 +47,9 @@ def _prepare(  # type: ignore[no-untyped-def]
     VALUE: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Solves the triangular system of one chunk of one head. Writes T, w, u and the sums of the decays."""
+    kind: tl.constexpr = key.dtype.element_ty
     line = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
@@ -55,7 +61,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     k_mask, v_mask = inside[:, None] & (k_columns < KEY), inside[:, None] & (v_columns < VALUE)
     k = tl.load(key + row[:, None] * KEY + k_columns, mask=k_mask, other=0.0).to(tl.float32)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    system = tl.dot(k * b, tl.trans(k), input_precision=PRECISION)
+    system = _dot(k * b, tl.trans(k), kind)
     solved = tl.where(i > j, -system * tl.exp(g[:, None] - g[None, :]), 0.0)
     # Forward substitution, row by row.
     for r in range(1, CHUNK):
@@ -66,10 +72,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     squares = inverse + (line * tl.num_programs(0) + tl.program_id(0)) * (CHUNK * CHUNK)
     tl.store(squares + i * CHUNK + j, solved)
     tl.store(sums + place, g)
-    k_w = tl.dot(solved, k * b * tl.exp(g)[:, None], input_precision=PRECISION)
+    k_w = _dot(solved, k * b * tl.exp(g)[:, None], kind)
     tl.store(w + place[:, None] * KEY + k_columns, k_w.to(w.dtype.element_ty), mask=k_columns < KEY)
     v = tl.load(value + row[:, None] * VALUE + v_columns, mask=v_mask, other=0.0).to(tl.float32)
-    v_u = tl.dot(solved, v * b, input_precision=PRECISION)
+    v_u = _dot(solved, v * b, kind)
     tl.store(u + place[:, None] * VALUE + v_columns, v_u.to(u.dtype.element_ty), mask=v_columns < VALUE)
 
 
@@ -96,10 +102,10 @@ def _scan(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     FIRST: tl.constexpr,
     AGAIN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Passes the state of one head through its chunks, for COLUMNS of its columns. With AGAIN, writes the state at the
     start of each chunk and the updates of its tokens; otherwise writes outputs and the last state."""
+    kind: tl.constexpr = key.dtype.element_ty
     line = tl.program_id(1).to(tl.int64)
     k_columns = tl.arange(0, PADDED_KEY)
     v_columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -120,7 +126,7 @@ def _scan(  # type: ignore[no-untyped-def]
         k = tl.load(key + row[:, None] * KEY + k_columns[None, :], mask=inside & k_sized, other=0.0).to(tl.float32)
         k_w = tl.load(w + place[:, None] * KEY + k_columns[None, :], mask=k_sized, other=0.0).to(tl.float32)
         new = tl.load(u + place[:, None] * VALUE + v_columns[None, :], mask=v_sized, other=0.0).to(tl.float32)
-        new -= tl.dot(k_w, state, input_precision=PRECISION)
+        new -= _dot(k_w, state, kind)
         if AGAIN:
             tl.store(starts + (line * chunks + chunk) * (KEY * VALUE) + square, state, mask=square_mask)
             places = updates + place[:, None] * VALUE + v_columns[None, :]
@@ -128,14 +134,14 @@ def _scan(  # type: ignore[no-untyped-def]
         else:
             q = tl.load(query + row[:, None] * KEY + k_columns[None, :], mask=inside & k_sized, other=0.0)
             q = q.to(tl.float32) * scale
-            share = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            share = _dot(q, tl.trans(k), kind)
             share = tl.where(i >= j, share * tl.exp(g[:, None] - g[None, :]), 0.0)
-            result = tl.dot(q * tl.exp(g)[:, None], state, input_precision=PRECISION)
-            result += tl.dot(share, new, input_precision=PRECISION)
+            result = _dot(q * tl.exp(g)[:, None], state, kind)
+            result += _dot(share, new, kind)
             places = out + row[:, None] * VALUE + v_columns[None, :]
             tl.store(places, result.to(out.dtype.element_ty), mask=inside & v_sized)
         k *= tl.exp(total - g)[:, None]
-        state = state * tl.exp(total) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+        state = state * tl.exp(total) + _dot(tl.trans(k), new, kind)
     if not AGAIN:
         tl.store(last + line * (KEY * VALUE) + square, state, mask=square_mask)
 
@@ -161,10 +167,10 @@ def _scan_back(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAST: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Passes the gradient of the state back through the chunks. Writes the gradients of the state at the end of each
     chunk, of the updates, and of the first state."""
+    kind: tl.constexpr = key.dtype.element_ty
     line = tl.program_id(1).to(tl.int64)
     k_columns = tl.arange(0, PADDED_KEY)
     v_columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -189,16 +195,16 @@ def _scan_back(  # type: ignore[no-untyped-def]
         q = q.to(tl.float32) * scale
         above = tl.load(upstream + row[:, None] * VALUE + v_columns[None, :], mask=inside & v_sized, other=0.0)
         above = above.to(tl.float32)
-        share = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        share = _dot(q, tl.trans(k), kind)
         share = tl.where(i >= j, share * tl.exp(g[:, None] - g[None, :]), 0.0)
-        new = tl.dot(tl.trans(share), above, input_precision=PRECISION)
-        new += tl.dot(k * tl.exp(total - g)[:, None], grad, input_precision=PRECISION)
+        new = _dot(tl.trans(share), above, kind)
+        new += _dot(k * tl.exp(total - g)[:, None], grad, kind)
         places = grad_updates + place[:, None] * VALUE + v_columns[None, :]
         tl.store(places, new.to(grad_updates.dtype.element_ty), mask=v_sized)
         k_w = tl.load(w + place[:, None] * KEY + k_columns[None, :], mask=k_sized, other=0.0).to(tl.float32)
         grad = grad * tl.exp(total)
-        grad += tl.dot(tl.trans(q * tl.exp(g)[:, None]), above, input_precision=PRECISION)
-        grad -= tl.dot(tl.trans(k_w), new, input_precision=PRECISION)
+        grad += _dot(tl.trans(q * tl.exp(g)[:, None]), above, kind)
+        grad -= _dot(tl.trans(k_w), new, kind)
     tl.store(grad_first + line * (KEY * VALUE) + square, grad, mask=square_mask)
 
 
@@ -228,9 +234,9 @@ def _gradients(  # type: ignore[no-untyped-def]
     VALUE: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes the gradients of the inputs of one chunk of one head."""
+    kind: tl.constexpr = key.dtype.element_ty
     line, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     t = chunk * CHUNK + tl.arange(0, CHUNK)
     row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
@@ -263,47 +269,47 @@ def _gradients(  # type: ignore[no-untyped-def]
         v = tl.load(value + rows, mask=inside & v_sized, other=0.0).to(tl.float32)
         new = tl.load(updates + places, mask=v_sized, other=0.0).to(tl.float32)
         d_new = tl.load(grad_updates + places, mask=v_sized, other=0.0).to(tl.float32)
-        d_q += tl.dot(above, tl.trans(state), input_precision=PRECISION)
-        d_share += tl.dot(above, tl.trans(new), input_precision=PRECISION)
-        d_k += tl.dot(new, tl.trans(grad), input_precision=PRECISION)
-        d_w -= tl.dot(d_new, tl.trans(state), input_precision=PRECISION)
+        d_q += _dot(above, tl.trans(state), kind)
+        d_share += _dot(above, tl.trans(new), kind)
+        d_k += _dot(new, tl.trans(grad), kind)
+        d_w -= _dot(d_new, tl.trans(state), kind)
         d_total += tl.sum(tl.sum(state * grad, axis=1), axis=0)
-        d_vb = tl.dot(tl.trans(solved), d_new, input_precision=PRECISION)
+        d_vb = _dot(tl.trans(solved), d_new, kind)
         d_b += tl.sum(d_vb * v, axis=1)
-        d_solved += tl.dot(d_new, tl.trans(v * b[:, None]), input_precision=PRECISION)
+        d_solved += _dot(d_new, tl.trans(v * b[:, None]), kind)
         tl.store(grad_value + rows, (d_vb * b[:, None]).to(grad_value.dtype.element_ty), mask=inside & v_sized)
     k = tl.load(key + row[:, None] * KEY + k_columns[None, :], mask=inside & k_sized, other=0.0).to(tl.float32)
     q = tl.load(query + row[:, None] * KEY + k_columns[None, :], mask=inside & k_sized, other=0.0).to(tl.float32)
     pairwise = tl.exp(tl.where(i >= j, g[:, None] - g[None, :], -float("inf")))
     # The outputs: q G S and (q k^T G) v'.
     d_qk = d_share * pairwise * scale
-    weighted = d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    weighted = d_qk * _dot(q, tl.trans(k), kind)
     d_q *= tl.exp(g)[:, None] * scale
     d_g = tl.sum(d_q * q, axis=1) + tl.sum(weighted, axis=1) - tl.sum(weighted, axis=0)
-    d_q += tl.dot(d_qk, k, input_precision=PRECISION)
+    d_q += _dot(d_qk, k, kind)
     # The next state: exp(total) S + (k exp(total) / G)^T v'.
     d_k *= tl.exp(total - g)[:, None]
     written = tl.sum(d_k * k, axis=1)
     d_g -= written
     d_total = d_total * tl.exp(total) + tl.sum(written, axis=0)
-    d_k += tl.dot(tl.trans(d_qk), q, input_precision=PRECISION)
+    d_k += _dot(tl.trans(d_qk), q, kind)
     # w = T (beta k G) and u = T (beta v).
-    d_kb = tl.dot(tl.trans(solved), d_w, input_precision=PRECISION) * tl.exp(g)[:, None]
-    d_solved += tl.dot(d_w, tl.trans(k * (b * tl.exp(g))[:, None]), input_precision=PRECISION)
+    d_kb = _dot(tl.trans(solved), d_w, kind) * tl.exp(g)[:, None]
+    d_solved += _dot(d_w, tl.trans(k * (b * tl.exp(g))[:, None]), kind)
     along = tl.sum(d_kb * k, axis=1)
     d_b += along
     d_g += along * b
     d_k += d_kb * b[:, None]
     # T = (I + tril(beta k k^T G))^-1.
-    d_system = tl.dot(tl.trans(solved), d_solved, input_precision=PRECISION)
-    d_system = -tl.dot(d_system, tl.trans(solved), input_precision=PRECISION)
+    d_system = _dot(tl.trans(solved), d_solved, kind)
+    d_system = -_dot(d_system, tl.trans(solved), kind)
     d_system = tl.where(i > j, d_system * pairwise, 0.0)
-    weighted = d_system * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    weighted = d_system * _dot(k, tl.trans(k), kind)
     d_b += tl.sum(weighted, axis=1)
     weighted *= b[:, None]
     d_g += tl.sum(weighted, axis=1) - tl.sum(weighted, axis=0)
     d_system *= b[:, None]
-    d_k += tl.dot(d_system, k, input_precision=PRECISION) + tl.dot(tl.trans(d_system), k, input_precision=PRECISION)
+    d_k += _dot(d_system, k, kind) + _dot(tl.trans(d_system), k, kind)
     # Decays are summed from the start of the chunk, so a gradient is the sum from its token to the end.
     d_g += tl.where(tl.arange(0, CHUNK) == CHUNK - 1, d_total, 0.0)
     d_g += tl.sum(d_g, axis=0) - tl.cumsum(d_g, axis=0)
@@ -377,7 +383,7 @@ class _DeltaRule(torch.autograd.Function):
         start = last if first is None else first
         _scan[(triton.cdiv(width, COLUMNS), lines)](
             query, key, w, u, sums, start, out, last, last, last, tokens, chunks, size**-0.5, **sizes, COLUMNS=COLUMNS,
-            FIRST=first is not None, AGAIN=False, num_warps=4,
+            FIRST=first is not None, AGAIN=False, num_warps=4, num_stages=2,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, beta, first, sums, inverse, w, u)
         ctx.decay_dtype = decay.dtype
@@ -395,18 +401,18 @@ class _DeltaRule(torch.autograd.Function):
         start = starts if first is None else first
         _scan[grid](
             query, key, w, u, sums, start, starts, starts, starts, updates, tokens, chunks, size**-0.5, **sizes,
-            COLUMNS=COLUMNS, FIRST=first is not None, AGAIN=True, num_warps=4,
+            COLUMNS=COLUMNS, FIRST=first is not None, AGAIN=True, num_warps=4, num_stages=2,
         )  # fmt: skip
         grad_first = torch.empty_like(grad_last)
         _scan_back[grid](
             query, key, w, sums, upstream, grad_last, ends, grad_updates, grad_first, tokens, chunks, size**-0.5,
-            **sizes, COLUMNS=COLUMNS, LAST=True, num_warps=4,
+            **sizes, COLUMNS=COLUMNS, LAST=True, num_warps=4, num_stages=2,
         )  # fmt: skip
         grad_query, grad_key, grad_value = (torch.empty_like(part) for part in (query, key, value))
         grad_decay, grad_beta = (torch.empty(beta.shape, dtype=torch.float32, device=key.device) for _ in range(2))
         _gradients[(chunks, lines)](
             query, key, value, beta, inverse, sums, upstream, starts, updates, ends, grad_updates, grad_query, grad_key,
-            grad_value, grad_decay, grad_beta, tokens, size**-0.5, **sizes, COLUMNS=COLUMNS, num_warps=8,
+            grad_value, grad_decay, grad_beta, tokens, size**-0.5, **sizes, COLUMNS=COLUMNS, num_warps=8, num_stages=1,
         )  # fmt: skip
         needed = ctx.needs_input_grad[5] and first is not None
         grad_decay, grad_beta = grad_decay.to(ctx.decay_dtype), grad_beta.to(beta.dtype)
@@ -421,6 +427,4 @@ def _sizes(key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
         "PADDED_KEY": max(16, triton.next_power_of_2(size)),
         "VALUE": value.shape[-1],
         "CHUNK": CHUNK,
-        # Products of rounded bf16 numbers in TF32 add no error that counts.
-        "PRECISION": "ieee" if key.dtype == torch.float32 else "tf32",
     }
