@@ -110,7 +110,7 @@ def timed(device: Device) -> Iterator[Times]:
         found = read(self)
         passes = len(found[0][0])
         # Those that reach their limit in the round draw no more; nothing else ends them here.
-        tokens = sum(min(passes, sample.limit - len(sample.tokens)) for sample in self.samples)
+        tokens = sum(min(passes, sample.limit - len(sample.tokens)) for sample in self.sequences)
         times.rounds.append(Read(time.perf_counter(), times.waiting, passes, tokens))
         return found
 

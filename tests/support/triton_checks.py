@@ -325,8 +325,10 @@ def generating(device: str) -> None:
                 for after in (None, post):
                     sums, twin = stream.clone(), stream.clone()
                     found = triton_decode.add_norm_(sums, more, norm, after)
-                    forwards_agree(found, triton_decode.plain_add_norm_(twin, more, norm, after), 1e-6)
-                    forwards_agree(sums, twin, 1e-6 if after else 0)
+                    # The inner norm may round a number otherwise, which changes the outer norm of the whole token.
+                    same = forwards_agree if after is None else agree
+                    same(found, triton_decode.plain_add_norm_(twin, more, norm, after), 1e-6)
+                    same(sums, twin, 1e-6 if after else 0)
         for tokens, width in ((3, 1500), (2, 40)):
             line = drawn(tokens, 2 * width, device=device, dtype=dtype, scale=5.0)
             for gelu in (False, True):

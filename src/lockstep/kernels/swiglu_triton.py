@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.nn import functional
 from torch.nn.functional import linear
 
-from lockstep.kernels.triton_math import tanh
+from lockstep.kernels.triton_math import torch_tanh
 
 BLOCK = 2048
 
@@ -25,7 +25,7 @@ BLOCK = 2048
 def activated(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes silu(g), or the tanh approximation of gelu(g), in fp32."""
     if GELU:
-        result = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+        result = 0.5 * g * (1.0 + torch_tanh(0.7978845608028654 * (g + 0.044715 * (g * g * g))))
     else:
         result = g / (1.0 + tl.exp(-g))
     return result
@@ -35,7 +35,7 @@ def activated(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 def _slope(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes the derivative of `activated`."""
     if GELU:
-        t = tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))
+        t = torch_tanh(0.7978845608028654 * (g + 0.044715 * (g * g * g)))
         inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * g * g)
         result = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * inner
     else:
