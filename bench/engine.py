@@ -34,6 +34,7 @@ from lockstep.device.base import Device
 from lockstep.device.select import select
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
+from lockstep.kernels.mixer_states import slot_bytes
 from lockstep.model.policy import Policy
 from lockstep.preflight.cluster import generation_seconds
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -43,15 +44,20 @@ from lockstep.rollout.native.scheduler import Scheduler, Work
 from lockstep.types import Completion, Request, Sampling
 from report import machine, write_record
 from roofline import BANDWIDTH, FLOPS
-from shapes import SHAPES, Shape
+from shapes import SHAPES, ConfigShape, Shape
 
-TINY = Shape(2, 32, 4, 2, 8, 64, 300)
+AnyShape = Shape | ConfigShape
+TINY: AnyShape = Shape(2, 32, 4, 2, 8, 64, 300)
 # (prompts, samples of each, prompt tokens, response tokens)
 WORK = {
     "qwen2.5-0.5b": [(256, 1, 256, 256), (128, 8, 512, 1024)],
     "qwen2.5-1.5b": [(256, 1, 256, 256), (128, 8, 512, 1024)],
     "qwen3-0.6b": [(256, 1, 256, 256)],
     "qwen2.5-7b": [(256, 1, 256, 256)],
+    "gemma3-1b": [(256, 1, 256, 256)],
+    "qwen3-30b-a3b": [(256, 1, 256, 256)],
+    "deepseek-16b": [(256, 1, 256, 256)],
+    "qwen3.5-2b": [(256, 1, 256, 256)],
     "tiny": [(4, 2, 16, 8)],
 }
 
@@ -104,7 +110,7 @@ def timed(device: Device) -> Iterator[Times]:
         found = read(self)
         passes = len(found[0][0])
         # Those that reach their limit in the round draw no more; nothing else ends them here.
-        tokens = sum(min(passes, sample.limit - len(sample.tokens)) for sample in self.samples)
+        tokens = sum(min(passes, sample.limit - len(sample.tokens)) for sample in self.sequences)
         times.rounds.append(Read(time.perf_counter(), times.waiting, passes, tokens))
         return found
 
@@ -161,7 +167,9 @@ def run_shape(name: str, args: argparse.Namespace, device: Device) -> dict[str, 
     return found
 
 
-def run_vllm(shape: Shape, device: Device, work: tuple[int, int, int, int], args: argparse.Namespace) -> dict[str, Any]:
+def run_vllm(
+    shape: AnyShape, device: Device, work: tuple[int, int, int, int], args: argparse.Namespace
+) -> dict[str, Any]:
     """The same work by vLLM on weights of its own drawing: the median of warm calls."""
     from vllm_side import Vllm
 
@@ -187,7 +195,7 @@ def run_vllm(shape: Shape, device: Device, work: tuple[int, int, int, int], args
     }
 
 
-def random_policy(shape: Shape, device: Device, dtype: str) -> Policy:
+def random_policy(shape: AnyShape, device: Device, dtype: str) -> Policy:
     register_attention()
     torch.manual_seed(0)
     torch_device = device.torch_device()
@@ -202,7 +210,12 @@ def random_policy(shape: Shape, device: Device, dtype: str) -> Policy:
 
 
 def run_work(
-    name: str, shape: Shape, policy: Policy, device: Device, work: tuple[int, int, int, int], args: argparse.Namespace
+    name: str,
+    shape: AnyShape,
+    policy: Policy,
+    device: Device,
+    work: tuple[int, int, int, int],
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     prompts, n, prompt, response = work
     batch = prompts * n
@@ -218,9 +231,14 @@ def run_work(
         list(engine.generate(requests, sampling))
     median = statistics.median(warm)
     floor = generation_seconds(shape.cost, batch, prompt, response, FLOPS, BANDWIDTH)
+    # A step reads and writes the states of recurrent layers.
+    states = slot_bytes(policy.decoder.state_shapes())
+    floor += 2 * batch * response * states / BANDWIDTH
     step = times.decode / sum(one.passes for one in times.rounds)
     found = {
         "tokens": batch * response,
+        "fused_layers": engine.ready_layers() is not None,
+        "state_bytes_of_a_sequence": states,
         "seconds_cold": cold,
         "seconds_warm": warm,
         "tokens_per_second": batch * response / median,
@@ -247,7 +265,7 @@ def run_work(
     return found
 
 
-def run_long_tail(shape: Shape, policy: Policy, device: Device, args: argparse.Namespace) -> dict[str, float]:
+def run_long_tail(shape: AnyShape, policy: Policy, device: Device, args: argparse.Namespace) -> dict[str, float]:
     """Four times as many responses as rows; lengths log-normal, in the mean near a quarter of the limit."""
     rows, prompt, limit = args.rows, args.prompt or 256, args.response or 1024
     draw = random.Random(args.seed)
@@ -343,7 +361,7 @@ def _engine(policy: Policy, device: Device, rows: int, args: argparse.Namespace)
     return NativeEngine(policy, device, settings, lambda ids: "")
 
 
-def _requests(shape: Shape, prompts: int, n: int, tokens: int, seed: int) -> list[Request]:
+def _requests(shape: AnyShape, prompts: int, n: int, tokens: int, seed: int) -> list[Request]:
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, shape.vocabulary, (prompts, tokens), generator=draw).tolist()
     return [Request(one, key, n) for key, one in enumerate(ids)]

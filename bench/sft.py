@@ -35,10 +35,10 @@ import transformers
 from lockstep.device.select import select
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.tiny import write_tiny
-from lockstep.preflight.cluster import training_flops
+from lockstep.preflight.cluster import model_cost, training_flops
 from lockstep.recipe.schema import Optim
 from report import machine, spread, summary
-from shapes import SHAPES, Shape, write_model
+from shapes import SHAPES, write_model
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
@@ -105,8 +105,8 @@ def run_case(case: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
 def _efficiency(work: Work, found: dict[str, dict[str, Any]], tokens: int, tflops: float | None) -> dict[str, Any]:
     """Model FLOP/s over the peak, and the peak of memory: that of one side only where it runs alone."""
     peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])
-    shape = Shape.of(transformers.AutoConfig.from_pretrained(work.model))
-    flops = training_flops(shape.cost, [len(row) for row in work.pool], frozen=work.lora is not None)
+    cost = model_cost(transformers.AutoConfig.from_pretrained(work.model))
+    flops = training_flops(cost, [len(row) for row in work.pool], frozen=work.lora is not None)
     record: dict[str, Any] = {"flops_per_token": flops / tokens, "peak_flops": peak}
     if peak:
         record["share_of_peak"] = {

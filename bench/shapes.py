@@ -6,7 +6,9 @@ python bench/shapes.py qwen2.5-0.5b FOLDER
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import transformers
 
 from lockstep.model.tiny import write_tiny
-from lockstep.preflight.cluster import ModelCost
+from lockstep.preflight.cluster import ModelCost, model_cost
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,93 @@ class Shape:
         )
 
 
-SHAPES = {
+@dataclass(frozen=True)
+class ConfigShape:
+    """A decoder whose work is counted on its modules: experts, latents, recurrent layers."""
+
+    kind: str
+    settings: Mapping[str, Any]
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.settings["vocab_size"])
+
+    @property
+    def hidden(self) -> int:
+        return int(self.settings["hidden_size"])
+
+    @cached_property
+    def cost(self) -> ModelCost:
+        return model_cost(self.config())
+
+    def config(self) -> Any:
+        return transformers.AutoConfig.for_model(self.kind, **self.settings)
+
+
+GEMMA3_1B = {
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "max_position_embeddings": 32768,
+}
+QWEN3_30B_A3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+# The sizes of DeepSeek-V2-Lite with the router of DeepSeek-V3.
+DEEPSEEK_16B = {
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "num_mtp_layers": 0,
+}
+# Three of four layers are recurrent.
+QWEN3_5_2B = {
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+
+SHAPES: dict[str, Shape | ConfigShape] = {
     "qwen2.5-0.5b": Shape(24, 896, 14, 2, 64, 4864, 151936),
     "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 128, 8960, 151936),
     "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, kind="qwen3"),
     "qwen2.5-7b": Shape(28, 3584, 28, 4, 128, 18944, 152064, tied=False),
+    "gemma3-1b": ConfigShape("gemma3_text", GEMMA3_1B),
+    "qwen3-30b-a3b": ConfigShape("qwen3_moe", QWEN3_30B_A3B),
+    "deepseek-16b": ConfigShape("deepseek_v3", DEEPSEEK_16B),
+    "qwen3.5-2b": ConfigShape("qwen3_5_text", QWEN3_5_2B),
 }
 
 

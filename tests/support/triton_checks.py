@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -61,7 +62,12 @@ def norm(device: str) -> None:
             # So small that the epsilon decides.
             x[0] *= 1e-3
             weight = drawn(shape[-1], device=device, dtype=dtype)
-            with_gradients(lambda *a: rms_norm(*a, 1e-6), lambda *a: plain_rms_norm(*a, 1e-6), [x, weight])
+            for offset in (False, True):
+                with_gradients(
+                    lambda *a, offset=offset: rms_norm(*a, 1e-6, offset),
+                    lambda *a, offset=offset: plain_rms_norm(*a, 1e-6, offset),
+                    [x, weight],
+                )
     # More rows than programs: every program adds several tiles up.
     x, weight = drawn(2400, 4096, device=device, dtype=torch.float32), drawn(4096, device=device, dtype=torch.float32)
     if device != "cpu":
@@ -90,10 +96,12 @@ def swiglu(device: str) -> None:
     for dtype in DTYPES:
         for shape in ((3, 5, 700), (1, 1), (2, 2048)):
             pair = [drawn(*shape, device=device, dtype=dtype, scale=5.0) for _ in range(2)]
-            with_gradients(swiglu, plain_swiglu, pair)
+            for gelu in (False, True):
+                with_gradients(partial(swiglu, gelu=gelu), partial(plain_swiglu, gelu=gelu), pair)
         x = drawn(2, 9, 24, device=device, dtype=dtype)
         weights = [drawn(*s, device=device, dtype=dtype, scale=0.3) for s in ((50, 24), (50, 24), (24, 50))]
-        with_gradients(gated, plain_gated, [x, *weights], 5e-6)
+        for gelu in (False, True):
+            with_gradients(partial(gated, gelu=gelu), partial(plain_gated, gelu=gelu), [x, *weights], 5e-6)
         # Only some weights are trained, and the input of the first layer may need no gradient.
         frozen = weights[0].detach()
         trained = [weight.detach().requires_grad_() for weight in weights[1:]]
@@ -221,10 +229,11 @@ def models(device: str) -> None:
         "num_key_value_heads": 2,
         "head_dim": 12,
     }
-    cases = {"Qwen2": (5, 2, 1), "Qwen3": (9, 2, 1), "Gemma2": (0, 0, 1)}
-    for name, (norms, feeds, rotaries) in cases.items():
+    cases = {"Qwen2": (5, "swiglu"), "Qwen3": (9, "swiglu"), "Gemma2": (9, "geglu"), "Gemma3": (13, "geglu")}
+    for name, (norms, feed) in cases.items():
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**shape, attn_implementation="eager")
+        config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+        config = config(**shape, pad_token_id=0, attn_implementation="eager")
         model = getattr(transformers, f"{name}ForCausalLM")(config).to(device).eval()
         for parameter in model.parameters():
             parameter.data.copy_(torch.randn(parameter.shape) * 0.3)
@@ -233,11 +242,10 @@ def models(device: str) -> None:
             warnings.simplefilter("ignore", UserWarning)
             fuse(model, "flash_varlen")
         lines = replaced(model)
-        found = [sum(kernel in line for line in lines) for kernel in ("triton_norm", "triton_swiglu", "triton_rotary")]
-        assert found == [bool(norms), bool(feeds), rotaries], lines
-        if norms:
-            assert any(line.startswith(f"{norms} x {name}RMSNorm") for line in lines), lines
-            assert any(line.startswith(f"{feeds} x {name}MLP") for line in lines), lines
+        kernels = ("triton_norm", f"triton_{feed}", "triton_rotary")
+        assert [sum(kernel in line for line in lines) for kernel in kernels] == [1, 1, 1], lines
+        assert any(line.startswith(f"{norms} x {name}RMSNorm") for line in lines), lines
+        assert any(line.startswith(f"2 x {name}MLP") for line in lines), lines
         assert not replaced(plain)
         ids = torch.randint(100, (2, 4 if device == "cpu" else 9), device=device)  # the interpreter is slow
         ours, theirs = model(ids).logits, plain(ids).logits
@@ -304,21 +312,29 @@ def others(device: str) -> None:
 
 def generating(device: str) -> None:
     """The kernels between the products of a layer that generates, whose results lie over what they are given."""
-    from lockstep.kernels import decode_triton as triton_decode
+    from lockstep.kernels.decode import decode_triton as triton_decode
+    from lockstep.kernels.norm_triton import RmsNorm
 
     torch.manual_seed(0)
     for dtype in DTYPES:
         for tokens, width in ((3, 896), (2, 4099), (1, 7)):
             stream, more = (drawn(tokens, width, device=device, dtype=dtype) for _ in range(2))
-            weight, twin = drawn(width, device=device, dtype=dtype), stream.clone()
-            found = triton_decode.add_norm_(stream, more, weight, 1e-6)
-            forwards_agree(found, triton_decode.plain_add_norm_(twin, more, weight, 1e-6), 1e-6)
-            forwards_agree(stream, twin, 0)
+            weights = [drawn(width, device=device, dtype=dtype) for _ in range(2)]
+            for offset in (False, True):
+                norm, post = (RmsNorm(weight, eps, offset) for weight, eps in zip(weights, (1e-6, 1e-2), strict=True))
+                for after in (None, post):
+                    sums, twin = stream.clone(), stream.clone()
+                    found = triton_decode.add_norm_(sums, more, norm, after)
+                    # The inner norm may round a number otherwise, which changes the outer norm of the whole token.
+                    same = forwards_agree if after is None else agree
+                    same(found, triton_decode.plain_add_norm_(twin, more, norm, after), 1e-6)
+                    same(sums, twin, 1e-6 if after else 0)
         for tokens, width in ((3, 1500), (2, 40)):
             line = drawn(tokens, 2 * width, device=device, dtype=dtype, scale=5.0)
-            twin = line.clone()
-            forwards_agree(triton_decode.swiglu_(line), triton_decode.plain_swiglu_(twin), 1e-6)
-            assert torch.equal(line[:, width:], twin[:, width:])
+            for gelu in (False, True):
+                ours, twin = line.clone(), line.clone()
+                forwards_agree(triton_decode.swiglu_(ours, gelu), triton_decode.plain_swiglu_(twin, gelu), 1e-6)
+                assert torch.equal(ours[:, width:], twin[:, width:])
         for queries, groups, size in ((14, 2, 64), (3, 3, 40), (1, 1, 2)):
             given = drawn(5, (queries + 2 * groups) * size, device=device, dtype=dtype)
             # The two halves of a table may differ.
@@ -326,7 +342,8 @@ def generating(device: str) -> None:
             turns = [part.to(device, dtype) for part in (angles.cos(), angles.sin())]
             weights = [drawn(size, device=device, dtype=dtype) for _ in range(2)]
             slots = torch.tensor([7, 3, 0, 19, 12], device=device)
-            for norms in (None, (weights[0], 1e-6, weights[1], 1e-2)):
+            pairs = [(RmsNorm(weights[0], 1e-6, offset), RmsNorm(weights[1], 1e-2, offset)) for offset in (0, 1)]
+            for norms in (None, *pairs):
                 sides = []
                 for place in (triton_decode.place_heads_, triton_decode.plain_place_heads_):
                     line, cache = given.clone(), torch.zeros(2, 20, groups, size, device=device, dtype=dtype)
@@ -358,16 +375,36 @@ def _small(name: str, device: str, dtype: torch.dtype = torch.float32, **more: o
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = getattr(transformers, f"{name}Config")(**sizes, **more, attn_implementation=ATTENTION)
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config = config(**{**sizes, **more}, attn_implementation=ATTENTION)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(device, dtype).eval()
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.3)
     return model
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_mtp_layers": 0,
+    "head_dim": 8,
+}
+
+
 def generating_models(device: str) -> None:
     """Whose layers are taken, and who is told apart by what it computes."""
-    from lockstep.kernels.decode_layers_triton import fused_layers
+    from lockstep.kernels.decode.decode_layers_triton import fused_layers
     from lockstep.kernels.fused_modules import KernelForward
     from lockstep.model.decoder import inner_decoder
     from lockstep.model.policy import Policy
@@ -380,8 +417,13 @@ def generating_models(device: str) -> None:
         ("Granite", {"residual_multiplier": 0.9}, False),
         ("Granite", {"embedding_multiplier": 1.1}, False),
         ("SmolLM3", {"no_rope_layer_interval": 2}, False),
+        # Norms around attention and MLP, soft caps, layers with windows and rotary embeddings of their own.
+        ("Gemma2", {"sliding_window": 7, "attn_logit_softcapping": 2.0}, True),
+        ("Gemma3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}, True),
+        ("Qwen3Moe", EXPERTS, True),
+        ("DeepseekV3", LATENTS, True),
+        ("DeepseekV3", {**LATENTS, "q_lora_rank": 24, "rope_interleave": False}, True),
         # Norms elsewhere.
-        ("Gemma2", {}, False),
         ("Olmo2", {}, False),
     ]
     for name, more, taken in cases:
@@ -390,17 +432,19 @@ def generating_models(device: str) -> None:
             policy = Policy(model, "sdpa")
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always", UserWarning)
-                fused = fused_layers(inner_decoder(policy.causal_lm))
+                fused = fused_layers(inner_decoder(policy.causal_lm), policy.decoder.cache_layout())
             assert (fused is not None) == taken, (name, more, dtype, [str(one.message) for one in said])
             told = [str(one.message) for one in said if "without fused layers" in str(one.message)]
             assert len(told) == (not taken and name in ("Granite", "SmolLM3")), told
             if fused is None:
                 continue
             assert fused.ready
-            heard = model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
+            attention = model.model.layers[1].self_attn
+            heard = attention.o_proj.register_forward_hook(lambda *_: None)
             assert not fused.ready, "somebody listens to a module that would not be called"
             heard.remove()
-            model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
+            moved = attention.k_proj if hasattr(attention, "k_proj") else attention.kv_a_proj_with_mqa
+            moved.weight.data = moved.weight.data.clone()
             assert not fused.ready, "a weight lies elsewhere"
             fused.lay()
             assert fused.ready
@@ -422,10 +466,11 @@ def generating_engine(device: str) -> None:
 
     kind = type(select(device))
     requests = [Request([5, 17, 3, 80, 41, 9][:length], key, 2) for key, length in enumerate((6, 1, 4))]
-    for name in ("Qwen2", "Qwen3"):
+    gemma = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+    for name, more in (("Qwen2", {}), ("Qwen3", {}), ("Gemma3", gemma), ("Qwen3Moe", EXPERTS), ("DeepseekV3", LATENTS)):
         sides = []
         for layers in ("modules", "triton"):
-            policy = Policy(_small(name, device), kind.attention)
+            policy = Policy(_small(name, device, **more), kind.attention)
             own = type("Own", (kind,), {"generating_layers": layers})()
             engine = NativeEngine(policy, own, RolloutSettings(prefill_tokens=4, block_tokens=4), lambda ids: "")
             made = engine.generate(requests, Sampling(6, seed=1))

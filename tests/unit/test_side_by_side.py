@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.kernels.decode_layers_triton import joined, lay_side_by_side
+from lockstep.kernels.decode.layer_parts_triton import joined, lay_side_by_side
 
 
 def projections() -> nn.ModuleDict:

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import paged_checks
+import recurrent_checks
 import triton_checks
 import triton_host_checks
 from interpreter import interpreted, needs_interpreter
 
 ALL = """
 import json, traceback
-import paged_checks, triton_checks, triton_host_checks
+import paged_checks, recurrent_checks, triton_checks, triton_host_checks
 
-checks = triton_checks.CHECKS | paged_checks.CHECKS
+checks = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
 everywhere = {name: lambda check=check: check("cpu") for name, check in checks.items()}
 for name, check in (everywhere | triton_host_checks.CHECKS).items():
     try:
@@ -27,7 +28,7 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
     print(json.dumps([name, why]), flush=True)
 """
 
-EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS
+EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
 
 
 @pytest.fixture(scope="module")

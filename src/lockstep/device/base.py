@@ -54,7 +54,7 @@ class Device(ABC):
     sampler: ClassVar[str] = "plain"
     """Name of the sampling kernel; see `rollout/native/sampler.py`."""
     generating_layers: str = "modules"
-    """Name of the decoder layer implementation used in generation (see `kernels/decode_layers.py`)."""
+    """Name of the decoder layer implementation used in generation (see `kernels/decode/decode_layers.py`)."""
     scored_by: str = "sampler"
     """What computes the log-prob of a sampled token: the sampling kernel (`sampler`) or the training kernel
     (`trainer`)."""

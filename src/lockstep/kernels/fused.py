@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 from torch import nn
 
@@ -25,22 +26,30 @@ def _by_npu(model: nn.Module, gather: Gather) -> list[str]:
     return plug_in(model, npu_modules.KERNELS, gather)
 
 
-def _by_triton(model: nn.Module, gather: Gather) -> list[str]:
+def _by_triton(model: nn.Module, gather: Gather, by_row: bool = False) -> list[str]:
     first = next(model.parameters(), None)
     if importlib.util.find_spec("triton") is None or first is None:
         return []
     from lockstep.kernels import fused_modules_triton as triton_modules
+    from lockstep.kernels.recurrent.rule_functions import plug_rules
     from lockstep.kernels.triton_math import runs_on
 
-    return plug_in(model, triton_modules.KERNELS, gather) if runs_on(first) else []
+    if not runs_on(first):
+        return []
+    kernels = triton_modules.KERNELS
+    if by_row:
+        kernels = kernels._replace(modules=tuple(kernel for kernel in kernels.modules if not kernel.generates))
+        return plug_in(model, kernels, gather)
+    return plug_in(model, kernels, gather) + plug_rules(model)
 
 
-# Batch-invariant attention uses the fused modules too, because they compute each row independently.
+# Batch-invariant attention uses the fused modules too, because they compute each row independently. Kernels for
+# generation alone give other bits than training.
 BY_ROW = "invariant"
 FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
     "npu_fusion": _by_npu,
     "flash_varlen": _by_triton,
-    BY_ROW: _by_triton,
+    BY_ROW: partial(_by_triton, by_row=True),
 }
 
 

@@ -78,6 +78,18 @@ def is_rms_norm(module: nn.Module) -> bool:
     return is_norm and getattr(module, "bias", None) is None and epsilon_of(module) is not None
 
 
+def adds_one(norm: nn.Module) -> bool:
+    """Returns whether an RMSNorm multiplies by 1 + weight, as Gemma's does. The norm of ones shows its factor."""
+    weight: Any = norm.weight
+    try:
+        with torch.no_grad():
+            factor = own_forward(norm, torch.ones_like(weight)[None, None])
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    off, off_by_one = ((factor - weight - one).abs().float().sum() for one in (0, 1))
+    return bool(off_by_one < off)
+
+
 def epsilon_of(module: nn.Module) -> float | None:
     value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return value if isinstance(value, float) else None
@@ -87,17 +99,43 @@ def is_gated(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
 
 
+SILU, GELU_TANH = ("SiLU", "SiLUActivation"), ("GELUTanh", "PytorchGELUTanh")
+
+
 def is_silu_gated(module: nn.Module) -> bool:
     """Returns whether the module is a SiLU-gated MLP without other submodules such as dropout, which a trial would
     miss."""
-    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
+    return _is_gated_by(module, SILU)
+
+
+def is_gelu_gated(module: nn.Module) -> bool:
+    """Returns whether the module is an MLP that is gated by the tanh approximation of GELU, without other
+    submodules."""
+    return _is_gated_by(module, GELU_TANH)
+
+
+def _is_gated_by(module: nn.Module, activations: Sequence[str]) -> bool:
+    named = type(getattr(module, "act_fn", None)).__name__ in activations
+    return is_gated(module) and named and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Returns whether the module holds the weights of all experts of a layer, gate before up, and nothing else."""
+    named = dict(module.named_parameters(recurse=False))
+    act = type(getattr(module, "act_fn", None)).__name__
+    if set(named) != {"gate_up_proj", "down_proj"} or act not in (*SILU, *GELU_TANH):
+        return False
+    gate_up, down = named["gate_up_proj"], named["down_proj"]
+    if gate_up.dim() != 3 or down.dim() != 3:
+        return False
+    return gate_up.shape == (len(down), 2 * down.shape[2], down.shape[1])
 
 
 def fused_feed_forwards(model: nn.Module) -> int:
     """Returns the number of MLPs that run as one fused operation with all three projections."""
     return sum(
-        is_silu_gated(module) and all(_without_bias(module, name) for name in PROJECTIONS) for module in model.modules()
+        (is_silu_gated(module) or is_gelu_gated(module)) and all(_without_bias(module, name) for name in PROJECTIONS)
+        for module in model.modules()
     )
 
 
@@ -106,9 +144,9 @@ def _without_bias(module: nn.Module, name: str) -> bool:
     return type(projection) is nn.Linear and projection.bias is None
 
 
-def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def own_forward(module: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Calls the forward that the module's class defines, even if a kernel has replaced the forward of this module."""
-    answer: torch.Tensor = type(module).forward(module, x)
+    answer: torch.Tensor = type(module).forward(module, *inputs)
     return answer
 
 
@@ -267,6 +305,8 @@ class ModuleKernel(NamedTuple):
     name: str
     looks: Callable[[nn.Module], bool]
     forward: Forward
+    generates: bool = False
+    """Whether the kernel is for experts in passes without gradients."""
 
 
 class DeviceKernels(NamedTuple):
@@ -283,7 +323,8 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
     replaced: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
-            if kernel.looks(module) and _same_module(module, kernel, kernels.trial):
+            same = _same_experts if kernel.generates else _same_module
+            if kernel.looks(module) and same(module, kernel, kernels.trial):
                 module.forward = KernelForward(kernel.forward, module)
                 replaced[f"{type(module).__name__} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
@@ -352,3 +393,20 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
         )
     finally:
         module.train(training)
+
+
+def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:
+    """Returns whether the kernel's forward matches the module's for tokens with two experts each, or one if there is
+    only one."""
+    like = module.gate_up_proj
+    count, _, width = like.shape
+    x = drawn(TOKENS, width, like=like)
+    scores, chosen = drawn(TOKENS, count, like=like, seed=1).topk(min(2, count))
+
+    def outputs(call: Callable[..., torch.Tensor]) -> Answers:
+        with torch.no_grad():
+            return [call(module, x, chosen, scores.softmax(-1))]
+
+    return trial.alike(
+        type(module).__name__, kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward)
+    )

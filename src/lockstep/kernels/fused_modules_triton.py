@@ -1,21 +1,27 @@
-"""Triton kernels that replace the RMSNorm, gated MLP and rotary embedding of transformers models."""
+"""Triton kernels that replace the RMSNorm, gated MLP, experts and rotary embedding of transformers models."""
 
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from triton.errors import TritonError
 
+from lockstep.kernels.decode.experts_triton import experts, experts_fit
 from lockstep.kernels.fused_modules import (
+    GELU_TANH,
     PROJECTIONS,
     DeviceKernels,
     KernelTrial,
     ModuleKernel,
     RotaryKernel,
+    adds_one,
+    are_experts,
     epsilon_of,
+    is_gelu_gated,
     is_rms_norm,
     is_silu_gated,
 )
@@ -25,23 +31,32 @@ from lockstep.kernels.swiglu_triton import gated, swiglu
 from lockstep.kernels.triton_math import runs_on
 
 
-def _norm(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+def _norm(self: Any, *args: Any, unit_offset: bool = False, **more: Any) -> torch.Tensor:
     if len(args) != 1 or more or torch.is_autocast_enabled(args[0].device.type) or not norm_fits(args[0], self.weight):
         return type(self).forward(self, *args, **more)
     epsilon = epsilon_of(self)
     assert epsilon is not None
-    return rms_norm(args[0], self.weight, epsilon)
+    return rms_norm(args[0], self.weight, epsilon, unit_offset)
 
 
-def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tensor:
     if len(args) != 1 or more or not runs_on(args[0]) or torch.is_autocast_enabled(args[0].device.type):
         return type(self).forward(self, *args, **more)
     (x,) = args
     projections = [getattr(self, name) for name in PROJECTIONS]
     if all(_bare(projection, x) for projection in projections):
-        return gated(x, *(projection.weight for projection in projections))
+        return gated(x, *(projection.weight for projection in projections), gelu=gelu)
     gate, up, down = projections
-    return down(swiglu(gate(x), up(x)))
+    return down(swiglu(gate(x), up(x), gelu))
+
+
+def _experts(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+    """Computes the experts of few tokens. For many tokens and with expert parallelism, the module's own forward
+    runs."""
+    divided = getattr(self, "_is_expert_parallel", False) or torch.is_autocast_enabled(args[0].device.type)
+    if len(args) != 3 or more or divided or not experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
+        return type(self).forward(self, *args, **more)
+    return experts(*args, self.gate_up_proj, self.down_proj, gelu=type(self.act_fn).__name__ in GELU_TANH)
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
@@ -72,7 +87,17 @@ def _rotary_fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch
 
 
 KERNELS = DeviceKernels(
-    modules=(ModuleKernel("triton_norm", is_rms_norm, _norm), ModuleKernel("triton_swiglu", is_silu_gated, _gated)),
+    modules=(
+        ModuleKernel("triton_norm", lambda module: is_rms_norm(module) and not adds_one(module), _norm),
+        ModuleKernel(
+            "triton_norm of 1 + weight",
+            lambda module: is_rms_norm(module) and adds_one(module),
+            partial(_norm, unit_offset=True),
+        ),
+        ModuleKernel("triton_swiglu", is_silu_gated, _gated),
+        ModuleKernel("triton_geglu", is_gelu_gated, partial(_gated, gelu=True)),
+        ModuleKernel("triton_experts in generation", are_experts, _experts, generates=True),
+    ),
     rotary=RotaryKernel("triton_rotary", _rotate, _rotary_fits, marks=lambda embedding: True, only_tried=False),
     # These Triton kernels round at the same points as the transformers modules, but sum in a different order. Launch
     # errors of a kernel are raised when the trial reads its results, so the trial needs no explicit synchronisation.

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from lockstep.device.base import sent
 from lockstep.kernels.mixers import PackedMixer, state_attributes
+from lockstep.kernels.recurrent.slot_state import SlotState
 
 # Identifies a state of a module by its kind (CONVOLUTION or RECURRENT) and its index among the states of this kind.
 StateKey = tuple[str, int]
@@ -35,8 +36,9 @@ class StateCache:
     versions call `get_conv_state`, `get_recurrent_state` and `is_recording_past`.
     """
 
-    def __init__(self, states: dict[StateKey, torch.Tensor] | None = None):
-        self.states = {} if states is None else states
+    def __init__(self, states: dict[StateKey, Any] | None = None):
+        self.states: dict[StateKey, Any] = {} if states is None else states
+        """Tensors, or the `SlotState` of states that a module updates in place."""
 
     @property
     def layers(self) -> _OnlyLayer:
@@ -135,6 +137,7 @@ def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) ->
             key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()
         }
         mixer.continues = _continues(mixer, named, cache)
+        mixer.in_place = _works_in_place(mixer, named, cache)
         return result
 
     for mixer in mixers:
@@ -160,6 +163,32 @@ def _continues(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> 
         result = mixer.run(named, StateCache(states))
         outputs.append(result[0] if isinstance(result, tuple) else result)
     return not recurrent or not torch.equal(*outputs)
+
+
+@torch.no_grad()
+def _works_in_place(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> bool:
+    """Returns whether a step of the module can update its recurrent states in their slots. The module must hand a
+    `SlotState` to a kernel that knows it, and give the same results."""
+    recurrent = [key for key in cache.states if key[0] == RECURRENT]
+    shape = tuple(named[mixer.input_name].shape[:2])
+    token = _per_token(named, shape, lambda value: value[:, :1])
+    copied, slotted = ({key: state.clone() for key, state in cache.states.items()} for _ in range(2))
+    slots_B = torch.ones(1, dtype=torch.long, device=next(iter(cache.states.values())).device) if cache.states else None
+    if not recurrent or slots_B is None:
+        return False
+    stored = {key: SlotState(torch.cat([copied[key] + 1, copied[key]]), slots_B) for key in recurrent}
+    copies, slots = StateCache(copied), StateCache({**slotted, **stored})
+    try:
+        expected, found = _step(mixer, token, copies), _step(mixer, token, slots)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return False
+    expected, found = (result[0] if isinstance(result, tuple) else result for result in (expected, found))
+    pairs = [(found, expected)]
+    for key, slot in stored.items():
+        if slots.states[key] is not slot or not torch.equal(slot.states[:1], cache.states[key] + 1):
+            return False
+        pairs.append((slot.states[1:], copies.states[key].to(slot.states.dtype)))
+    return all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-3) for a, b in pairs)
 
 
 class StateSlots:
@@ -188,12 +217,19 @@ class StateSlots:
                 for state in states.values():
                     state.index_copy_(0, target, state.index_select(0, source))
 
-    def read(self, mixer: PackedMixer, slots_B: torch.Tensor) -> StateCache:
-        return StateCache({key: state.index_select(0, slots_B) for key, state in self.modules[mixer.number].items()})
+    def read(self, mixer: PackedMixer, slots_B: torch.Tensor, in_place: bool = False) -> StateCache:
+        """Returns the states at these slots. If `in_place`, recurrent states are not copied from their slots."""
+        slotted = {
+            key: SlotState(state, slots_B) if in_place and key[0] == RECURRENT else state.index_select(0, slots_B)
+            for key, state in self.modules[mixer.number].items()
+        }
+        return StateCache(slotted)
 
     def write(self, mixer: PackedMixer, slots_B: torch.Tensor, cache: StateCache) -> None:
         for key, state in self.modules[mixer.number].items():
-            state.index_copy_(0, slots_B, cache.states[key].to(state.dtype))
+            new = cache.states[key]
+            if not isinstance(new, SlotState):
+                state.index_copy_(0, slots_B, new.to(state.dtype))
 
 
 def slot_bytes(shapes: Iterable[ModuleShapes]) -> int:
@@ -210,7 +246,7 @@ class DecodeStates:
 
     def mix(self, mixer: PackedMixer, named: dict[str, Any]) -> Any:
         shape = tuple(named[mixer.input_name].shape[:2])
-        cache = self.states.read(mixer, self.slots_B)
+        cache = self.states.read(mixer, self.slots_B, in_place=mixer.in_place)
         result = _step(mixer, _per_token(named, shape, lambda value: value.transpose(0, 1)), cache)
         self.states.write(mixer, self.slots_B, cache)
         return _results(result, lambda value: value.transpose(0, 1))

@@ -67,6 +67,9 @@ class PackedMixer:
         self.continues = True
         """Whether the module continues from its state on several tokens at once. Known after its states are
         measured."""
+        self.in_place = False
+        """Whether a decoding step can update the module's recurrent states in their slots. Known after its states are
+        measured."""
 
     def __call__(self, *args: Any, layout: Any = None, **named: Any) -> Any:
         """Runs the module's own forward unchanged if there is no layout, as in passes that transformers starts."""

@@ -37,6 +37,16 @@ def log1p(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def torch_tanh(x):  # type: ignore[no-untyped-def]
+    """Computes tanh, bitwise equal to torch's on the device. In the Triton interpreter the last bits may differ."""
+    if INTERPRETED:
+        result = tanh(x)
+    else:
+        result = libdevice.tanh(x)
+    return result
+
+
+@triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
     """Computes tanh from exponentials that cannot overflow. Near 0 the difference of the exponentials would lose
     precision, so a series is used for small x."""

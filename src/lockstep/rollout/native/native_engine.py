@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.kv_cache import KVCache
-from lockstep.kernels.decode_layers import GeneratingLayers, generating_layers
+from lockstep.kernels.decode.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import sequence_keys
@@ -272,7 +272,8 @@ class NativeEngine(SharedWeights):
         plain = self.policy.kernel == self.device.attention and self._group is None
         if not self._layers_tried and plain and not self.policy.decoder.mixers:
             decoder = inner_decoder(self.policy.causal_lm)
-            self._layers = generating_layers(decoder, self.device.generating_layers)
+            layout = self.policy.decoder.cache_layout()
+            self._layers = generating_layers(decoder, self.device.generating_layers, layout)
         self._layers_tried = True
         if self._layers is not None:
             self._layers.lay()

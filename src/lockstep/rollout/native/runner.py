@@ -16,7 +16,7 @@ from lockstep.errors import first_line
 from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
-from lockstep.kernels.decode_layers import GeneratingLayers
+from lockstep.kernels.decode.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
 from lockstep.model.policy import Policy, output_head
@@ -104,7 +104,7 @@ class Runner:
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if unchunked else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
         step = PrefillPass(self.cache, to, where, self.device.paged_attention, self._prefill_states(work))
-        if self.layers is not None:
+        if self.layers is not None and self.layers.prefills:
             self.layers.prefill(ids, at, step)
         else:
             self._hidden(ids, at, step)

@@ -11,39 +11,55 @@ import torch
 import triton
 import triton.language as tl
 
-from lockstep.kernels.norm_triton import plain_rms_norm
+from lockstep.kernels.norm_triton import RmsNorm, plain_rms_norm, weighted
 from lockstep.kernels.rotary_triton import plain_rotate
+from lockstep.kernels.swiglu_triton import activated, plain_swiglu
 
 # Number of elements of a row that one Triton program handles.
 BLOCK_N = 1024
 
 
 @triton.jit
-def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_norm(  # type: ignore[no-untyped-def]
+    stream,
+    more,
+    weight,
+    post_weight,
+    out,
+    epsilon,
+    post_epsilon,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    POST: tl.constexpr,
+):
     """Implements `add_norm_`. Each Triton program handles one token."""
+    kind: tl.constexpr = stream.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
-    values = tl.load(stream + places, mask=inside, other=0.0).to(tl.float32)
-    values += tl.load(more + places, mask=inside, other=0.0).to(tl.float32)
-    rounded = values.to(stream.dtype.element_ty)
+    added = tl.load(more + places, mask=inside, other=0.0).to(tl.float32)
+    if POST:
+        scale = tl.rsqrt(tl.sum(added * added, axis=0) / WIDTH + post_epsilon)
+        weights = tl.load(post_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        added = weighted(added * scale, weights, OFFSET, kind).to(tl.float32)
+    rounded = (tl.load(stream + places, mask=inside, other=0.0).to(tl.float32) + added).to(kind)
     tl.store(stream + places, rounded, mask=inside)
     values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + epsilon)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + places, (normed * weights).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + places, weighted(values * scale, weights, OFFSET, kind), mask=inside)
 
 
 @triton.jit
-def _normed(low, high, weight, epsilon, half, HALF: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _normed(low, high, weight, epsilon, half, HALF: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes the RMSNorm of attention heads. The two halves of each head are given as separate tensors."""
     squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
     low_weight = tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
     high_weight = tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-    low = ((low * scale).to(KIND).to(tl.float32) * low_weight).to(KIND).to(tl.float32)
-    high = ((high * scale).to(KIND).to(tl.float32) * high_weight).to(KIND).to(tl.float32)
+    low = weighted(low * scale, low_weight, OFFSET, KIND).to(tl.float32)
+    high = weighted(high * scale, high_weight, OFFSET, KIND).to(tl.float32)
     return low, high
 
 
@@ -74,6 +90,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     MANY: tl.constexpr,
     FEW: tl.constexpr,
     NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """Implements `place_heads_`. Each Triton program handles one token."""
     kind: tl.constexpr = qkv.dtype.element_ty
@@ -93,7 +110,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     low = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(places + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
-        low, high = _normed(low, high, query_weight, query_epsilon, half, HALF, kind)
+        low, high = _normed(low, high, query_weight, query_epsilon, half, HALF, OFFSET, kind)
     first, second = _turned(low, high, low_cos, high_cos, low_sin, high_sin, kind)
     tl.store(places, first, mask=inside)
     tl.store(places + HALF, second, mask=inside)
@@ -105,7 +122,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     low = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(places + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
-        low, high = _normed(low, high, key_weight, key_epsilon, half, HALF, kind)
+        low, high = _normed(low, high, key_weight, key_epsilon, half, HALF, OFFSET, kind)
     first, second = _turned(low, high, low_cos, high_cos, low_sin, high_sin, kind)
     tl.store(places, first, mask=inside)
     tl.store(places + HALF, second, mask=inside)
@@ -118,35 +135,52 @@ def _place_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _swiglu(gate_up, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(gate_up, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
     places = gate_up + tl.program_id(0).to(tl.int64) * (2 * WIDTH) + columns
     gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(places + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
-    tl.store(places, (silu * up).to(gate_up.dtype.element_ty), mask=inside)
+    act = activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(places, (act * up).to(gate_up.dtype.element_ty), mask=inside)
 
 
-def add_norm_(stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Adds `more_TW` to the residual stream in place. Returns the RMSNorm of the sum."""
+def add_norm_(
+    stream_TW: torch.Tensor, more_TW: torch.Tensor, norm: RmsNorm, post: RmsNorm | None = None
+) -> torch.Tensor:
+    """Adds `more_TW`, normalised by the norm `post` if there is one, to the residual stream in place. Returns the
+    RMSNorm of the sum."""
     tokens, width = stream_TW.shape
+    assert more_TW.is_contiguous()
+    assert stream_TW.is_contiguous()
     out = torch.empty_like(stream_TW)
     block = triton.next_power_of_2(width)
-    warps = max(1, min(16, block // 256))
-    _add_norm[(tokens,)](stream_TW, more_TW, weight_W, out, epsilon, WIDTH=width, BLOCK=block, num_warps=warps)
+    _add_norm[(tokens,)](
+        stream_TW,
+        more_TW,
+        norm.weight_W,
+        norm.weight_W if post is None else post.weight_W,
+        out,
+        norm.epsilon,
+        0.0 if post is None else post.epsilon,
+        WIDTH=width,
+        BLOCK=block,
+        OFFSET=norm.unit_offset,
+        POST=post is not None,
+        num_warps=max(1, min(16, block // 256)),
+    )
     return out
 
 
 def plain_add_norm_(
-    stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float
+    stream_TW: torch.Tensor, more_TW: torch.Tensor, norm: RmsNorm, post: RmsNorm | None = None
 ) -> torch.Tensor:
     """Reference implementation of `add_norm_`."""
-    return plain_rms_norm(stream_TW.add_(more_TW), weight_W, epsilon)
+    return plain_rms_norm(stream_TW.add_(more_TW if post is None else plain_rms_norm(more_TW, *post)), *norm)
 
 
-Norms = tuple[torch.Tensor, float, torch.Tensor, float]
-"""Weight and epsilon of the query norm and of the key norm."""
+HeadNorms = tuple[RmsNorm, RmsNorm]
+"""The query norm and the key norm."""
 
 
 def place_heads_(
@@ -157,7 +191,7 @@ def place_heads_(
     keys: torch.Tensor,
     values: torch.Tensor,
     queries: int,
-    norms: Norms | None = None,
+    norms: HeadNorms | None = None,
 ) -> None:
     """Applies the optional head norms and the rotary embedding to queries and keys in place. Writes keys and values to
     their slots in a layer's KV cache (slots, G, D). `line_TL` is the concatenated QKV of each token (L = (H + 2 G)
@@ -168,18 +202,18 @@ def place_heads_(
     assert line_TL.shape[1] == (queries + 2 * groups) * size
     assert cos_TD.shape == sin_TD.shape == (tokens, size)
     assert keys.stride() == values.stride() == (groups * size, size, 1)
-    query_weight, query_epsilon, key_weight, key_epsilon = norms or (line_TL, 0.0, line_TL, 0.0)
+    query_norm, key_norm = norms or (RmsNorm(line_TL, 0.0), RmsNorm(line_TL, 0.0))
     _place_heads[(tokens,)](
         line_TL,
         cos_TD,
         sin_TD,
-        query_weight,
-        key_weight,
+        query_norm.weight_W,
+        key_norm.weight_W,
         slots_T,
         keys,
         values,
-        query_epsilon,
-        key_epsilon,
+        query_norm.epsilon,
+        key_norm.epsilon,
         keys.stride(0),
         QUERIES=queries,
         KEYS=groups,
@@ -188,6 +222,7 @@ def place_heads_(
         MANY=triton.next_power_of_2(queries),
         FEW=triton.next_power_of_2(groups),
         NORMED=norms is not None,
+        OFFSET=query_norm.unit_offset,
         num_warps=4,
         # transformers rounds the products, and a fused multiply-add would skip this rounding.
         enable_fp_fusion=False,
@@ -202,13 +237,13 @@ def plain_place_heads_(
     keys: torch.Tensor,
     values: torch.Tensor,
     queries: int,
-    norms: Norms | None = None,
+    norms: HeadNorms | None = None,
 ) -> None:
     """Reference implementation of `place_heads_`."""
     query, key, value = heads_of_line(line_TL, queries, keys.shape[1])
     q, k = query, key
     if norms is not None:
-        q, k = plain_rms_norm(query, *norms[:2]), plain_rms_norm(key, *norms[2:])
+        q, k = plain_rms_norm(query, *norms[0]), plain_rms_norm(key, *norms[1])
     q, k = plain_rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos_TD[None], sin_TD[None])
     query.copy_(q[0].transpose(0, 1))
     key.copy_(k[0].transpose(0, 1))
@@ -223,16 +258,16 @@ def heads_of_line(line_TL: torch.Tensor, queries: int, groups: int) -> tuple[tor
     return query, key, value
 
 
-def swiglu_(line_TL: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up for the concatenated gate and up projections (L = 2 I), and writes the result over the
-    gate."""
+def swiglu_(line_TL: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+    """Computes act(gate) * up for the concatenated gate and up projections (L = 2 I), and writes the result over the
+    gate. act is silu or gelu (`swiglu_triton.py`)."""
     tokens, width = len(line_TL), line_TL.shape[1] // 2
     assert line_TL.is_contiguous()
-    _swiglu[(tokens, triton.cdiv(width, BLOCK_N))](line_TL, WIDTH=width, BLOCK_N=BLOCK_N, num_warps=4)
+    _swiglu[(tokens, triton.cdiv(width, BLOCK_N))](line_TL, WIDTH=width, GELU=gelu, BLOCK_N=BLOCK_N, num_warps=4)
     return line_TL[:, :width]
 
 
-def plain_swiglu_(line_TL: torch.Tensor) -> torch.Tensor:
+def plain_swiglu_(line_TL: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """Reference implementation of `swiglu_`."""
     gate, up = line_TL.chunk(2, 1)
-    return gate.copy_(torch.nn.functional.silu(gate) * up)
+    return gate.copy_(plain_swiglu(gate, up, gelu))

@@ -1,0 +1,1 @@
+"""Generation: fused decoder layers, and the kernels between their matmuls."""

@@ -1,0 +1,1 @@
+"""Recurrent layers: kernels for the gated delta rule and for short convolutions."""

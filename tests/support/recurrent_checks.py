@@ -1,0 +1,143 @@
+"""Triton kernels of experts, latents and recurrent layers against their plain-torch twins (see `triton_checks.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_checks import DTYPES, agree, drawn, forwards_agree, with_gradients
+
+
+def experts(device: str) -> None:
+    """Experts that many tokens choose, few, and none; widths that no tile divides."""
+    from lockstep.kernels.decode import experts_triton
+
+    torch.manual_seed(0)
+    for dtype in DTYPES if device != "cpu" else DTYPES[:1]:
+        for tokens, count, chosen, width, inner in ((5, 4, 2, 40, 24), (40, 3, 1, 70, 66), (1, 9, 3, 16, 16)):
+            x = drawn(tokens, width, device=device, dtype=dtype)
+            gate_up = drawn(count, 2 * inner, width, device=device, dtype=dtype, scale=width**-0.5)
+            down = drawn(count, width, inner, device=device, dtype=dtype, scale=inner**-0.5)
+            # No token chooses the first expert, if there are enough.
+            scores = torch.rand(tokens, count).to(device)
+            scores[:, 0] -= float(count > chosen)
+            shares, which = scores.topk(chosen)
+            for share in (shares.to(dtype), shares.float()):
+                with torch.no_grad():
+                    found = experts_triton.experts(x, which, share, gate_up, down)
+                    agree(found, experts_triton.plain_experts(x, which, share, gate_up, down), 5e-6)
+
+
+def latents_placed(device: str) -> None:
+    from lockstep.kernels.decode import latent_triton
+    from lockstep.kernels.norm_triton import RmsNorm
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for heads, nope, size, rank in ((3, 12, 8, 24), (16, 16, 6, 40)):
+            # As a fused projection gives them: queries and latents of a token side by side.
+            line = drawn(4, heads * (nope + size) + rank + size, device=device, dtype=dtype)
+            query, latent = line.split([heads * (nope + size), rank + size], 1)
+            angles = torch.randn(4, size)
+            turns = [part.to(device, dtype) for part in (angles.cos(), angles.sin())]
+            norm, slots = (
+                RmsNorm(drawn(rank, device=device, dtype=dtype), 1e-2),
+                torch.tensor([7, 3, 0, 9], device=device),
+            )
+            for paired in (False, True):
+                sides = []
+                for place in (latent_triton.place_latents, latent_triton.plain_place_latents):
+                    cache = torch.zeros(10, 1, rank + size, device=device, dtype=dtype)
+                    out = torch.zeros(4, heads, rank + size, device=device, dtype=dtype)
+                    place(query, latent, *turns, slots, cache, norm, out, paired)
+                    sides.append((cache, out))
+                for found, wanted in zip(*sides, strict=True):
+                    forwards_agree(found, wanted, 1e-6)
+
+
+def delta_steps(device: str) -> None:
+    from lockstep.kernels.recurrent import delta_step_triton as triton_step
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for heads, size, width in ((3, 24, 40), (2, 16, 32)):
+            query, key = (drawn(2, heads, size, device=device, dtype=dtype) for _ in range(2))
+            value = drawn(2, heads, width, device=device, dtype=dtype)
+            decay = -drawn(2, heads, device=device, dtype=torch.float32).abs()
+            beta = drawn(2, heads, device=device, dtype=dtype).sigmoid()
+            states = drawn(4, heads, size, width, device=device, dtype=torch.float32)
+            slots = torch.tensor([3, 1], device=device)
+            for unit in (False, True):
+                ours, twin = states.clone(), states.clone()
+                with torch.no_grad():
+                    found = triton_step.delta_step_(query, key, value, decay, beta, ours, slots, unit)
+                    wanted = triton_step.plain_delta_step_(query, key, value, decay, beta, twin, slots, unit)
+                agree(found, wanted, 2e-6)
+                agree(ours, twin, 2e-6)
+                assert torch.equal(ours[[0, 2]], states[[0, 2]])
+
+
+def delta_rules(device: str) -> None:
+    """Chunks against tokens one by one: outputs, last states and all gradients, with and without a first state."""
+    from lockstep.kernels.recurrent import delta_chunks_triton as triton_rule
+
+    torch.manual_seed(0)
+    kept, triton_rule.CHUNK = triton_rule.CHUNK, 16 if device == "cpu" else 64
+    try:
+        for tokens, heads, size, width in ((37, 2, 16, 24), (16, 1, 20, 16), (3, 1, 16, 40)):
+            tokens = tokens if device == "cpu" else 4 * tokens
+            query, key = (
+                torch.nn.functional.normalize(drawn(2, tokens, heads, size, device=device, dtype=torch.float32), dim=-1)
+                for _ in range(2)
+            )
+            # The same key again and again: the system is as far from the unit matrix as it can be.
+            key[:, 5:30] = key[:, 5:6].expand_as(key[:, 5:30])
+            value = drawn(2, tokens, heads, width, device=device, dtype=torch.float32)
+            decay = -drawn(2, tokens, heads, device=device, dtype=torch.float32, scale=0.3).abs()
+            beta = drawn(2, tokens, heads, device=device, dtype=torch.float32).sigmoid()
+            first = drawn(2, heads, size, width, device=device, dtype=torch.float32)
+            for given in ((query, key, value, decay, beta), (query, key, value, decay, beta, first)):
+                with_gradients(
+                    lambda *a: torch.cat([part.flatten() for part in triton_rule.delta_rule(*a)]),
+                    lambda *a: torch.cat([part.flatten() for part in triton_rule.plain_delta_rule(*a)]),
+                    list(given),
+                    2e-5,
+                )
+    finally:
+        triton_rule.CHUNK = kept
+
+
+def convolutions(device: str) -> None:
+    from lockstep.kernels.recurrent import conv_triton
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for channels, tokens, length, biased in ((40, 37, 4, True), (130, 5, 3, False), (3, 1, 2, True)):
+            # As a projection leaves them: the channels of a token are adjacent.
+            x = drawn(2, tokens, channels, device=device, dtype=dtype).transpose(1, 2)
+            weight = drawn(channels, length, device=device, dtype=dtype)
+            bias = drawn(channels, device=device, dtype=dtype) if biased else None
+            given = [x, weight, *([bias] if biased else [])]
+            for silu in (False, True):
+
+                def ours(
+                    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, silu: bool = silu
+                ) -> torch.Tensor:
+                    return conv_triton.convolve(x, w, b, silu)
+
+                def twin(
+                    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, silu: bool = silu
+                ) -> torch.Tensor:
+                    return conv_triton.plain_convolve(x, w, b, silu)
+
+                with_gradients(ours, twin, given, 2e-6)
+                for wider in (0, 2):
+                    state = drawn(2, channels, length + wider, device=device, dtype=dtype)
+                    other = state.clone()
+                    with torch.no_grad():
+                        found = conv_triton.convolve_step_(x[..., :1], state, weight, bias, silu)
+                        wanted = conv_triton.plain_convolve_step_(x[..., :1], other, weight, bias, silu)
+                    agree(found, wanted, 2e-6)
+                    assert torch.equal(state, other)
+
+
+CHECKS = {check.__name__: check for check in (experts, latents_placed, delta_steps, delta_rules, convolutions)}
