@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.environments.json_schema import InvalidJson, read_json
+from lockstep.environments.json_schema import DEEPEST, InvalidJson, read_json
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ Parts = Iterator[str | RawCall]
 """The text of a reply, in order: pieces of content, and calls. The consumer may stop early, so a reader is lazy."""
 
 
+THINK = ("<think>", "</think>")
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """A format of tool calls."""
@@ -46,8 +49,8 @@ class CallFormat:
     """A call, for messages to the model."""
     ends: tuple[str, ...] = ()
     """Tokens that end a turn, besides the end token of the tokenizer."""
-    think: tuple[str, str] = ("<think>", "</think>")
-    """The marks around reasoning."""
+    think: tuple[str, str] = THINK
+    """The marks around reasoning; empty if the reader finds the reasoning."""
     needs_tools: bool = False
     """Whether a call looks like ordinary text, so that it is read only if there are tools."""
 
@@ -91,7 +94,7 @@ def _with_arguments(name: str, arguments: Any, identity: str = "") -> RawCall:
 
 
 def _json_end(text: str, start: int) -> int:
-    """Returns the end of the JSON object or list that begins at `start`; -1 if it does not end."""
+    """Returns the end of the JSON object or list at `start`; -1 if it does not end, or is nested too deeply."""
     depth, inside, at = 0, False, start
     for found in _STRUCTURE.finditer(text, start):
         mark = found.group()
@@ -101,6 +104,8 @@ def _json_end(text: str, start: int) -> int:
             inside = True
         elif mark in "{[":
             depth += 1
+            if depth > DEEPEST:
+                return -1
         elif mark in "}]":
             depth -= 1
         at = found.end()
@@ -153,8 +158,12 @@ class _Tags:
     closing: re.Pattern[str]
     closed: str
     """The closing tag, for messages."""
+    stray: str
+    """A mark that begins a call. Outside of a call, it is an error."""
     lines: bool = False
     """Whether a line break after the opening tag and before the closing tag of a value does not belong to it."""
+    wrapper: tuple[str, str] = ("", "")
+    """Tags around a call that may both be missing."""
 
     def read(self, text: str) -> Parts:
         at = 0
@@ -166,7 +175,7 @@ class _Tags:
 
     def _outside(self, text: str) -> Parts:
         """Returns text between calls. A call in another format is an error, and not content."""
-        content, stray, _ = text.partition("<tool_call>")
+        content, stray, _ = text.partition(self.stray)
         yield content
         if stray:
             yield RawCall(error="is not in the right format")
@@ -185,6 +194,9 @@ class _Tags:
             given[key] = value.removeprefix("\n").removesuffix("\n") if self.lines else value
             at = end + len(self.value_end)
         closing = self.closing.match(text, at)
+        before, end = self.wrapper
+        if closing is not None and before and found.group().startswith(before):
+            closing = re.compile(r"\s*" + re.escape(end)).match(text, closing.end())
         if closing is None:
             after = self.opening.search(text, at)
             cut = after.start() if after else len(text)
@@ -208,9 +220,11 @@ _QWEN_CODER = _Tags(
     opening=re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>"),
     key=re.compile(r"\s*<parameter=(?P<key>[^>\n]*)>"),
     value_end="</parameter>",
-    closing=re.compile(r"\s*</function>(?:\s*</tool_call>)?"),
+    closing=re.compile(r"\s*</function>"),
     closed="</function>",
+    stray="<tool_call>",
     lines=True,
+    wrapper=("<tool_call>", "</tool_call>"),
 )
 _GLM = _Tags(
     opening=re.compile(r"<tool_call>(?P<name>[^<\n]*)"),
@@ -218,13 +232,15 @@ _GLM = _Tags(
     value_end="</arg_value>",
     closing=re.compile(r"\s*</tool_call>"),
     closed="</tool_call>",
+    stray="<tool_call>",
 )
 _DSML = _Tags(
     opening=re.compile(r'<｜DSML｜invoke name="(?P<name>[^"\n]*)">'),
     key=re.compile(r'\s*<｜DSML｜parameter name="(?P<key>[^"\n]*)"(?: string="(?:true|false)")?>'),
     value_end="</｜DSML｜parameter>",
     closing=re.compile(r"\s*</｜DSML｜invoke>"),
-    closed="</｜DSML｜invoke>",
+    closed="its closing tag",
+    stray="<｜DSML｜",
 )
 
 
@@ -250,12 +266,12 @@ def _llama(text: str) -> Parts:
 
 
 def _llama_objects(text: str, *, whole: bool) -> Parts:
-    """`whole`: whether an object at the beginning that is not closed is a call, and not content."""
+    """`whole`: whether an object that is not closed is a call, and not content, if only calls stand before it."""
     at = 0
     while found := _LLAMA_CALL.search(text, at):
         start, end = found.start(), _json_end(text, found.start())
         if end < 0:
-            meant = _LLAMA_ARGUMENTS.search(text, start) or (whole and not text[:start].strip())
+            meant = _LLAMA_ARGUMENTS.search(text, start) or (whole and not text[at:start].strip(" \n;,"))
             yield text[at:start] if meant else text[at:]
             if meant:
                 yield RawCall(error="is not valid JSON: the object is not closed")
@@ -265,6 +281,7 @@ def _llama_objects(text: str, *, whole: bool) -> Parts:
             yield _from_object(text[start:end])
         else:
             yield text[at:end]
+            whole = False
         at = end
     yield text[at:]
 
@@ -361,8 +378,8 @@ _HARMONY_END = re.compile(r"<\|(?:end|call|return|start)\|>")
 
 def _harmony(text: str) -> Parts:
     """Reads messages: a header with channel and recipient, `<|message|>`, and the body up to a token that ends it."""
-    if "<|message|>" not in text:
-        yield from () if "<|channel|>" in text else (text,)  # only a header, of a turn that was cut
+    if "<|message|>" not in text and "<|channel|>" not in text and "<|start|>" not in text:
+        yield text
         return
     at = 0
     while (body := text.find("<|message|>", at)) >= 0:
@@ -378,6 +395,8 @@ def _harmony(text: str) -> Parts:
             yield Reasoning(text[body:stop])
         else:
             yield text[body:stop]
+    if re.search(r"\bto=", text[at:]):  # the header of a message that was cut
+        yield RawCall(error="is not complete")
 
 
 FORMATS = {
