@@ -139,7 +139,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train", "preflight"),
     ("evaluate",),
     ("methods",),
-    ("rollout", "reward"),
+    ("environments", "rollout", "reward"),
     ("tape",),
     ("data", "model", "run", "launch"),
     ("parallel",),

@@ -28,8 +28,8 @@ from lockstep.reward.function_worker import (
     GivenAll,
     Loaded,
     Raised,
-    Reply,
     Unusable,
+    WorkerReply,
     answer,
     as_reward_function,
     prompt_text,
@@ -107,7 +107,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], FunctionReply]):
         self.spent = raised.spent
         return replace(raised, log=self._target.shown_log(self._index))
 
-    def _reply(self, seconds: float, limit: str, message: bytes = b"") -> Reply:
+    def _reply(self, seconds: float, limit: str, message: bytes = b"") -> WorkerReply:
         """Waits for the reply to the current call. Ignores replies to earlier calls, which a forked copy of the worker
         may send."""
         deadline = time.monotonic() + seconds

@@ -77,10 +77,10 @@ class Raised:
     log: str | None = None
 
 
-Reply = Loaded | Unusable | Given | GivenAll | Raised
+WorkerReply = Loaded | Unusable | Given | GivenAll | Raised
 
 
-def line_of(call: int, reply: Reply) -> bytes:
+def line_of(call: int, reply: WorkerReply) -> bytes:
     """Encodes a reply as one line, which `read_line` decodes."""
     fields: dict[str, Any] = {"call": call, "kind": type(reply).__name__, **vars(reply)}
     line = json.dumps(fields, allow_nan=False).encode() + b"\n"
@@ -89,7 +89,7 @@ def line_of(call: int, reply: Reply) -> bytes:
     return line
 
 
-def read_line(line: bytes) -> tuple[int, Reply]:
+def read_line(line: bytes) -> tuple[int, WorkerReply]:
     """Returns the call number and the reply; raises ValueError for an invalid line."""
     try:
         fields = json.loads(line)
@@ -102,9 +102,9 @@ def read_line(line: bytes) -> tuple[int, Reply]:
     return call, reply
 
 
-def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
+def _read(kind: str, fields: dict[str, Any]) -> WorkerReply | None:
     """Returns the decoded reply, or None if a field of the JSON line is invalid."""
-    reply: Reply
+    reply: WorkerReply
     if kind == "Given":
         reply = Given(fields["score"], fields["more"])
         numbers = [reply.score, *reply.more.values()]

@@ -40,8 +40,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
         ids, trained, split = _by_offsets(tokenizer, spans)
     else:
         (ids, trained), split = counted, False
-    if not spans.marked:
-        _untrain_after_end(tokenizer, ids, trained)
+    _untrain_after_end(tokenizer, ids, trained)
     return Example(ids, bytes(trained), origin), split
 
 
