@@ -2,8 +2,8 @@
 
 The order of rows depends only on the files and `run.seed`. In each epoch the files are visited in a new order. The rows
 of all files, in the order of the epoch, are divided into windows of `data.shuffle_buffer` rows, and the rows of a
-window are shuffled. So only one or two windows of rows are in memory. To continue, a run needs only the start of the window and
-the position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
+window are shuffled. So only one or two windows of rows are in memory. To continue, a run needs only the start of the
+window and the position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
 
 Worker processes encode the rows of the next updates while this process trains. The cursor counts the items that were
 taken, not the rows that were encoded, so the workers change neither the order of rows nor a resume.
