@@ -36,15 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from sweep_table import STORED, page, store, stored
 
     cases = {str(case): case for case in all_cases()}
-    known = stored() if STORED.exists() and (given.only or given.missing or given.page) else {}
-    outcomes = {name: one for name, one in known.items() if name in cases}
-    names = given.only or [name for name in cases if name not in outcomes and not given.page]
+    if not (given.only or given.missing or given.page):
+        STORED.unlink(missing_ok=True)
+    known = stored() if STORED.exists() else {}
+    names = given.only or [name for name in cases if name not in known and not given.page]
+    checked = {}
     for number, name in enumerate(names, 1):
-        outcomes[name] = _checked(cases[name])
-        store(outcomes)
-        print(f"{number}/{len(names)} {name}: {outcomes[name].status} {outcomes[name].why[:120]}", file=sys.stderr)
-    _check_tensor(cases, outcomes, names)
-    store(outcomes)
+        checked[name] = one = _checked(cases[name])
+        store({name: one}, cases)
+        print(f"{number}/{len(names)} {name}: {one.status} {one.why[:120]}", file=sys.stderr)
+    outcomes = store(_with_tensor(cases, checked), cases)
     (ROOT / "docs" / "models.md").write_text(page(outcomes), encoding="utf-8")
 
 
@@ -63,15 +64,17 @@ def _checked(case: Any) -> Any:
         return replace(outcome, columns=columns)
 
 
-def _check_tensor(cases: dict[str, Any], outcomes: dict[str, Any], names: Sequence[str]) -> None:
-    """Adds what two processes say about tensor parallelism. They check all models, because their start takes
-    seconds."""
+def _with_tensor(cases: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the outcomes with what two processes say about tensor parallelism. They check all models, because their
+    start takes seconds."""
     from sweep_columns import tensor
 
-    chosen = [cases[name] for name in names if outcomes[name].columns]
-    for case, said in (tensor(chosen) if chosen else {}).items():
-        one = outcomes[str(case)]
-        outcomes[str(case)] = replace(one, columns={**one.columns, "tensor": said})
+    chosen = [cases[name] for name, one in checked.items() if one.columns]
+    said = {str(case): text for case, text in (tensor(chosen) if chosen else {}).items()}
+    return {
+        name: replace(one, columns={**one.columns, "tensor": said[name]}) if name in said else one
+        for name, one in checked.items()
+    }
 
 
 if __name__ == "__main__":

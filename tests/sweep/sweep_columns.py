@@ -47,7 +47,9 @@ def lora(folder: Path) -> str:
     exclude: list[str] = []
     for _ in range(MOST_EXCLUDED):
         try:
-            policy = load_policy(Model(path=str(folder), lora=Lora(rank=2, exclude=exclude or None)), CPU, "sdpa", 0)
+            policy = load_policy(
+                Model(path=str(folder), lora=Lora(rank=2, alpha=4.0, exclude=exclude or None)), CPU, "sdpa", 0
+            )
             break
         except Refusal as refusal:
             bypassed = re.match(r"add (\S+) to model\.lora\.exclude", refusal.problems[0].remedy or "")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,6 +64,10 @@ runs on grids of sequences of similar length, so transformers uses flash-linear-
 if they are installed; without them it uses plain torch, which is slower. Context parallelism is rejected, and tensor
 parallelism leaves the recurrent layers undivided.
 
+Models that select or compress tokens (DeepSeek-V3.2, DeepSeek-V4, GLM-5, MiniMax-M3, Doge) run on right-padded rows
+with dense masks, also if rows are packed: their memory grows with the number of sequences times the longest of them.
+A Doge folder whose `keep_window_size` is below its context length is rejected, because its selection is ambiguous.
+
 Mixture-of-experts models: `model.aux_loss_coef` weighs the load-balancing loss, which is computed over the full update
 for any packing. Router noise in training is rejected, because it depends on the packing.
 """
@@ -71,8 +76,8 @@ COLUMNS = ("tensor", "context", "lora", "kernels")
 SECTIONS = {
     "training": (
         "For training only",
-        "All offline methods can train these. `rollout.engine: hf` generates with them if its log-probs equal those\n"
-        "of the trainer. Otherwise the run is rejected at its start, as for RecurrentGemma.",
+        "All offline methods can train these. Online methods need `rollout.engine: hf`, whose log-probs are compared\n"
+        "with those of the trainer at the start of the run.",
     ),
     "refused": ("Refused", ""),
     "not built": (
@@ -93,9 +98,17 @@ def stored() -> dict[str, Outcome]:
     return {name: Outcome(**one) for name, one in found.items()}
 
 
-def store(outcomes: Mapping[str, Outcome]) -> None:
-    data = {"transformers": transformers.__version__, "cases": {n: asdict(outcomes[n]) for n in sorted(outcomes)}}
-    STORED.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+def store(new: Mapping[str, Outcome], known: Collection[str]) -> dict[str, Outcome]:
+    """Adds outcomes to the stored ones, of which those of unknown cases are dropped. Several sweeps may do so at
+    once. Returns all outcomes."""
+    with STORED.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = stored() if file.tell() else {}
+        outcomes = {name: one for name, one in sorted({**before, **new}.items()) if name in known}
+        data = {"transformers": transformers.__version__, "cases": {n: asdict(one) for n, one in outcomes.items()}}
+        file.truncate(0)
+        file.write(json.dumps(data, indent=1) + "\n")
+    return outcomes
 
 
 def families(outcomes: Mapping[str, Outcome]) -> list[Outcome]:

@@ -43,6 +43,10 @@ SAMPLE = (
     "bert",
     "llava",
     "qwen2_5_vl",
+    "mistral4",
+    "mllama",
+    "cohere2_vision",
+    "modernbert-decoder",
 )
 CASES = {str(case): case for case in all_cases()}
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.device.cpu import Cpu
 from lockstep.device.select import select
 from lockstep.kernels.sampling import gumbel_noise, sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.miniature import miniature_config
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
@@ -23,6 +24,13 @@ from lockstep.types import Completion, Request, Sampling
 from tiny_sizes import TINY
 
 SIZES: dict[str, Any] = {**TINY, "initializer_range": 0.4, "tie_word_embeddings": False}
+
+
+def uncached_config() -> Any:
+    """A model that the built-in engine cannot run: DeepSeek-V4, with layers that compress keys."""
+    config = miniature_config(AutoConfig.for_model("deepseek_v4"))
+    config.vocab_size, config.max_position_embeddings = SIZES["vocab_size"], SIZES["max_position_embeddings"]
+    return config
 
 
 def write_model(folder: Path, config: Any, tokenizer_from: Path) -> Path:

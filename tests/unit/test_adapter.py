@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
 
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_value_model, with_lora
 from lockstep.model.policy import Policy
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
+from refusals import refuses
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[257, 65, 66, 67, 10, 11, 12]])
@@ -144,6 +145,13 @@ def test_a_tied_layer_gets_no_adapter_whatever_its_name(
     assert (problem.where, problem.code) == ("model.lora.targets", "unfit-adapter")
     assert all(value in problem.why for value in values)
     assert problem.remedy
+
+
+def test_a_layer_that_peft_cannot_adapt_is_named_with_the_remedy() -> None:
+    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100)
+    with refuses("model.lora.targets", "unfit-adapter", "out_proj", remedy="add out_proj to model.lora.exclude"):
+        layers_of(config, Lora(rank=2, alpha=4))
+    assert layers_of(config, Lora(rank=2, alpha=4, exclude=["out_proj"])) == {"in_proj", "x_proj", "dt_proj"}
 
 
 def test_layers_that_share_no_weight_get_theirs() -> None:

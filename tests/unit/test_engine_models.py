@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SIZES, load, native, prompts, run, write_model
+from small_models import SIZES, load, native, prompts, run, uncached_config, write_model
 from transformers import (
     BambaConfig,
     Cohere2Config,
@@ -25,7 +25,6 @@ from transformers import (
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.decoder import Decoder
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
@@ -125,17 +124,12 @@ class Off(HfEngine):
             yield replace(made, logprobs=[logprob - 0.01 for logprob in made.logprobs])
 
 
-def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(
-    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def uncached(_: Decoder) -> None:
-        raise NotImplementedError("its state cannot be cached")
-
-    monkeypatch.setattr(Decoder, "cache_layout", uncached)
-    folder = write_model(tmp_path / "model", LlamaConfig(**SIZES), tiny_folder)
+def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_path: Path, tiny_folder: Path) -> None:
+    """DeepSeek-V4 caches compressed keys in classes of its own."""
+    folder = write_model(tmp_path / "model", uncached_config(), tiny_folder)
     policy = load(folder)
     tokenizer, device = load_tokenizer(str(folder)), select("cpu")
-    with pytest.raises(Refusal, match=r"LlamaForCausalLM.*its state cannot be cached") as refusal:
+    with pytest.raises(Refusal, match=r"DeepseekV4ForCausalLM.*need .* of transformers' cache") as refusal:
         Generator(policy, tokenizer, RolloutSettings(), device, World(), str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
     Generator(policy, tokenizer, RolloutSettings(engine="hf"), device, World(), str(folder))

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from small_models import SIZES, write_model
-from transformers import LlamaConfig
+from small_models import uncached_config, write_model
 
 from conftest import write_jsonl
 from eval_by_hand import evaluated
 from lockstep.commands.generate import Conversation
 from lockstep.commands.without_recipe import NamedColumns
 from lockstep.errors import Refusal
-from lockstep.model.decoder import Decoder
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
@@ -105,19 +103,10 @@ def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker
 
 
 def test_a_model_that_the_built_in_engine_cannot_run_is_answered_by_transformers(
-    tiny_folder: Path,
-    questions: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A recipe would be advised to set rollout.engine=hf; a command has no recipe."""
-
-    def uncached(_: Decoder) -> None:
-        raise NotImplementedError("its state cannot be cached")
-
-    monkeypatch.setattr(Decoder, "cache_layout", uncached)
-    folder = write_model(tmp_path / "model", LlamaConfig(**SIZES), tiny_folder)
+    folder = write_model(tmp_path / "model", uncached_config(), tiny_folder)
     _, lines = evaluated(folder, questions, tmp_path / "out.jsonl", max_new_tokens=8, rules=["exact"], rows=2)
     said = Conversation(str(folder), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
     assert [line["response"] for line in lines] == [said.answer(words) for words in WORDS[:2]]

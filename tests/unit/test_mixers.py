@@ -13,8 +13,8 @@ from hybrid_models import DAILY, FURTHER, hybrid_config
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.kernels import keywords
-from lockstep.kernels.keywords import carried_layout
+from lockstep.kernels.attention import keywords
+from lockstep.kernels.attention.keywords import carried_layout
 from lockstep.kernels.mixers import PackedMixer, regrouped
 from lockstep.model.check import LENGTHS, build_miniature, check_architecture, packed_row, tokens
 from lockstep.model.miniature import VOCABULARY, miniature_config

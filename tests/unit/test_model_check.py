@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import SIZES, load, write_model
 from transformers import (
+    AutoConfig,
     Gemma3Config,
     GPT2Config,
     LlamaConfig,
@@ -24,8 +25,8 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention import interface as attention
 from lockstep.kernels.attention import paged, varlen
 from lockstep.kernels.attention.layout import make_layout
-from lockstep.model import trials
-from lockstep.model.check import LENGTHS, check_architecture, reference_logprobs
+from lockstep.model import miniature, trials
+from lockstep.model.check import LENGTHS, check_architecture, reference_logprobs, tokens
 from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.model.text_model import placeholder_ids
@@ -141,6 +142,30 @@ def test_a_check_is_remembered_until_code_or_configuration_change(monkeypatch: p
     monkeypatch.setattr(trials, "_code", lambda: "changed")
     with pytest.raises(KeyError):
         check(LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("sections", "small"),
+    [([22, 22, 20], [2, 2, 4]), ([16, 24, 24], [2, 3, 3]), ([16, 16, 16, 16], [2, 2, 2, 2]), ([8, 12, 12], [2, 3, 3])],
+)
+def test_rotary_sections_of_equal_size_stay_equal(sections: list[int], small: list[int]) -> None:
+    assert miniature._shrink_sections(sections, 8) == small
+
+
+def test_a_miniature_shares_keys_of_kept_layers_and_rotates_the_same_part_of_a_head() -> None:
+    """Layers 0, 1 and 71 are kept: layer 1 reads the keys of layer 0, and layer 71 those of a layer that is dropped."""
+    sources = [0, 0, *range(2, 71), 70]
+    assert miniature._shrink_list("kv_source_layers", sources, [0, 1, 71], 72) == [0, 0, 2]
+    small = miniature_config(AutoConfig.for_model("mistral4"))
+    rotated = small.rope_parameters["partial_rotary_factor"] * small.head_dim
+    assert (rotated, small.head_dim) == (small.qk_rope_head_dim, small.qk_rope_head_dim + small.qk_nope_head_dim)
+
+
+def test_test_sequences_contain_no_placeholders() -> None:
+    """transformers replaces the embedding of a placeholder even if there is no image."""
+    config = AutoConfig.for_model("muse_glimmer")
+    assert min(placeholder_ids(miniature_config(config, towers=False))) >= miniature.WORDS
+    assert max(tokens(500, miniature.WORDS)) < miniature.WORDS
 
 
 def test_a_miniature_keeps_switches_and_scales_limits() -> None:

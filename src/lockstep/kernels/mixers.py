@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import Refusal
+from lockstep.kernels.attention.keywords import CallTrace, carried_layout, carry_layout, inside
 from lockstep.kernels.attention.layout import Layout
 from lockstep.kernels.attention.varlen import to_slots, to_tokens
-from lockstep.kernels.keywords import CallTrace, carried_layout, carry_layout, inside
 
 # Layer kinds of transformers' configs that have a recurrent module, and kinds that mix no tokens.
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"})

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.keywords import CallTrace, carry_layout, inside, noting_calls
 from lockstep.kernels.attention.kv_cache import CacheLayout, uniform_layout
 from lockstep.kernels.attention.latent import latent_layout, latent_modules, latents_kept
 from lockstep.kernels.attention.layout import DecodePass, Layout, make_layout, padded_layout
@@ -19,7 +20,6 @@ from lockstep.kernels.attention.masks import BeyondCausal, MaskProbe, OwnMask, r
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.attention.rows import RowPass, RowProbe, engine_rows, padded_rows, read_rows, row_mask
 from lockstep.kernels.invariant import variant_attention
-from lockstep.kernels.keywords import CallTrace, carry_layout, inside, noting_calls
 from lockstep.kernels.mixer_states import ModuleShapes, measured_shapes
 from lockstep.kernels.mixers import (
     TOKENWISE_KINDS,

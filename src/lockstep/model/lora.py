@@ -112,6 +112,10 @@ def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Probl
     if kind:
         why = f"PEFT has no LoRA adapter for layers of class {kind[1]}"
         return [Problem("model.lora.targets", why, "name linear layers, or use all-linear", code="unknown-module")]
+    layer = re.search(r"Module '(\w+)' is incompatible with", message)
+    if layer:
+        why = f"PEFT has no adapter for {layer[1]} of this model, whose weight fused kernels read directly"
+        return [Problem("model.lora.targets", why, f"add {layer[1]} to model.lora.exclude", code="unfit-adapter")]
     return [Problem("model.lora.targets", message.splitlines()[0], code="unknown-module")]
 
 

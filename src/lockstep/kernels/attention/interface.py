@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.attention.keywords import carried_layout
 from lockstep.kernels.attention.latent import latent_attention
 from lockstep.kernels.attention.layout import DecodePass, Layout
 from lockstep.kernels.attention.masks import CHUNK, SELECTIONS, WINDOW, BeyondCausal
 from lockstep.kernels.attention.paged import PrefillPass, cached_call, paged_attention
 from lockstep.kernels.attention.rows import RowPass, row_attention
 from lockstep.kernels.attention.varlen import varlen_attention
-from lockstep.kernels.keywords import carried_layout
 
 
 class DividedLayout(ABC):
