@@ -140,4 +140,18 @@ def convolutions(device: str) -> None:
                     assert torch.equal(state, other)
 
 
-CHECKS = {check.__name__: check for check in (experts, latents_placed, delta_steps, delta_rules, convolutions)}
+def gated_norms(device: str) -> None:
+    from lockstep.kernels.recurrent.gated_norm_triton import gated_norm, plain_gated_norm
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for shape in ((3, 5, 128), (2, 7)):
+            x, gate = (drawn(*shape, device=device, dtype=dtype) for _ in range(2))
+            x[0] *= 1e-3
+            weight = drawn(shape[-1], device=device, dtype=dtype)
+            with_gradients(lambda *a: gated_norm(*a, 1e-6), lambda *a: plain_gated_norm(*a, 1e-6), [x, gate, weight])
+
+
+CHECKS = {
+    check.__name__: check for check in (experts, latents_placed, delta_steps, delta_rules, convolutions, gated_norms)
+}
