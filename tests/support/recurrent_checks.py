@@ -140,4 +140,93 @@ def convolutions(device: str) -> None:
                     assert torch.equal(state, other)
 
 
-CHECKS = {check.__name__: check for check in (experts, latents_placed, delta_steps, delta_rules, convolutions)}
+def gated_norms(device: str) -> None:
+    from lockstep.kernels.recurrent.gated_norm_triton import gated_norm, plain_gated_norm
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for shape in ((3, 5, 128), (2, 7)):
+            x, gate = (drawn(*shape, device=device, dtype=dtype) for _ in range(2))
+            x[0] *= 1e-3
+            weight = drawn(shape[-1], device=device, dtype=dtype)
+            with_gradients(lambda *a: gated_norm(*a, 1e-6), lambda *a: plain_gated_norm(*a, 1e-6), [x, gate, weight])
+
+
+def _qwen(device: str) -> torch.nn.Module:
+    import transformers
+
+    from lockstep.kernels.attention.interface import ATTENTION, register_attention
+
+    register_attention()
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], pad_token_id=0,
+        attn_implementation=ATTENTION,
+    )  # fmt: skip
+    model = transformers.Qwen3_5ForCausalLM(config).to(device).eval()
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape) * 0.3)
+    return model
+
+
+def recurrent_models(device: str) -> None:
+    """A packed pass with all gradients, and generation: kernels against the model's own functions."""
+    import sys
+
+    from lockstep.device.select import select
+    from lockstep.kernels.fused import fuse, replaced
+    from lockstep.kernels.recurrent import rule_functions
+    from lockstep.model.check import packed_row
+    from lockstep.model.policy import Policy
+    from lockstep.recipe.keys_rollout import RolloutSettings
+    from lockstep.rollout.native.native_engine import NativeEngine
+    from lockstep.types import Request, Sampling
+
+    kind = type(select(device))
+    requests = [Request([5, 17, 3, 80, 41, 9][:length], key, 2) for key, length in enumerate((6, 1))]
+    file = sys.modules[type(_qwen("cpu")).__module__]
+    own = {name: getattr(file, name) for name in rule_functions.FUNCTIONS}
+    sides = []
+    try:
+        for fused in (False, True):
+            model = _qwen(device)
+            if fused:
+                fuse(model, "flash_varlen")
+                assert sum("by Triton" in line for line in replaced(model)) == len(own), replaced(model)
+                assert any("triton_gated_norm" in line for line in replaced(model)), replaced(model)
+            policy = Policy(model, kind.attention)
+            made = NativeEngine(policy, kind(), RolloutSettings(block_tokens=4), lambda ids: "").generate(
+                requests, Sampling(4, seed=1)
+            )
+            made = sorted(made, key=lambda one: (one.request, one.sample))
+            assert [mixer.in_place for mixer in policy.decoder.mixers if mixer.number == 0] == [fused]
+            states = policy.decoder(packed_row([list(range(1, 20)), [7, 8, 9]], torch.device(device)))
+            states.square().mean().backward()
+            grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+            sides.append((made, states.detach(), grads))
+    finally:
+        for name, function in own.items():
+            setattr(file, name, function)
+    (plain, states, grads), (ours, found, fused_grads) = sides
+    assert [one.ids for one in ours] == [one.ids for one in plain]
+    for one, other in zip(ours, plain, strict=True):
+        assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() <= 1e-4
+    assert (found - states).abs().max() <= 1e-4 * states.abs().max()
+    for name, grad in grads.items():
+        assert (fused_grads[name] - grad).norm() <= 1e-3 * grad.norm() + 1e-7, name
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        experts,
+        latents_placed,
+        delta_steps,
+        delta_rules,
+        convolutions,
+        gated_norms,
+        recurrent_models,
+    )
+}

@@ -67,10 +67,20 @@ def drawn(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 # Functions that recognise, by their structure, the transformers modules that a fused operator may replace.
 
+GATED_INPUTS = ("hidden_states", "gate")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
+def is_gated_norm(module: nn.Module) -> bool:
+    """Returns whether the module looks like an RMSNorm whose output a second input gates."""
+    return _is_norm(module) and tuple(inspect.signature(type(module).forward).parameters)[1:] == GATED_INPUTS
+
+
 def is_rms_norm(module: nn.Module) -> bool:
+    return _is_norm(module) and not is_gated_norm(module)
+
+
+def _is_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
     # A norm with a second input, such as a gate, is never called in the way the kernel supports.
@@ -307,6 +317,8 @@ class ModuleKernel(NamedTuple):
     forward: Forward
     generates: bool = False
     """Whether the kernel is for experts in passes without gradients."""
+    inputs: int = 1
+    """Number of inputs of the module, which have the same shape."""
 
 
 class DeviceKernels(NamedTuple):
@@ -372,15 +384,16 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
         # Half of the input rows are so small that the epsilon of the norm changes the result.
         rows[:, ::2] *= (epsilon_of(module) or 0.0) ** 0.5
     upstream = drawn(1, TOKENS, width, like=parameter, seed=1)
+    further = [drawn(1, TOKENS, width, like=parameter, seed=2 + number) for number in range(kernel.inputs - 1)]
 
-    def outputs(call: Callable[[torch.Tensor], torch.Tensor]) -> Answers:
+    def outputs(call: Callable[..., torch.Tensor]) -> Answers:
         if not trial.gradients:
-            return [call(rows)]
-        x = rows.clone().requires_grad_()
-        out = call(x)
+            return [call(rows, *further)]
+        inputs = [tensor.clone().requires_grad_() for tensor in (rows, *further)]
+        out = call(*inputs)
         # Input rows with small values have large gradients, so their gradients are compared separately.
-        (gradient,) = torch.autograd.grad(out, x, upstream)
-        return out.detach(), gradient[:, ::2], gradient[:, 1::2]
+        gradient, *others = torch.autograd.grad(out, inputs, upstream)
+        return out.detach(), gradient[:, ::2], gradient[:, 1::2], *others
 
     training = module.training
     module.eval()
@@ -388,8 +401,8 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
         return trial.alike(
             type(module).__name__,
             kernel.name,
-            lambda: outputs(lambda x: own_forward(module, x)),
-            lambda: outputs(lambda x: kernel.forward(module, x)),
+            lambda: outputs(lambda *inputs: own_forward(module, *inputs)),
+            lambda: outputs(lambda *inputs: kernel.forward(module, *inputs)),
         )
     finally:
         module.train(training)

@@ -21,11 +21,13 @@ from lockstep.kernels.fused_modules import (
     adds_one,
     are_experts,
     epsilon_of,
+    is_gated_norm,
     is_gelu_gated,
     is_rms_norm,
     is_silu_gated,
 )
 from lockstep.kernels.norm_triton import norm_fits, rms_norm
+from lockstep.kernels.recurrent.gated_norm_triton import gated_norm, gated_norm_fits
 from lockstep.kernels.rotary_triton import rotary_fits, rotate
 from lockstep.kernels.swiglu_triton import gated, swiglu
 from lockstep.kernels.triton_math import runs_on
@@ -37,6 +39,15 @@ def _norm(self: Any, *args: Any, unit_offset: bool = False, **more: Any) -> torc
     epsilon = epsilon_of(self)
     assert epsilon is not None
     return rms_norm(args[0], self.weight, epsilon, unit_offset)
+
+
+def _gated_norm(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+    autocast = torch.is_autocast_enabled(self.weight.device.type)
+    if len(args) != 2 or more or autocast or not gated_norm_fits(*args, self.weight):
+        return type(self).forward(self, *args, **more)
+    epsilon = epsilon_of(self)
+    assert epsilon is not None
+    return gated_norm(*args, self.weight, epsilon)
 
 
 def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tensor:
@@ -94,6 +105,7 @@ KERNELS = DeviceKernels(
             lambda module: is_rms_norm(module) and adds_one(module),
             partial(_norm, unit_offset=True),
         ),
+        ModuleKernel("triton_gated_norm", is_gated_norm, _gated_norm, inputs=2),
         ModuleKernel("triton_swiglu", is_silu_gated, _gated),
         ModuleKernel("triton_geglu", is_gelu_gated, partial(_gated, gelu=True)),
         ModuleKernel("triton_experts in generation", are_experts, _experts, generates=True),
