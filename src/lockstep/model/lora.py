@@ -112,6 +112,10 @@ def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Probl
     if kind:
         why = f"PEFT has no LoRA adapter for layers of class {kind[1]}"
         return [Problem("model.lora.targets", why, "name linear layers, or use all-linear", code="unknown-module")]
+    if "lora_dropout" in message:
+        why = "PEFT supports no dropout in adapters of experts, which transformers stores in one parameter"
+        remedy = "set model.lora.dropout=0, or list other layers in model.lora.targets"
+        return [Problem("model.lora.dropout", why, remedy, code="unfit-adapter")]
     return [Problem("model.lora.targets", message.splitlines()[0], code="unknown-module")]
 
 
