@@ -148,7 +148,13 @@ ROWS = [
     Fault("mask one token early", "grpo", loops.response_mask, "batch"),
     Fault("packing shifts by one", "sft", loops.packed_batch(loops.shifted), "batch", expects="predicted from"),
     Fault("packed positions run on", "grpo", loops.packed_batch(loops.running_on), "batch", expects="predicted from"),
-    Fault("packed sequences end late", "dpo", loops.packed_batch(loops.moved_ends), "batch", expects="before it"),
+    Fault(
+        "packed sequences end late",
+        "dpo",
+        loops.packed_batch(loops.moved_ends),
+        "batch",
+        expects="before the target token",
+    ),
 ]
 
 GENERATION = [

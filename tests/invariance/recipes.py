@@ -196,7 +196,8 @@ def _model(pick: _Draw, family: str) -> Values:
         model["lora"] = {"rank": pick.one(2, 4)}
         if pick.chance(0.3):
             model["lora"]["targets"] = ["q_proj", "v_proj"]
-        if pick.chance(0.25):
+        # Adapters of experts have no dropout.
+        if pick.chance(0.25) and (family != "qwen3_moe" or "targets" in model["lora"]):
             model["lora"]["dropout"] = 0.2
     return model
 
@@ -392,7 +393,23 @@ def _extras(pick: _Draw, method: str, advantage: str, loss: str, algorithm: Valu
             {"reject": [{"over": "mean", "by": "k3", "high": 0.1}]},
             *([{"bypass": True}] if loss_row(loss).ratio else []),
         )
-        algorithm["rollout_correction"] = pick.choice(corrections)
+        drawn = pick.choice(corrections)
+        if drawn.get("weight") == "sequence" and not _keeps_weights(loss, ONLINE[method]["algorithm"] | algorithm):
+            drawn = {"weight": "token"}
+        algorithm["rollout_correction"] = drawn
+
+
+def _keeps_weights(loss: str, algorithm: Values) -> bool:
+    """Whether the loss of a recipe with weights of sequences is exact to the tolerance of `variations.py`.
+
+    The weight of a sequence is an exponential of the sum of its tokens' log-ratios, so its tokens share the rounding
+    of that sum. If terms of size 1 are averaged, this rounding stays below the tolerance. A sum over tokens adds it up,
+    and log-probs in the loss enlarge it. The loss itself is small, because advantages have both signs."""
+    summed = algorithm.get("aggregation", "token_mean") in ("token_sum", "seq_mean_token_sum")
+    return loss_row(loss).ratio and loss not in LOGPROB_LOSSES and not summed
+
+
+LOGPROB_LOSSES = ("cispo", "importance", "policy_gradient", "dro")
 
 
 def main(words: Sequence[str], say: Callable[[str], object] = print) -> None:

@@ -171,6 +171,7 @@ def test_layers_that_share_no_weight_get_theirs() -> None:
         (APART, {"targets": ["q_proj", "mlp.dwn_proj"]}, "model.lora.targets", "did you mean mlp.down_proj?"),
         (EXPERTS, {"targets": ["w1", "w2", "w3", "q_prj"]}, "model.lora.targets", "did you mean q_proj?"),
         (APART, {"targets": ["mlp"]}, "model.lora.targets", "name linear layers"),
+        (EXPERTS, {"targets": ["w1", "w2", "w3"], "dropout": 0.1}, "model.lora.dropout", "set model.lora.dropout=0"),
         (APART, {"exclude": ["down_prj"]}, "model.lora.exclude", "did you mean down_proj?"),
         (APART, {"exclude": "layers.0.*"}, "model.lora.exclude", "it must match a full name"),
         (APART, {"exclude": "(down"}, "model.lora.exclude", "fix it"),

@@ -29,7 +29,7 @@ from lockstep.model.check import LENGTHS, Miniature, build_miniature, packed_row
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.trials import Unfit
 from lockstep.parallel.context_split import refuse_undivided
-from lockstep.preflight.model_sizes import cached_elements, kv_bytes, selection_bytes
+from lockstep.preflight.model_sizes import cached_elements, indexed_latents, kv_bytes, selection_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import try_engine
 from lockstep.rollout.native.native_engine import NativeEngine
@@ -44,8 +44,9 @@ KINDS: dict[str, int] = {
     "mimo_v2_flash": (2 + 4 + 2) * (16 + 8),
     # A latent of 16 and a rotary key of 8 in each of two layers.
     "deepseek_v3": 2 * (16 + 8),
-    # Latents, rotary keys and indexer keys of 16 in each of three layers.
-    "deepseek_v32": 3 * (16 + 8 + 16),
+    # Latents, rotary keys and indexer keys of 16 in each of three layers. In transformers 5.17, four heads have keys of
+    # 24 and values of 16 instead of latents.
+    "deepseek_v32": 3 * (16 + 8 + 16) if indexed_latents() else 3 * (4 * (24 + 16) + 16),
     # Keys once and values twice in each of two layers.
     "diffllama": 2 * (4 * 16) * 3,
 }

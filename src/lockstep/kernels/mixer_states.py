@@ -32,8 +32,8 @@ RESERVED = 2
 class StateCache:
     """The states that a recurrent module reads and writes in one call, with the methods of transformers' caches.
 
-    Modules of transformers 5.17 ask `has_previous_state` and read the states from `layers[layer_idx]`. Modules of later
-    versions call `get_conv_state`, `get_recurrent_state` and `is_recording_past`.
+    Modules of older versions of transformers (5.17 to 5.20) ask `has_previous_state` and read the states from
+    `layers[layer_idx]`. Modules of later versions call `get_conv_state`, `get_recurrent_state` and `is_recording_past`.
     """
 
     def __init__(self, states: dict[StateKey, Any] | None = None):

@@ -116,6 +116,10 @@ def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Probl
     if layer:
         why = f"PEFT has no adapter for {layer[1]} of this model, whose weight fused kernels read directly"
         return [Problem("model.lora.targets", why, f"add {layer[1]} to model.lora.exclude", code="unfit-adapter")]
+    if "lora_dropout" in message:
+        why = "PEFT supports no dropout in adapters of experts, which transformers stores in one parameter"
+        remedy = "set model.lora.dropout=0, or list other layers in model.lora.targets"
+        return [Problem("model.lora.dropout", why, remedy, code="unfit-adapter")]
     return [Problem("model.lora.targets", message.splitlines()[0], code="unknown-module")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -261,10 +262,19 @@ def _kind(module: Any, kinds: Sequence[str]) -> str:
     return str(kinds[index]) if isinstance(index, int) and index < len(kinds) else ""
 
 
+def indexed_latents() -> bool:
+    """Returns whether modules with an indexer cache latents. In transformers 5.17 they cache the keys and values of
+    every head."""
+    major, minor = version("transformers").split(".")[:2]
+    return (int(major), int(minor)) >= (5, 18)
+
+
 def _module_elements(module: Any) -> CachedElements:
     """Returns how many elements per token one module caches: the latent, or the keys and values, of an attention
     module, or the keys of an indexer."""
     if hasattr(module, "kv_a_proj_with_mqa"):
+        if hasattr(module, "indexer") and not indexed_latents():
+            return CachedElements(module.num_heads * (module.qk_head_dim + module.v_head_dim), 0)
         return CachedElements(0, int(module.kv_a_proj_with_mqa.out_features))
     key = getattr(module, "k_proj", None) or getattr(module, "wk", None)
     if key is None or getattr(module, "is_kv_shared_layer", False):

@@ -15,8 +15,16 @@ from typing import Any
 import torch
 
 from lockstep.parity.replay.replay_checks import Check, finite, rank_of_rows, share, worst_named
-from lockstep.parity.replay.tolerances import Bound, Excess, Tolerance, movement_slope, overall_slope, slope_excess
-from lockstep.tape.digest import BLOCKS, distance, distances, norm, relative
+from lockstep.parity.replay.tolerances import (
+    DEVIATIONS,
+    Bound,
+    Excess,
+    Tolerance,
+    movement_slope,
+    overall_slope,
+    slope_excess,
+)
+from lockstep.tape.digest import BLOCKS, SKETCH, distance, distances, norm, relative
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
 from lockstep.tape.tape_recorder import sampled
 
@@ -31,6 +39,9 @@ UNTOUCHED = 1e-5
 NEGLIGIBLE = 1e-3
 # The allowed rounding error of a weight, relative to the weight: 4 times the fp32 machine epsilon.
 ULPS = 4 * torch.finfo(torch.float32).eps
+# The distance of weights is estimated from the BLOCKS * SKETCH projections of a digest. An estimate from n projections
+# has a relative standard deviation of 1 / sqrt(2 n).
+ESTIMATED = 1 + DEVIATIONS / math.sqrt(2 * BLOCKS * SKETCH)
 SAMPLED_KEYS = ("gradient", "before", "exp_avg", "exp_avg_sq", "after", "count")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,7 +69,7 @@ def check_optimizer(
         yield from _moments(one, other, learner, tolerance)
     yield from check_formula(manifest, other, learner, info[1], tolerance)
     yield from _masters(manifest, other, learner)
-    yield from _weights(manifest, one, other, learner, tolerance)
+    yield from check_weights(manifest, one, other, learner, info, tolerance)
 
 
 def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
@@ -155,18 +166,12 @@ def formula_error(
     for older recordings, because those runs applied weight decay to these parameters.
     """
     samples = below(record.tensors, f"{learner}/0/sample/")
-    clip = optim["clip"]
-    factor = min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
     worst, differing = FormulaError("", 0.0, 0.0, 0.0, (), ()), []
     for name in sorted({key.rsplit("/", 1)[0] for key in samples}):
-        kept = {key: samples[f"{name}/{key}"].double() for key in SAMPLED_KEYS if f"{name}/{key}" in samples}
+        kept = _kept(samples, name)
         if "after" not in kept or "gradient" not in kept:
             continue
-        # By default biases and norms have no weight decay.
-        matrix = len(shapes[name]) >= 2 and name not in no_decay
-        decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
-        decay = optim.get("decays", {}).get(name, decay)  # the decay in another framework's parameter groups
-        expected = _adamw(kept, factor, lr, optim, decay)
+        expected = _adamw(kept, lr, grad_norm, optim, decay_of(name, shapes[name], optim, no_decay))
         movement = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
         errors = difference.clamp(min=0) / movement.clamp(min=1e-3 * float(movement.max()) + 1e-30)
@@ -180,11 +185,25 @@ def formula_error(
     return replace(worst, differing=tuple(differing))
 
 
+def _kept(samples: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Returns the sampled values of a parameter, in double precision."""
+    return {key: samples[f"{name}/{key}"].double() for key in SAMPLED_KEYS if f"{name}/{key}" in samples}
+
+
+def decay_of(name: str, shape: Sequence[int], optim: Mapping[str, Any], no_decay: Collection[str]) -> float:
+    """Returns the weight decay of a parameter. By default biases and norms have none."""
+    matrix = len(shape) >= 2 and name not in no_decay
+    decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
+    return float(optim.get("decays", {}).get(name, decay))  # from another framework's parameter groups
+
+
 def _adamw(
-    kept: dict[str, torch.Tensor], factor: float, lr: float, optim: dict[str, Any], decay: float
+    kept: Mapping[str, torch.Tensor], lr: float, grad_norm: float, optim: Mapping[str, Any], decay: float
 ) -> torch.Tensor:
     """Returns the weights after one AdamW step (Loshchilov and Hutter 2019, decoupled weight decay)."""
     beta1, beta2 = optim["betas"]
+    clip = optim["clip"]
+    factor = min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
     gradient, before = kept["gradient"] * factor, kept["before"]
     zeros = torch.zeros_like(before)
     count = float(kept["count"]) + 1
@@ -221,23 +240,84 @@ def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> I
         yield Check("weights", record.step, f"{learner}: weights and their master weights", error, 0.0, where)
 
 
-def _weights(
-    manifest: Mapping[str, Any], one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance
+def check_weights(
+    manifest: Mapping[str, Any],
+    one: StepRecord,
+    other: StepRecord,
+    learner: str,
+    info: tuple[dict[str, Any], dict[str, Any]],
+    tolerance: Tolerance,
 ) -> Iterator[Check]:
+    """Compares the weights after the update, relative to how far the update moves them.
+
+    The weights of two correct runs differ because their gradients differ. AdamW's step depends more on the sign of a
+    gradient than on its size. So where a gradient is mostly rounding, as that of a key's bias, which softmax cancels,
+    two correct steps may have any directions. The difference of the steps that follow from the two gradients is
+    therefore computed with AdamW's formula, and allowed in addition to the tolerance. The gradient check tests the
+    gradients themselves, and a wrong update is not part of the formula.
+    """
     movements = _movements(one, learner, manifest["parameters"][learner])
     if not movements:
         return
     prefix = f"{learner}/0/weights/"
-    sizes = {
-        name: max(movement, SEEN * norm(one.tensors[prefix + name])) * (1 + _gradient_noise(one, other, learner, name))
-        for name, movement in movements.items()
-        if prefix + name in one.tensors
-    }
+    explained = _explained(manifest, one, other, learner, info)
+    sizes = {}
+    for name, movement in movements.items():
+        if prefix + name in one.tensors:
+            size = max(movement, SEEN * norm(one.tensors[prefix + name]))
+            sizes[name] = size + ESTIMATED * explained.get(name, Explained()).distance / tolerance.update
     found = worst_parameter(one, other, prefix, tolerance.update, sizes=sizes)
     if found is not None:
         yield Check("weights", one.step, f"{learner}: {found.name}", found.error, tolerance.update, found.where)
     if tolerance.systematic is not None:
-        yield from _movement_slopes(one, other, learner, sizes, tolerance.systematic.movement)
+        slopes = {name: explained.get(name, Explained()).slope for name in sizes}
+        yield from _movement_slopes(one, other, learner, slopes, tolerance.systematic.movement)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """How the step of a parameter in the replay differs from the recorded step, according to AdamW's formula for the
+    two gradients: the norm of the difference, and the slope of the replay's step as a function of the recorded step,
+    minus 1."""
+
+    distance: float = 0.0
+    slope: float = 0.0
+
+
+def _explained(
+    manifest: Mapping[str, Any],
+    one: StepRecord,
+    other: StepRecord,
+    learner: str,
+    info: tuple[dict[str, Any], dict[str, Any]],
+) -> dict[str, Explained]:
+    """Estimates from the sampled weights how the gradients of the two runs let their steps differ. Everything else is
+    that of the recorded run, so that wrong moments or settings explain nothing."""
+    shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
+    no_decay = manifest.get("spared", {}).get(learner, ())
+    ours, theirs = (below(record.tensors, f"{learner}/0/sample/") for record in (one, other))
+    norms = [update["grad_norm"] for update in info]
+    found = {}
+    for name, shape in shapes.items():
+        kept, gradient = _kept(ours, name), theirs.get(f"{name}/gradient")
+        if gradient is None or not kept.keys() >= {"gradient", "before", "count"}:
+            continue
+        decay = decay_of(name, shape, optim, no_decay)
+        steps = [
+            _adamw(side, info[0]["lr"], size, optim, decay) - kept["before"]
+            for side, size in zip((kept, {**kept, "gradient": gradient.double()}), norms, strict=True)
+        ]
+        found[name] = _step_difference(*steps, math.prod(shape))
+    return found
+
+
+def _step_difference(ours: torch.Tensor, theirs: torch.Tensor, count: int) -> Explained:
+    distance = float((theirs - ours).square().mean().sqrt()) * count**0.5
+    size = float(ours.square().sum())
+    slope = float((ours * theirs).sum()) / size - 1 if size else 0.0
+    if not math.isfinite(distance + slope):
+        return Explained()
+    return Explained(distance, slope)
 
 
 def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:
@@ -251,24 +331,14 @@ def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -
     return found
 
 
-def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
-    """Returns the relative difference between the recorded and the replayed gradient of a parameter, at most 1. A
-    separate check tests whether the gradients agree.
-
-    AdamW's step depends more on the sign of a gradient than on its size. If gradients nearly cancel, as for key biases,
-    two correct updates may have opposite directions.
-    """
-    x, y = (record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other))
-    return 0.0 if x is None or y is None else min(1.0, relative(x, y))
-
-
 def _movement_slopes(
-    one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
+    one: StepRecord, other: StepRecord, learner: str, explained: Mapping[str, float], bound: Bound
 ) -> Iterator[Check]:
     """Compares how far the update moved each parameter in the replay and in the recorded run. The reported factor is 0
-    if the parameter did not move in the replay, and 2 if it moved twice as far as in the recorded run."""
+    if the parameter did not move in the replay, and 2 if it moved twice as far as in the recorded run. `explained` is
+    the slope that follows from the gradients."""
     worst: tuple[Excess, str] | None = None
-    for name in names:
+    for name, expected in explained.items():
         start, after = (
             [record.tensors.get(f"{learner}/0/{when}/{name}") for record in (one, other)]
             for when in ("start", "weights")
@@ -278,7 +348,7 @@ def _movement_slopes(
         found = movement_slope(start, after)  # type: ignore[arg-type]
         if found is not None:
             difference, rounding, count = found
-            excess = Excess("slope", abs(difference), bound.allowed(rounding, count))
+            excess = Excess("slope", abs(difference - expected), bound.allowed(rounding, count))
             if worst is None or excess.times > worst[0].times:
                 worst = excess, f"{name}: moved {1 + difference:.3g} times as far as in the recorded run"
     if worst is not None:

@@ -129,8 +129,9 @@ class Tolerance:
     """The allowed relative error of a single weight's change, compared with AdamW's formula for the recorded
     gradient."""
     update: float
-    """The allowed error of a parameter's weights, relative to their change in the update. The tolerance `update` is
-    large, because Adam turns the rounding of a gradient near 0 into a full step."""
+    """The allowed error of a parameter's weights, relative to their change in the update. Adam turns the rounding of a
+    gradient near 0 into a full step. What follows from the gradients of the sampled weights is allowed in addition
+    (`check_weights` of `optimizer_checks.py`)."""
     module: float
     """The allowed error of a module's output, relative to its norm."""
     growth: float
