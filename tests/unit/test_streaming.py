@@ -26,6 +26,7 @@ from lockstep.data.dataset import Dataset, LoadedRows
 from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
 from lockstep.data.encode.sft_rows import SupervisedRows
+from lockstep.data.parallel import BackgroundWorkers
 from lockstep.data.row_reader import Kept
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.shards import Shard, open_shards
@@ -231,6 +232,19 @@ def test_rows_of_a_killed_worker_are_encoded_here(tmp_path: Path) -> None:
         worker.join()
     assert numbers(stream.between(4, 100)) == numbers(streamed(tmp_path).between(4, 100))
     assert os.getpid() in writers(stream.between(90, 100))
+
+
+def test_a_task_that_fails_in_a_worker_has_no_result() -> None:
+    def work(task: Any) -> Any:
+        if task == "fails":
+            raise OSError("no file")
+        return (lambda: task) if task == "unsendable" else task
+
+    workers = BackgroundWorkers(work, 1)
+    tasks = ["fails", "unsendable", lambda: 0, 7]  # a lambda cannot be pickled
+    assert [workers.submit(task).result(HANG) for task in tasks] == [None, None, None, 7]
+    workers.close()
+    workers.close()
 
 
 def test_workers_end_with_the_stream(tmp_path: Path) -> None:
