@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
-WORKERS ?= 2
+# For two cores: one more worker than cores, because some tests wait for processes that they started.
+WORKERS ?= 3
 # Modules are compiled on first import: compiling all of them takes longer than the install.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =

@@ -5,8 +5,8 @@
     with record(model, optimizer, "tape-old"):
         train()
 
-Copy this file to the training machine, and copy the recorded folder back. Then run `lockstep compare tape-old tape-new`
-or `lockstep replay tape-old --model MODEL`. docs/recorder.md lists what is recorded and what is not.
+Copy this file to the training machine, and copy the recorded folder back. With the copied folder, run `lockstep compare
+tape-old tape-new` or `lockstep replay tape-old --model MODEL`. docs/recorder.md lists what is recorded and what is not.
 
 An update ends with `optimizer.step()`. Each rank records its own tape. If a parameter is sharded, the tape has only the
 shard of this rank. Recording does not change the training, with one exception: in a snapshot that traces modules,
@@ -47,8 +47,8 @@ CHUNK = MOST = 2**22
 # Parameters with more elements than this are not sampled, because the random indices would differ between versions of
 # torch.
 LARGEST_SAMPLED = 2**28
-# For each dtype, the maximum fraction of the gradient at the logits that gradients of log-probabilities may leave
-# unexplained.
+# For each dtype, the maximum relative size of the part of the logits' gradient that does not come from
+# log-probabilities (see `_read_slopes`).
 EXACT = {torch.float16: 3e-2, torch.bfloat16: 3e-2}
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -172,7 +172,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[
     with open(aside, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, size in written:
-            if size:  # written from memory, because torch may be installed without numpy
+            if size:  # reads the memory directly, because torch may be installed without numpy
                 file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
     os.replace(aside, path)
 
@@ -215,7 +215,7 @@ class _Tracer:
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             if not self.forwards:
-                return None  # another micro-batch, or gradient checkpointing recomputes a layer
+                return None  # a later micro-batch, or a recomputation by gradient checkpointing
             names = _names_of(module.forward)
             named = [names[i] if i < len(names) else "rest" for i in range(len(args))]
             seen: list[Digested] = []
@@ -523,7 +523,7 @@ class Recorder:
         self.handles, self.patched = [], []
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Adds metrics of the trainer to the last update. `lockstep compare` compares their curves."""
+        """Adds metrics of the trainer to the last update. `lockstep compare` compares the curves of logged metrics."""
         if self.metrics is not None:
             self.metrics.update({name: float(value) for name, value in {**(values or {}), **more}.items()})
 

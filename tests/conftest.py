@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,6 +53,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         named = vars(item).get("_nodeid")
         if named is not None and named != item.nodeid:
             item._id = type(item.id).parse(named)  # type: ignore[attr-defined]
+
+
+@cache
+def has_nvidia_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """A test without the marker `cuda` finds no NVIDIA device: neither in this process nor in those that it starts.
+    `device: auto` is the CPU there on any machine. This is a hook and no fixture, because the fixtures of a module or
+    a session are made before those of a test."""
+    if item.get_closest_marker("cuda") is not None or "torch" not in sys.modules or not has_nvidia_device():
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setattr("torch.cuda.device_count", lambda: 0)
+        return (yield)
 
 
 def shares_with_its_module(item: pytest.Item) -> bool:

@@ -168,7 +168,8 @@ def init(
 ) -> None:
     """Write a first recipe with comments; prompt for values that the options do not give.
 
-    If the data exists, its rows are checked: the recipe gets the keys that they need, or the command fails.
+    If the data exists, its rows are checked. Keys that the rows need are added to the recipe. If the rows do not fit
+    the method, the command fails.
     """
     from lockstep.commands.init import choose, write_recipe
 
@@ -216,7 +217,7 @@ def cache(
         write(line)
 
 
-# The commands are registered in the order of their usual use. `--help` lists them in this order.
+# The commands are registered in the order of their usual use. `--help` lists the commands in this order.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)
@@ -287,7 +288,9 @@ def view(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a tape (`tape=true`), or a recording.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder with recorded tensors (`tape=true`), or a recording.")
+    ],
     overrides: Overrides = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Replay on this device.")] = None,
     mode: Annotated[
@@ -299,7 +302,7 @@ def replay(
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Replay only this step; may be repeated.")] = None,
     checklist: Annotated[
-        bool, typer.Option("--checklist", help="Run the manual checks of the vendor guides one by one.")
+        bool, typer.Option("--checklist", help="Run the checks that device vendors recommend if results differ.")
     ] = False,
     model: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For a recording of another framework: the trained model.")
@@ -373,7 +376,7 @@ def migrate(
     """Convert a training script of another trainer to a recipe, or its checkpoint to a Hugging Face folder."""
     if source.is_dir():
         if out is None:
-            raise typer.BadParameter("a checkpoint needs a folder to write to", param_hint="--out")
+            raise typer.BadParameter("converting a checkpoint needs an output folder", param_hint="--out")
 
         from lockstep.compat.checkpoints import convert_checkpoint
 
@@ -463,8 +466,8 @@ def _report(refusal: Exception) -> None:
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # All ranks get the same bad input: rank 0 reports it, and torchrun ends the other ranks. A rank that is still
-        # alive after this wait has a different problem and reports it.
+        # All ranks get the same bad input: rank 0 reports it, and torchrun ends the other ranks. If this rank still
+        # runs after the wait, rank 0 has not failed, so this rank reports its own problem.
         time.sleep(60)
         write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)

@@ -251,11 +251,11 @@ def with_secrets(text: str, key: str) -> str:
 
 
 class RenamedKey(FutureWarning):
-    """A recipe uses the old name of a key."""
+    """The warning that a recipe uses the old name of a key."""
 
 
 class LostProcess(Refusal):
-    """A process of the run was killed or hangs. The user's input is not the cause, so the run can be resumed."""
+    """Raised if a process of the run was killed or hangs. User input is not the cause, so the run can be resumed."""
 
 
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
@@ -324,7 +324,7 @@ def unwritten(path: object, error: Exception, remedy: str = "") -> Refusal:
 
 
 class Interrupted(Exception):
-    """The user stopped the run. The current step was completed and saved."""
+    """Raised when the user stops the run, after the current step was completed and saved."""
 
 
 # Exit code EX_TEMPFAIL of sysexits.h. The run stalled or lost a process (`LostProcess`), so a retry can help.

@@ -1,8 +1,8 @@
 """The HTTP client of remote rewards and of serving engines. The client limits the time and the size of every response.
 
 The client uses the HTTP package that huggingface_hub installs: httpx for huggingface_hub 1, and httpx2, which has the
-same interface, from version 2 on. The HTTP package has time limits only for single reads, not for a whole response. So
-requests are asynchronous, and a request that takes too long in total is cancelled.
+same interface, from version 2 on. The HTTP package has time limits only for single reads, not for a whole response.
+Requests are therefore asynchronous, so that the client can cancel a request that takes too long in total.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class HttpClient:
         else:
             return responses[0]
         if responses and not responses[0].success:
-            # An error status is enough, because the missing body would only give the reason.
+            # An error response is returned even if its body is incomplete, because the body would only give the reason.
             return responses[0]
         raise RequestFailed(why) from cause
 

@@ -39,7 +39,7 @@ _TOKEN = re.compile(
     r"\b(?:sk-(?:(?:proj|ant|or|svcacct|admin)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
     r"AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
 )
-# Values that users write if a tool requires an API key that is not needed. These values are not treated as secrets.
+# Placeholders that users write where a tool requires an API key although the server needs none. They are no secrets.
 _PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
 _PAIR = re.compile(r"([\w.-]+)\s*:\s*([^,{}\[\]]+)")
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
@@ -159,7 +159,7 @@ def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
         if references(values) and not is_expanded(base):
             yield (
                 key,
-                "contains a reference to a secret, but references are not supported here",
+                "contains a reference to a secret, but this key does not support references",
                 f"references work in {_places()}",
             )
         elif masked(values) != values or (_is_secret_key(base, name, values) and _kept(values) != values):

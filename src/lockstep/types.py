@@ -67,8 +67,7 @@ class Example:
 class ScoredExample(Example):
     """A row whose targets are outputs at given positions: the model scores each of `token_ids` at each of `positions`.
 
-    A model with a scalar head has one output per position. For such a model, `token_ids` has one entry, which is not
-    used.
+    A model with a scalar head has one output per position and does not use `token_ids`, which has one entry.
     """
 
     positions: Sequence[int] = ()
@@ -158,7 +157,7 @@ class ContextSplit(Protocol):
         """Returns the attention layout over all ranks for the attention kernel with the name `kernel`."""
 
     def gather_outputs(self, output: Any) -> Any:
-        """All-gathers the outputs. Each rank has the outputs for its targets, and gets the outputs for all targets."""
+        """All-gathers the outputs: each rank has the outputs for its own targets and receives those for all targets."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,8 @@ class MicroBatch:
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split of this micro-batch over a context-parallel group. The part of the micro-batch on one rank has the same
-    split, and the `lengths` of the full sequences."""
+    """The split of this micro-batch over a context-parallel group. A micro-batch that `local_part` returns keeps this
+    split, and its `lengths` are those of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -205,7 +204,7 @@ class MicroBatch:
 
 @dataclass
 class Sums:
-    """A loss and its metrics as sums over tokens. `train/step.py` divides these sums once per update."""
+    """A loss and its metrics as sums over tokens. `train/step.py` divides the sums of an update once."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -226,12 +225,12 @@ class Question:
     origin: Origin
     extra_info: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[dict[str, Any]] = ()
-    """The JSON schemas of the tools that a response may call. The chat template renders these schemas."""
+    """The JSON schemas of the tools that a response may call. The chat template renders the tool schemas."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this row, such as `enable_thinking`."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The columns of the row, with its prompt as `prompt`, for a reward function with TRL's signature. Empty if no
-    reward reads the columns."""
+    """The columns of the row, with its prompt as `prompt`, for a reward function with TRL's signature. The dict is
+    empty if no reward reads the columns."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +256,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). If false, log-probs are
-    computed from the full distribution."""
+    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). If `score_truncated` is
+    false, log-probs are computed from the full distribution."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +343,7 @@ class Failure:
     why: str
     log: str | None = field(default=None, compare=False)
     """The file with the last output of the process that ran the reward function. Comparisons ignore this path, because
-    it depends on timing which process ran the function."""
+    timing decides which process runs the function."""
 
     @property
     def key(self) -> str:

@@ -22,7 +22,6 @@ from transformers import (
 from lockstep.device.select import select
 from lockstep.kernels.attention import interface as attention
 from lockstep.model.check import check_architecture
-from lockstep.model.trials import Unfit
 from lockstep.rollout.engine_check import check_engine_architecture
 from refusals import refuses
 
@@ -53,16 +52,10 @@ def test_log_probs_and_gradients_are_those_of_transformers(name: str, dtype: tor
     check_architecture(CONFIGS[name], name, dtype, device.attention, device.torch_device(0))
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "latent attention"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_engine_generates_what_transformers_does(name: str) -> None:
     device = select("cuda")
     check_engine_architecture(CONFIGS[name], device.attention, device, device.torch_device(0))
-
-
-def test_what_the_cache_cannot_hold_is_refused() -> None:
-    device = select("cuda")
-    with pytest.raises(Unfit, match="keys and values have several sizes"):
-        check_engine_architecture(CONFIGS["latent attention"], device.attention, device, device.torch_device(0))
 
 
 def test_a_fused_kernel_that_ignores_the_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 RANKS, LAYERS = 2, 32
 RECIPE = """
 method: sft
+device: cpu
 run: {name: held, export: false}
 model: {path: model, dtype: fp32, gradient_checkpointing: true}
 data: {train: rows.jsonl}

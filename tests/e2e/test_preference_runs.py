@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hang import HANG
-from kills import Moment, die_at, lines
+from commands import torchrun
+from kills import killed, lines
 from lockstep.cli import app
 from lockstep.model.load import load_policy
 from lockstep.model.tiny import write_tiny
@@ -63,25 +58,9 @@ def weights(folder: Path, step: int) -> Mapping[str, torch.Tensor]:
     return stored(folder, step)
 
 
-def forked(recipe_file: Path, words: list[str], environment: dict[str, str], *until: Moment) -> Any:
-    """The run in a process of its own that need not import everything again; killed when the moments have come."""
-
-    def child() -> None:
-        os.environ.update(environment)
-        if until:
-            die_at(*until)
-        train(recipe_file, *words)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    return process
-
-
 def killed_in_the_middle(recipe_file: Path, folder: Path, words: list[str]) -> None:
     """SIGKILL once there is a checkpoint and a step after it."""
-    process = forked(recipe_file, [f"run.name={folder.name}", *words], {}, lines(folder / "metrics.jsonl", 4))
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed(["train", recipe_file, f"run.name={folder.name}", *words], lines(folder / "metrics.jsonl", 4))
     assert checkpoints.steps_in(folder / "checkpoints") == [3]
 
 
@@ -102,35 +81,15 @@ PLAIN = ("kto", "prm", "rm", "distill")
 def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teacher: Path, method: str) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=7", "checkpoint.every=3", "val.every=4", *RESUMED[method], *taught(method, teacher)]
-    whole, killed = train(recipe_file, "run.name=whole", *words), tmp_path / "runs" / "killed"
-    killed_in_the_middle(recipe_file, killed, words)
+    whole, again = train(recipe_file, "run.name=whole", *words), tmp_path / "runs" / "killed"
+    killed_in_the_middle(recipe_file, again, words)
     train(recipe_file, "run.name=killed", *words)
-    assert facts(killed) == facts(whole)
-    ours, theirs = weights(killed, 7), weights(whole, 7)
+    assert facts(again) == facts(whole)
+    ours, theirs = weights(again, 7), weights(whole, 7)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for file in ("model.safetensors", *(["score_stats.json"] if method == "rm" else [])):
-        assert (killed / "export" / file).read_bytes() == (whole / "export" / file).read_bytes()
-
-
-def together(processes: int, recipe_file: Path, words: list[str]) -> None:
-    """Processes that find each other as torchrun's do: by a store of the one that starts them, on a port of its own."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "WORLD_SIZE": str(processes),
-    }
-    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    started = [forked(recipe_file, words, rank) for rank in ranks]
-    for process in started:
-        process.join(timeout=HANG)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
-    assert codes == [0] * processes
+        assert (again / "export" / file).read_bytes() == (whole / "export" / file).read_bytes()
 
 
 @pytest.mark.torchrun
@@ -162,7 +121,8 @@ def test_several_processes_train_what_one_does(
         # Not the table that the first run left behind.
         words.append(f"run.folder={tmp_path / 'elsewhere'}")
         several = tmp_path / "elsewhere" / "several"
-    together(processes, recipe_file, ["run.name=several", *words])
+    done = torchrun("train", recipe_file, "run.name=several", *words, processes=processes)
+    assert done.returncode == 0, done.stderr
     assert len(facts(one)) == 4
     # What a table's rounding decides: in the first update every pair is a tie.
     left_out = {"train/pair_accuracy"} if "preference.precompute=true" in words else set()

@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(often_saved: Path, tmp_path: 
 def test_only_damaged_checkpoints_are_refused(recipe_file: Path, tmp_path: Path) -> None:
     train(recipe_file)
     (tmp_path / "runs" / "run" / "checkpoints" / "step_6" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(Refusal, match="every checkpoint in it is damaged"):
+    with pytest.raises(Refusal, match="every checkpoint in this folder is damaged"):
         train(recipe_file)
 
 

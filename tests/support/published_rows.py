@@ -374,7 +374,7 @@ ONLINE = [
             }
         ],
         [],
-        "ground truth from answer, the full text, next to a solution with \\boxed{} (as HuggingFaceH4/MATH-500))",
+        "ground truth from answer, the full text, in rows with a solution in \\boxed{} (as HuggingFaceH4/MATH-500))",
         holds="HuggingFaceH4/MATH-500, answer \\frac{1}{2}\n<|im_start|>user",
     ),
     Published(

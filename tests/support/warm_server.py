@@ -47,6 +47,7 @@ HARMLESS = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     "PYTHON_EXEC",  # what it starts them with
+    "CUDA_VISIBLE_DEVICES",  # read when a process first uses the driver
 }
 """Variables that are read by a command when it runs. Any other one may have had its effect while importing."""
 ARROW_ALLOCATOR = "JE_ARROW_MALLOC_CONF"

@@ -254,7 +254,9 @@ def test_damaged_checkpoints_are_set_aside(tmp_path: Path) -> None:
     assert warned[0].startswith("checkpoint step_3 is damaged (model.safetensors has 3 bytes")
     checkpoint.set_damaged_aside(tmp_path, pytest.fail)
     (tmp_path / "step_1" / MODEL).unlink()
-    with pytest.raises(Refusal, match=r"every checkpoint in it is damaged \(model.safetensors is missing\)") as refused:
+    with pytest.raises(
+        Refusal, match=r"every checkpoint in this folder is damaged \(model.safetensors is missing\)"
+    ) as refused:
         checkpoint.set_damaged_aside(tmp_path, pytest.fail)
     assert refused.value.problems[0].where == str(tmp_path)
     assert (tmp_path / "step_1").is_dir()
@@ -272,14 +274,14 @@ def test_states_of_earlier_versions_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"version": 3}, "format 3, .*1 and 2"),
+        ({"version": 3}, r"format 3\b.*1 and 2"),
         ({"unknown": 1}, "cannot be read: .*unknown"),
-        ({"files": {"../a": "text"}}, r"its files .*'\.\./a'"),
-        ({"files": {"..": "text"}}, r"its files .*'\.\.'"),
-        ({"files": {"": "text"}}, "its files .*''"),
-        ({"files": {"a\0": "text"}}, "its files"),
-        ({"files": {"a": 5}}, "its files .*'a'"),
-        ({"files": ["a"]}, "its files"),
+        ({"files": {"../a": "text"}}, r"`files` .*'\.\./a'"),
+        ({"files": {"..": "text"}}, r"`files` .*'\.\.'"),
+        ({"files": {"": "text"}}, "`files` .*''"),
+        ({"files": {"a\0": "text"}}, "`files`"),
+        ({"files": {"a": 5}}, "`files` .*'a'"),
+        ({"files": ["a"]}, "`files`"),
     ],
 )
 def test_a_changed_state_is_refused(tmp_path: Path, values: dict[str, Any], why: str) -> None:

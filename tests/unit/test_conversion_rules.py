@@ -342,7 +342,7 @@ def test_keys_that_train_ppo_ray_does_not_read(words: list[str], key: str, why: 
 @pytest.mark.parametrize(
     ("words", "key", "note"),
     [
-        (["--prompt_max_len", "100"], "prompt_max_len", "lockstep drops and counts longer prompts"),
+        (["--prompt_max_len", "100"], "prompt_max_len", "lockstep drops and counts prompts over the limit"),
         (["--advantage_estimator", "rloo", "--gamma", "0.9"], "gamma", "OpenRLHF uses 1 too"),
         (["--train_batch_size", "64", "--rollout_batch_size", "8"], "train_batch_size", "more than the step has"),
     ],

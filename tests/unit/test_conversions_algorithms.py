@@ -82,6 +82,8 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
                 "rollout_correction.rejected": "zero",
             },
         ),
+        # One number for Hydra, and so for verl.
+        ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0.5_5"], {"rollout_correction.cap": 0.55}),
         (
             [f"{C}.rollout_rs='token_k1,seq_max_k2'", f"{C}.rollout_rs_threshold='0.5_1.6,2.5'"],
             {
@@ -133,7 +135,7 @@ def test_resampling_is_with_gae_only() -> None:
         (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys"),
         ([f"{C}.rollout_rs=token_k4", f"{C}.rollout_rs_threshold=2"], f"{C}.rollout_rs_threshold"),
         ([f"{C}.rollout_rs=token_k1"], f"{C}.rollout_rs_threshold"),
-        ([f"{C}.rollout_rs=token_k3", f"{C}.rollout_rs_threshold=0.5_2"], f"{C}.rollout_rs_threshold"),
+        ([f"{C}.rollout_rs=token_k3", f"{C}.rollout_rs_threshold=0.5_2.0"], f"{C}.rollout_rs_threshold"),
         (
             [
                 f"{C}.bypass_mode=true",

@@ -224,7 +224,7 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
             [
                 *GRPO,
                 f"{C}.rollout_is=token",
-                f"{C}.rollout_is_threshold=0.5_5",
+                f"{C}.rollout_is_threshold=0.5_5.0",
                 f"{C}.rollout_rs=token_k1",
                 f"{C}.rollout_rs_threshold=2",
             ],
@@ -237,7 +237,7 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
                 f"{C}.bypass_mode=true",
                 f"{C}.loss_type=reinforce",
                 f"{C}.rollout_is=token",
-                f"{C}.rollout_is_threshold=0.5_5",
+                f"{C}.rollout_is_threshold=0.5_5.0",
             ],
             f"{C}.rollout_is_threshold",
             "one number",

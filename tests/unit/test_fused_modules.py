@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNorm, KimiLinearRMSNormGated
 from transformers.models.llama import modeling_llama
 
 from host_kernels import HOST, host_norm, turned, unscaled
@@ -201,6 +202,12 @@ def test_a_late_error_of_the_device_is_the_trial_s() -> None:
 def test_a_norm_that_subtracts_the_mean_is_another_function() -> None:
     with pytest.warns(UserWarning, match="LayerNorm stays plain torch: host_norm gives different results"):
         assert plug_in(nn.LayerNorm(16, bias=False), HOST) == []
+
+
+def test_a_norm_with_a_gate_is_no_plain_norm() -> None:
+    """Its forward fails without a gate, although the gate has a default."""
+    assert is_rms_norm(KimiLinearRMSNorm(8))
+    assert not is_rms_norm(KimiLinearRMSNormGated(8))
 
 
 def test_nothing_of_a_device_is_imported_by_the_mechanism() -> None:

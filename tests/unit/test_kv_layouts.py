@@ -112,7 +112,7 @@ def test_a_module_that_fails_the_trial_caches_full_keys_and_values(monkeypatch: 
     absorbed = latent.absorbed_query
     monkeypatch.setattr(latent, "absorbed_query", lambda *given: absorbed(*given) * 1.01)
     made = build_miniature(AutoConfig.for_model("deepseek_v3"), "sdpa", CPU)
-    with pytest.warns(UserWarning, match="DeepseekV3Attention caches full keys and values: absorbed products are off"):
+    with pytest.warns(UserWarning, match="DeepseekV3Attention caches full keys and values: absorbed products have"):
         assert made.policy.decoder.cache_layout().planes[:2] == (Plane(4, 24), Plane(4, 16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

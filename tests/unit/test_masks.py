@@ -46,6 +46,13 @@ def test_chunks_are_read_off_their_mask(chunk: int) -> None:
         read_mask(or_masks(chunked_causal_mask_function(chunk, nothing), first_token_too), heads=3)
 
 
+def test_a_mask_that_holds_tensors_is_read_on_their_device() -> None:
+    """The default device is another one here, as the CPU is for a model on an accelerator."""
+    padding = torch.zeros(1, dtype=torch.long)
+    with torch.device("meta"):
+        assert read_mask(chunked_causal_mask_function(8, padding), 3, padding.device) == Seen(None, 8)
+
+
 def first_token_too(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return key == 0
 

@@ -156,7 +156,7 @@ OUTSIDE = [
     (rotary, {"shape": (1, 8, 7, 896), "angles": (1, 1, 7, 896)}, "head size 896: must be even and below 896"),
     (rotary, {"shape": (1000, 8, 7, 64)}, "1000 batch rows"),
     (rotary, {"shape": (1, 1000, 7, 64)}, "1000 heads"),
-    (rotary, {"shape": (5, 205, 7, 64), "trained": True}, "1025 heads with trained cos and sin"),
+    (rotary, {"shape": (5, 205, 7, 64), "trained": True}, "1025 heads are too many if cos and sin require gradients"),
     (rotary, {"angles": (1, 1, 7, 32)}, "cos and sin of shape (1, 1, 7, 32)"),
     (rotary, {"angles": (2, 1, 7, 64)}, "cos and sin of shape (2, 1, 7, 64)"),
     (rotary, {"angles": (1, 7, 1, 64)}, "cos and sin of shape (1, 7, 1, 64)"),

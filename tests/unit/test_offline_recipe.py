@@ -320,7 +320,7 @@ def test_kto_wants_rows_of_both_kinds(tiny_folder: Path, tmp_path: Path) -> None
     good = [row for row in judged_rows(9) if row["label"]]
     path = write_recipe(tmp_path, tiny_folder, "kto", good)
     problem = only(problems_of(path))
-    assert (problem.where, problem.remedy) == ("data.train", "add rows of both kinds")
+    assert (problem.where, problem.remedy) == ("data.train", "add rows with the other label")
     assert "every row is desirable" in problem.why
     path = write_recipe(tmp_path, tiny_folder, "kto", [{**row, "label": 0} for row in good])
     assert "every row is undesirable" in only(problems_of(path)).why

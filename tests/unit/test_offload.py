@@ -58,6 +58,38 @@ def trained(kind: str, dtype: torch.dtype, steps: int, state: dict[str, torch.Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_a_state_from_before_the_first_update_is_restored(kind: str, dtype: torch.dtype) -> None:
+    """As that of the policy while the critic warms up. AdamW has no moments then."""
+    _, before, _ = trained("device", dtype, 0)
+    assert not any(name.startswith("exp_avg") for name in before)
+    weights, state, _ = trained(kind, dtype, 2)
+    again = trained(kind, dtype, 2, before)
+    assert all(torch.equal(again[0][name], weights[name]) for name in weights)
+    assert all(torch.equal(again[1][name], state[name]) for name in state)
+    # Moments of an abandoned run do not stay.
+    model = network(dtype)
+    how = {"masters": dtype != torch.float32, "fused": True, "kernel": "torch"}
+    place = {"device": CPU, "state_on_host": True}
+    optimizer = (
+        Optimizer(model.named_parameters(), Optim(), **how)
+        if kind == "device"
+        else HostOptimizer(model.named_parameters(), Optim(), **how, **place)
+    )
+    optimizer.restore(state)
+    optimizer.restore(before)
+    left = {name: value for name, value in optimizer.full_state().items() if not name.startswith("master/")}
+    assert not any(value.any() for value in left.values())
+
+
+def test_half_a_state_is_no_state() -> None:
+    _, state, _ = trained("device", torch.float32, 1)
+    del state["exp_avg/0.weight"]
+    with pytest.raises(KeyError, match=r"exp_avg/0\.weight"):
+        trained("device", torch.float32, 1, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["host", "only weights there"])
 @pytest.mark.parametrize("together", [2**27, 20])
 def test_the_update_is_bit_for_bit_that_of_the_device(

@@ -186,7 +186,7 @@ def test_calls_over_the_time_limit_are_killed_with_their_children_and_the_worker
         before = part.submit(question(), "pid").result(GUARD)
         for text in ("sleep", "spin", "child"):
             outcome = part.submit(question(nap), text).result(GUARD)
-            assert outcome == Failure("function", "gave nothing in 1 s (reward.time_limit)")
+            assert outcome == Failure("function", "did not answer within 1 s (reward.time_limit)")
         assert not running(f"sleep {nap}")
         after = part.submit(question(), "pid").result(GUARD)
         assert isinstance(before, dict)
@@ -407,7 +407,7 @@ def test_a_function_of_a_notebook_cell_is_called_in_this_process() -> None:
     try:
         outcome = part.submit(question(), "four").result(GUARD)
         assert outcome == {"function": 4.25, "function/pid": float(os.getpid())}
-        assert "runs in its process" in part.note
+        assert "runs in the same process" in part.note
     finally:
         part.close()
 
@@ -452,7 +452,7 @@ def test_a_function_of_this_process_that_fails_or_stalls_fails_its_response() ->
     finally:
         part.close()
     assert found["five"] == {"function": 5.0}
-    assert found["stall"].why == "gave nothing in 0.3 s (reward.time_limit)"
+    assert found["stall"].why == "did not answer within 0.3 s (reward.time_limit)"
     assert found["exit"].why.startswith("SystemExit: 3 (test_reward_function.py line ")
     assert found["gone"].why.startswith("KeyError: 'gone'")
     assert "returned 'five', " in found["word"].why

@@ -221,7 +221,7 @@ def test_an_answer_to_an_earlier_call_is_not_taken_for_this_one(part) -> None:
 def test_half_an_answer_is_waited_for_no_longer_than_a_whole_one(file) -> None:
     part = FunctionPart(f"{file}:score", settings(time_limit=1.0))
     try:
-        assert part.submit(question(), "half").result(GUARD).why == "gave nothing in 1 s (reward.time_limit)"
+        assert part.submit(question(), "half").result(GUARD).why == "did not answer within 1 s (reward.time_limit)"
         assert served(part)
     finally:
         part.close()
@@ -235,7 +235,7 @@ def test_a_row_that_nobody_reads_is_waited_for_no_longer(file) -> None:
         os.kill(pid, signal.SIGSTOP)
         outcome = part.submit(question("x" * 50_000_000), "number 1").result(GUARD)
         # Another process is asked then, which may be as slow as the machine is busy.
-        assert outcome in ({"function": 1.0}, Failure("function", "gave nothing in 1 s (reward.time_limit)"))
+        assert outcome in ({"function": 1.0}, Failure("function", "did not answer within 1 s (reward.time_limit)"))
         assert served(part)
     finally:
         part.close()

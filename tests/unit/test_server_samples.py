@@ -112,8 +112,8 @@ def test_samples_of_one_moment_go_in_one_request_and_each_has_its_own_answer() -
     ("lines", "why"),
     [
         (line(0, answer="a") + line(0, answer="b"), "a second answer to sample 0"),
-        (line(0, answer="a") + line(2, answer="b"), "an answer to sample 2, but the request has 2 samples"),
-        (line(0, answer="a") + line(-1, answer="b"), "an answer to sample -1, but the request has 2 samples"),
+        (line(0, answer="a") + line(2, answer="b"), "the server answered sample 2, but the request has 2 samples"),
+        (line(0, answer="a") + line(-1, answer="b"), "the server answered sample -1, but the request has 2 samples"),
         (line(0, answer="a") + b"<html>\n", "a malformed line"),
     ],
 )

@@ -182,7 +182,7 @@ def test_without_validation_rows_scores_are_said_to_be_raw(tiny_folder: Path, tm
     export = tmp_path / "runs" / "run" / "export"
     assert not (export / STATS).exists()
     said = " ".join(capsys.readouterr().out.split())
-    assert "its scores are not normalised" in said
+    assert "scores of the exported model are not normalised" in said
     assert "data.val" in said
     reward = load_reward_model(str(export), CPU)
     assert (reward.mean, reward.std) == (0.0, 1.0)
@@ -192,7 +192,7 @@ def test_what_cannot_be_exported_is_refused(tiny_folder: Path, tmp_path: Path) -
     recipe = load_recipe(str(write_recipe(tmp_path, tiny_folder, "rm")), ["model.lora.rank=4", "run.steps=2"])
     train_offline(recipe, Console.silent())
     run = tmp_path / "runs" / "run"
-    with pytest.raises(Refusal, match="a reward model's head is no adapter"):
+    with pytest.raises(Refusal, match="a reward model also has a trained head"):
         export_run(run, tmp_path / "x", step=None, best=False, adapter=True)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("mine")

@@ -186,7 +186,7 @@ def test_a_name_that_is_no_model_is_answered_with_what_is_there(
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for path, told in {
-        "runs": "use one of those in it: runs/first",
+        "runs": "use a model inside this folder: runs/first",
         "runs/first/checkpoints": "use one of its checkpoints: runs/first/checkpoints/step_2",
         "packed": "packed/q8.gguf",
         "tinny": "did you mean tiny?",

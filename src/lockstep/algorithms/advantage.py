@@ -77,12 +77,12 @@ def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch
 # Rules for all estimators. All tokens of a sequence are on one rank. Means and standard deviations are computed in
 # float64 over the full training step, reduced over all ranks (`Signals.reduce`).
 # - A sequence without a generated token has no score, and no baseline includes it.
-# - In a group with a single sequence, every group-based estimator returns advantage 0 before whitening. (In verl,
-#   `grpo` and other estimators return the score.)
+# - In a group with a single sequence, every group-based estimator returns advantage 0 before whitening. (For such a
+#   group, `grpo` and other estimators of verl return the score as the advantage.)
 # - If all scores of a group are equal, the advantages are exactly 0: the smallest score of the group is subtracted
 #   before averaging.
 # - `returns_K` is the critic's target for `gae`, the return to go for estimators on token rewards, and the score of the
-#   sequence for group-based estimators. (For group-based estimators, verl's returns are the advantages.)
+#   sequence for group-based estimators. (In verl, the returns of group-based estimators equal the advantages.)
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8

@@ -18,9 +18,9 @@ from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
 CHOICES = ("none", "token", "sequence")
-# For each value of `mask`, the value of `Band.over`.
+# The `over` of the `Band` that each value of the recipe key `mask` uses: one token, or the mean over a sequence.
 MASKS = {"token": "token", "sequence": "mean"}
-# Probabilities are clamped to [COIN_FLOOR, 1 - COIN_FLOOR].
+# For `binary_kl` and `tv`, probabilities are clamped to [COIN_FLOOR, 1 - COIN_FLOOR].
 COIN_FLOOR = 1e-6
 
 
@@ -112,8 +112,8 @@ def correct(
 def logprob_difference(
     trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce: StepReduce
 ) -> tuple[float, float]:
-    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). Both are NaN if a log-prob is
-    NaN."""
+    """The step's mean |log-prob difference|, and k3, an estimate of KL(engine, trainer). If a log-prob is NaN, the mean
+    and k3 are NaN."""
     log_ratio_K = log_ratio(trainer_K, rollout_logprobs_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return reduce.mean(log_ratio_K.abs()), reduce.mean(log_ratio_K.exp() - log_ratio_K - 1)
 
@@ -211,8 +211,8 @@ def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequen
         return largest_S[sequence_K]
     raise Refusal.at(
         "algorithm.rollout_correction.reject",
-        f"{over!r} is not known",
-        "use token, sum, mean or max",
+        f"{over!r} is not a known value of `over` in a reject range",
+        "set `over` to token, sum, mean or max",
         code="unknown-name",
     )
 

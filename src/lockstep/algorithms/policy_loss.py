@@ -168,7 +168,7 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
     """The policy gradient of samples from the old policy: -min(w, cap) A log p, with a detached weight w.
 
     `of`: `token` uses the ratio of the token as w (IMPALA's truncation, arXiv 1802.01561), `sequence` the product of
-    the sequence's ratios, whose logarithm is clamped to +-20. With rollout log-probs as p_old it is verl's `reinforce`.
+    the sequence's ratios (log clamped to +-20). With rollout log-probs as p_old, the loss equals verl's `reinforce`.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens).detach()

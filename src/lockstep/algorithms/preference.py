@@ -17,7 +17,8 @@ from lockstep.types import Sums
 # function of the log-ratio); for losses without a reference it is log p. Scores are sums or means over tokens. h is the
 # chosen score minus the rejected score.
 
-# Maximum exponent of a ratio: e^40 squared is finite in float32. A response with a larger exponent has no gradient.
+# The largest exponent in the exponentials of `discopop` and of f-DPO: e^40 squared is finite in float32. If an exponent
+# is larger, it is clamped, and the exponential has no gradient.
 EXPONENT_BOUND = 40.0
 
 
@@ -221,8 +222,8 @@ def paired_partners(
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """Partners of `aot`: for each pair, the reference log-probs of the pair of the same rank minus its own reference
-    log-probs.
+    """The scores with which the loss `aot` compares each pair: the reference log-probs of the pair that has the same
+    rank among the reference margins, minus the pair's own reference log-probs.
 
     If d is the policy's log-prob and r the reference's, a score is d - r. Subtracting r_partner - r from the score
     gives d - r_partner.
@@ -234,7 +235,8 @@ def paired_partners(
 
 
 def unpaired_partners(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partners:
-    """Partners of `aot_unpaired`: the rejected score of the same rank for each chosen score, and vice versa."""
+    """The scores with which the loss `aot_unpaired` compares each pair: for a chosen score, the rejected score of the
+    same rank, and vice versa."""
     return Partners(chosen_P[_of_same_rank(rejected_P, chosen_P)], rejected_P[_of_same_rank(chosen_P, rejected_P)])
 
 
@@ -250,8 +252,8 @@ def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tenso
 class Pairs:
     """Summed log-probs and lengths of the responses, and the reference's summed log-probs if there is a reference.
 
-    If these sums are weighted by token (LD-DPO), `likelihood_P` is the unweighted log-prob of the chosen response, for
-    `nll`.
+    In LD-DPO the sums weight each token. `likelihood_P` is then the unweighted log-prob of the chosen response, which
+    the term `nll` uses.
     """
 
     chosen_P: torch.Tensor

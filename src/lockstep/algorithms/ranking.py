@@ -44,7 +44,7 @@ def ranking_loss(
 
     - `pairs`: the mean of `pair_loss` over all pairs of a ranking (as in InstructGPT, arXiv 2203.02155).
     - `plackett_luce`: the negative log-likelihood of the ranking, divided by its n - 1 choices; `kind` is ignored. The
-      margin is subtracted from the best score, so for a ranking of two responses this is the sigmoid loss.
+      margin is subtracted from the best score, so for a ranking of two responses `plackett_luce` is the sigmoid loss.
 
     `centre` adds the term centre x (2 x mean score)^2 per ranking; for two responses: centre x (chosen + rejected)^2
     (arXiv 2312.09244).

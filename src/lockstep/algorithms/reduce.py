@@ -19,9 +19,9 @@ from lockstep.errors import Refusal
 LEAST = -1e4
 """The log-prob that is used instead of -inf for an impossible token."""
 LEAST_SUM = -1e6
-"""The log-prob that is used instead of -inf for a response with an impossible token; token sums can be below LEAST."""
+"""Replaces the log-prob -inf of a response. This value is below LEAST, because sums over tokens can be below LEAST."""
 CERTAIN = -1e-6
-"""Upper limit of log-probs in `log_rest`: sums in float32 cannot distinguish larger log-probs from 0."""
+"""`log_rest` lowers log-probs above this limit to the limit, because float32 sums cannot distinguish them from 0."""
 
 
 def floor_logprobs(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
@@ -36,18 +36,18 @@ def log_ratio(logprobs: torch.Tensor, others: torch.Tensor, least: float = LEAST
 
 
 def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """log(1 - e^x): the log-prob of all other tokens. Probabilities above 1 - 1e-6 are replaced by 1 - 1e-6.
+    """log(1 - e^x): if x is the log-prob of a token, the log-prob of all other tokens together.
 
-    One formula is precise for x near 0, another for smaller x (Maechler, "Accurately computing log(1 - exp(-|a|))",
-    2012).
+    Probabilities above 1 - 1e-6 are replaced by 1 - 1e-6. The formula for x > -log 2 and the formula for smaller x are
+    each precise in their range (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
     """
     logprobs = logprobs.clamp(max=CERTAIN)
     return torch.where(logprobs > -math.log(2), torch.log(-torch.expm1(logprobs)), torch.log1p(-logprobs.exp()))
 
 
-# The suffixes of tensor names mean K tokens that the policy generated, concatenated over the S sequences. `sequence_K`
-# (int64, non-decreasing) is the sequence index of each token. Vectors over K exclude prompt tokens, environment tokens
-# and padding.
+# Tensor names end with their dimensions, which are S sequences, and K tokens that the policy generated in all of them.
+# `sequence_K` (int64, non-decreasing) is the sequence index of each token. Vectors over K exclude prompt tokens,
+# environment tokens and padding.
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -76,7 +76,7 @@ class StepReduce:
         return self.sum_tensor(values_K.sum(dtype=torch.float64))
 
     def mean(self, values_K: torch.Tensor) -> float:
-        """The mean over all tokens; 0 without tokens."""
+        """The mean over all tokens; 0 if there are no tokens."""
         return float(self.sum(values_K)) / max(self.count(len(values_K)), 1)
 
     def max(self, values_K: torch.Tensor) -> float:
@@ -91,7 +91,7 @@ SINGLE_PROCESS = StepReduce()
 
 
 def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
-    """The sum of the values with each key (0 to count - 1) in `key_K`; 0 for a key without values. Differentiable."""
+    """The sum of the values per key, where `key_K` has the key (0 to count - 1) of each value. Differentiable."""
     return values_K.new_zeros(count).index_add(0, key_K, values_K)
 
 
@@ -112,18 +112,18 @@ def aggregation_weights(
     repeats_S: torch.Tensor | None = None,
     reduce: StepReduce = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, float]:
-    """Token weights and divisor of an update, whose loss is `sum(weights_K * loss_K) / divisor`.
+    """Returns token weights and divisor of an update. The loss of the update is `sum(weights_K * loss_K) / divisor`.
 
-    All tokens of a sequence are on one rank. `keep_K` marks the kept tokens. A sequence without a kept token is not
-    counted; every other sequence is counted `repeats_S` times. The divisor is at least 1, so an update without kept
-    tokens has loss 0 instead of 0/0.
+    All tokens of a sequence are on one rank. `keep_K` is non-zero for the tokens that the loss uses (the kept tokens).
+    A sequence without a kept token is not counted; every other sequence is counted `repeats_S` times. The divisor is at
+    least 1, so an update without kept tokens has loss 0 instead of 0/0.
 
     - `token_mean`: the mean over kept tokens (DAPO, arXiv 2503.14476).
     - `token_sum`: the sum over kept tokens.
     - `seq_mean_token_mean`: the mean over sequences of their token means (GRPO, arXiv 2402.03300).
     - `seq_mean_token_sum`: the mean over sequences of their token sums.
-    - `seq_mean_token_sum_norm`: the value of `seq_mean_token_sum` divided by the constant `max_tokens` (Dr. GRPO, arXiv
-      2503.20783).
+    - `seq_mean_token_sum_norm`: the value of `seq_mean_token_sum` divided by the constant `max_tokens` (arXiv
+      2503.20783, Dr.GRPO).
     """
     keep_K = keep_K if keep_K.is_floating_point() else keep_K.to(torch.float32)
     lengths_S = sum_by(keep_K, sequence_K, sequences)

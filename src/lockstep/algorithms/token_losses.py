@@ -14,24 +14,24 @@ def nll(logprobs_K: torch.Tensor) -> Sums:
     """Negative log-likelihood of the K target tokens of a micro-batch: the cross entropy of next-token prediction.
 
     The result is a sum, not a mean: the training step divides it once by the number of target tokens of the update. The
-    final loss is thus the per-token mean over the update, as in transformers with `num_items_in_batch`. An impossible
-    token costs 10,000 nats; see `floor_logprobs`.
+    final loss is thus the per-token mean over the update, as in transformers with `num_items_in_batch`. A token with
+    the log-prob -inf costs 10,000 nats; see `floor_logprobs`.
     """
     return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
-# Process reward models. The suffixes of tensor names mean L labelled positions and W label tokens. The first label
-# token means that the step is good.
+# Process reward models. Tensor names end with their dimensions, which are L labelled positions, W label tokens. The
+# first label token means that the step is good.
 
 
 def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
     """Cross entropy to the labels, with the model's distribution restricted to the label tokens.
 
     A label is a distribution over the label tokens, one-hot for hard labels. Metrics are sums over positions:
-    `positive` is the model's probability of the good token, `label_positive` the label's, and `accuracy` is 1 if the
-    most likely token of the model is that of the label. A tie is divided: with two label tokens, a label of 0.5 or
-    equal log-probs give accuracy 0.5. If all label tokens are impossible, they are treated as equally likely; see
-    `floor_logprobs`.
+    `positive` is the probability of the good token in the model, `label_positive` is its probability in the label, and
+    `accuracy` is 1 if model and label have the same most likely token. Ties give a fraction: with two label tokens, a
+    label of 0.5 or equal log-probs give accuracy 0.5. If all label tokens are impossible, they are treated as equally
+    likely; see `floor_logprobs`.
     """
     restricted_LW = torch.log_softmax(floor_logprobs(logprobs_LW), dim=-1)
     loss = -(labels_LW * restricted_LW).sum()
@@ -122,6 +122,6 @@ def load_balance(chosen_E: torch.Tensor, probs_E: torch.Tensor, rows: float) -> 
     """E * sum_e f_e * P_e: f_e is the fraction of tokens routed to expert e, P_e its mean router probability.
 
     f_e and P_e are means over `rows` routing decisions. With the `probs_E` of a micro-batch the result is the
-    micro-batch's summand of the loss. Only the probabilities have a gradient.
+    micro-batch's summand of the loss. P_e has a gradient, and f_e has none.
     """
     return len(probs_E) * (chosen_E / rows * (probs_E / rows)).sum()

@@ -1,4 +1,4 @@
-"""Which tokens and responses an update uses: Clip-Cov, KL-Cov and policy filtration (PF-PPO)."""
+"""Selects the tokens and responses that an update uses, by Clip-Cov, KL-Cov or policy filtration (PF-PPO)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def select_kl_cov(
     return _marked(old_K, kept[order[: _count(share, keep_K)]])
 
 
-# The selection function of each loss.
+# Maps the name of a loss to its function that selects tokens.
 SELECTORS: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 
@@ -93,7 +93,7 @@ LEAST = 1e-8
 
 
 def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
-    """How often each of the S responses is sampled in S weighted draws with replacement.
+    """Returns how often each of the S responses is sampled in S weighted draws with replacement.
 
     The method `pow` gives a response with score s the weight |s|^power. `max_min` gives the best and worst scores of
     the step weight 1 and other scores weight 0. `max_random` gives the best score weight 0.4 and other scores weight

@@ -162,9 +162,10 @@ def compare(
 ) -> Comparison:
     """Compares two runs (run folders, or logs of other frameworks). The result has `.verdict` and `.reason`.
 
-    For each compared metric, `.bar_result` is the result of the threshold and `.test_result` that of the statistical
-    test. `repeats` are repetitions of run `a` or `b`; they measure the noise between identical runs. `steps` are the
-    first and last step to compare. The other arguments are the options of `lockstep compare`.
+    For each compared metric, `.bar_result` says whether the error is within the threshold, and `.test_result` is the
+    result of the statistical test. `repeats` are repetitions of run `a` or `b`; they measure the noise between
+    identical runs. `steps` are the first and last step to compare. The other arguments are the options of `lockstep
+    compare`.
     """
     first, second, *others = (read_log(str(source), {}) for source in (a, b, *repeats))
     return compare_logs(first, second, others, metrics, bars, shift, steps)

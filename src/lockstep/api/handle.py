@@ -234,11 +234,11 @@ class Handle:
         """Accumulates the gradient of the summed losses and counts tokens or examples for the division in `optim_step`.
 
         `loss` is the recipe name of a built-in loss (then `settings` are its recipe keys), or a function. A function is
-        called as `loss(*logprobs, **columns)` for each example and must return a sum. `per` says what `optim_step`
-        counts and divides by: `token` (trained tokens, the default of supervised and policy losses) or `example` (the
-        default of pair losses and functions). So one call with all examples and several calls with parts of them give
-        the same optimizer step. Returns means over the examples or tokens of this call: `loss`, and the metrics of the
-        loss.
+        called as `loss(*logprobs, **columns)` for each example and must return a sum. `per` is the unit that
+        `optim_step` counts and divides by. The default is `token` (trained tokens) for supervised and policy losses,
+        and `example` for pair losses and functions. So one call with all examples and several calls with parts of them
+        give the same optimizer step. Returns `loss` and the metrics of the loss, as means over the examples or tokens
+        of this call.
         """
         data = as_data(examples)
         chosen = chosen_loss(loss, per, settings)
@@ -385,8 +385,8 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(text_config(self._policy.causal_lm.config)) is not None
-        # In a packed batch, the two sequences of a pair share their prompt. Sharing gives wrong results for models
-        # whose position embeddings depend on the sequence length.
+        # In a packed batch, the two sequences of a pair share their prompt. A shared prompt gives wrong results for
+        # models whose position embeddings depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:

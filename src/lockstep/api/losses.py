@@ -62,8 +62,8 @@ class Datum:
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout without a score. `prompt` is the index of its prompt, and `sample` its index among the prompt's
-    samples.
+    """A sampled response without a reward. `prompt` is the index of the prompt, and `sample` is the index of the
+    response among all samples of this prompt.
 
     `logprobs` has one entry per id in `ids`, including a generated end token. `text` has no special tokens. `stop` is
     the reason why generation ended: `token`, `string` or `length`.
@@ -142,8 +142,8 @@ def checked(section: type[SectionT], **arguments: Any) -> SectionT:
 
 
 # A loss is called once per example, `loss(*logprobs, **columns)`: one vector of log-probabilities per sequence, then
-# the columns of the example by name. The loss returns a sum, not a mean; `optim_step` divides once, by the number of
-# `per` (tokens or examples).
+# the columns of the example by name. The loss returns a sum, not a mean; `optim_step` divides the sum once, by the
+# number of tokens or of examples (`per`).
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]

@@ -103,7 +103,8 @@ def serve(
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the dtype of the stored weights.")] = "auto",
     device: str = "auto",
 ) -> None:
-    """Serve MODEL over HTTP: OpenAI-compatible chat, completions and models, or the rewards of a reward model."""
+    """Serve MODEL over HTTP, with OpenAI-compatible chat, completions and models, or with the rewards of a reward
+    model."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
@@ -140,8 +141,8 @@ def evaluate(
     dtype: str = "fp32",
     device: str = "auto",
 ) -> None:
-    """Measure the accuracy of MODEL on DATA: of generated answers, checked by the rule of each data source, or of the
-    scores of a reward model, a process reward model or a language model on labeled rows."""
+    """Measure the accuracy of MODEL on DATA. A language model answers questions, and the rule of each data source
+    checks its answers. For labeled rows (preference pairs, labeled steps), MODEL scores the rows instead."""
     from lockstep.commands.eval import score_model
     from lockstep.commands.without_recipe import NamedColumns
 
@@ -195,7 +196,7 @@ def sample(
         typer.Option(metavar="SOURCE=RULE", help="Rule that scores the rows of a data source; may be repeated."),
     ] = None,
     max_failures: Annotated[
-        float, typer.Option(min=0, max=1, help="Stop if more than this fraction of a chunk has no score.")
+        float, typer.Option(min=0, max=1, help="Stop if more than this fraction of a chunk's responses has no score.")
     ] = 0.1,
     prompt_key: PromptKey = None,
     label_key: LabelKey = None,

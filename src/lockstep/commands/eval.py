@@ -116,7 +116,7 @@ def score_rows(
     packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
     models = Models(module, packing, torch_device, reference=standard, longest=longest)
     metrics = measure(items, method.objective(recipe), models)
-    del metrics["loss"]  # the loss depends on settings that the user did not choose
+    del metrics["loss"]  # not reported, because the loss depends on settings that the user did not choose
     if out is not None:
         assert method.score_rows is not None
         lines = [line for group in even_groups(items, GROUP) for line in method.score_rows(group, models)]
@@ -140,7 +140,7 @@ def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.devic
     return load_policy(settings, torch_device, device.attention, seed=0)
 
 
-# Recipe keys of rewards and the corresponding options.
+# Maps recipe keys of rewards to the options of `lockstep eval` that set them.
 OPTIONS = {"reward.function": "--reward", "reward.rules.": "--rule ", "reward.rules": "--rule"}
 
 
@@ -243,7 +243,7 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
 def _judge(
     reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
 ) -> Iterator[RuleJudge | Scorer]:
-    """Yields the built-in rules, or the rewards of the options, after a test on real rows."""
+    """Yields the scorer of the answers: the built-in rules, or the options' rewards (first tested on real rows)."""
     sources = {prompt.question.data_source for prompt in prompts}
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()

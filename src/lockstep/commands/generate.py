@@ -65,7 +65,7 @@ class Conversation:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(text_config(loaded.config), "max_position_embeddings", None)
-        """The maximum number of tokens of conversation plus answer; None if the model's config has no limit."""
+        """The maximum number of tokens of conversation plus answer, or None if the model's config has no limit."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
@@ -96,7 +96,7 @@ class Conversation:
             raise Refusal.at(
                 "the prompt",
                 refusal.problems[0].why,
-                "put the dropped text into the user message",
+                "put the text that the template drops into the user message",
                 code=refusal.problems[0].code,
             ) from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)

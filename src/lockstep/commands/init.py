@@ -53,7 +53,7 @@ class Choices:
 
 
 class Key(NamedTuple):
-    """A key of the recipe file. `off` comments the key out; `more` is appended to its description."""
+    """A key of the recipe file. `off` comments the key out; `more` is appended to the key's description."""
 
     name: str
     value: Any

@@ -28,7 +28,7 @@ from lockstep.recipe.loader import checked_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
 
 INSPECTED_ROWS = 64
-# For each kind of rows: its most common method, and the function that finds the columns of such rows.
+# Maps each kind of rows, named by its most common method, to the function that finds the columns of such rows.
 KINDS = {
     "sft": find_columns,
     "dpo": find_ranking_columns,
@@ -36,13 +36,13 @@ KINDS = {
     "prm": find_step_columns,
     "grpo": lambda finder: find_question_columns(finder, frozenset()),
 }
-# For each column key that identifies a kind of rows: the kind, as a key of `KINDS`. The most specific key is first.
+# Maps recipe keys for columns to the kind of rows (in `KINDS`) with this column. The most specific key is first.
 _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """The result of the inspection: `notes` for the user, and the recipe `keys` that the rows need, with reasons."""
+    """The result of the inspection, with `notes` for the user, and with the recipe `keys` that the rows need."""
 
     notes: list[str] = field(default_factory=list)
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from lockstep.run.output import fit_rows, write
 
 
 def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from: str | None) -> list[str]:
-    """Returns the overrides of `lockstep train`; `--init-from` sets only the model, not the optimizer state."""
+    """Returns the overrides of `lockstep train`. `--init-from` overrides only `model.path`, so the optimizer is new."""
     if init_from is None:
         return list(overrides)
     if resume_from is not None:

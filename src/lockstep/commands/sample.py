@@ -70,7 +70,7 @@ SCHEMA = pa.schema(
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
-    """Returns a response as a row; `question` is the index of its question in the data."""
+    """Returns a response as a row; `question` is the index of the response's question in the data."""
     question_row, score = rollout.prompt.question, rollout.score
     if isinstance(score, Failure):
         scores: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
@@ -121,7 +121,7 @@ class Parts:
             )
 
     def reward_output(self, rank: int) -> Path:
-        """Returns the file for the last lines that reward functions print; the merge does not delete it."""
+        """Returns the path prefix of files with the last output of reward functions, which are kept after merging."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager
@@ -229,7 +229,7 @@ class Job:
 
 @dataclass
 class SamplingPace:
-    """The generated tokens of all processes, and the seconds of generation."""
+    """The number of tokens that all processes generated, and the seconds that generation took."""
 
     tokens: int = 0
     seconds: float = 0.0

@@ -217,7 +217,7 @@ class Smoke:
             self.changes.append(("data", f"generated rows, because {absent[0]} does not exist"))
             self._generate(data, val)
         elif data["streaming"]:
-            # The files may be larger than memory, so no training row is used for validation.
+            # If the recipe has no validation rows, there is no validation: streamed files may be larger than memory.
             self.changes.append(("data", "streamed rows, as in the recipe"))
             if data["val"] or val["questions"]:
                 self._validation(data, val)
@@ -314,7 +314,8 @@ class Smoke:
 
 
 def _exists(path: str) -> bool:
-    """Returns whether a file, folder or glob match exists locally; False for `hub:` data, which is not downloaded."""
+    """Returns whether a file, folder or glob match exists locally. For `hub:` data the result is False, because nothing
+    is downloaded."""
     return not path.startswith("hub:") and (Path(path).exists() or any(Path().glob(path) if _relative(path) else ()))
 
 

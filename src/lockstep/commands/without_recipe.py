@@ -82,8 +82,8 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Before the model is loaded, rejects answers that exceed the context, or the length beyond which the model would
-    change its rotary embedding and so invalidate cached keys."""
+    """Refuses prompts if prompt plus answer may exceed the model's context, before the model is loaded. Also refuses a
+    length at which the rotary embedding would change, because cached keys would become invalid."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
@@ -137,7 +137,7 @@ def read_option_questions(
         raise as_options(refusal, QUESTION_OPTIONS) from refusal
 
 
-# Recipe keys of rewards and the corresponding options.
+# Maps recipe keys of rewards to the command options that set them.
 REWARD_OPTIONS = {
     "reward.function": "--reward-function",
     "reward.model": "--reward-model",
@@ -176,7 +176,7 @@ def opened_scorer(
 ) -> Scorer:
     """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 
-    The last lines that a function prints are written to files next to `output`, whose names contain its name.
+    The last lines that a reward function prints are kept in log files next to `output`, which are named after `output`.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]

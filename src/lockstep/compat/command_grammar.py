@@ -1,4 +1,4 @@
-"""Parses command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
+"""Parses command lines with Hydra's overrides (verl) or with argparse's flags (OpenRLHF).
 
 Hydra: `key=value` sets a key, `+key=value` adds a key, `++key=value` sets or adds, `~key` removes an earlier setting.
 The last setting of a key wins. A value is a number, a boolean, `null`, a list `[a,b]`, a mapping `{a:1}`, or quoted or
@@ -21,9 +21,12 @@ from lockstep.errors import Problem
 # Hydra ---------------------------------------------------------------------------------------------------------------
 
 _KEY = re.compile(r"^[A-Za-z_][\w]*(\.[\w-]+)*$")
-_INTEGER = re.compile(r"^[-+]?\d[\d_]*$")
-_FLOAT = re.compile(r"^[-+]?((\d[\d_]*)?\.\d+|\d[\d_]*\.|\d[\d_]*(?=[eE]))(\d*[eE][-+]?\d+)?$")
-_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+# The numbers of Hydra's grammar. An underscore between two digits is part of a number: 0.5_5 is 0.55, and only
+# 0.5_5.0 is text.
+_UNSIGNED, _DIGITS = r"(?:0|[1-9](?:_?\d)*)", r"\d(?:_?\d)*"
+_POINT = rf"(?:{_UNSIGNED}\.|{_UNSIGNED}?\.{_DIGITS})"
+_INTEGER = re.compile(rf"[-+]?{_UNSIGNED}")
+_FLOAT = re.compile(rf"[-+]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][-+]?{_DIGITS})")
 _WORDS: dict[str, Any] = {"null": None, "true": True, "false": False}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -41,7 +44,7 @@ class ParsedOverrides:
 def parse_overrides(
     words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """Parses the overrides. `locations` has each word's script line. `${key}` of an unset key uses `defaults`."""
+    """Parses the overrides. `locations` has the script line of each word. `${key}` of an unset key uses `defaults`."""
     parsed = ParsedOverrides()
     position = 0
     while position < len(words):
@@ -181,9 +184,9 @@ def _next_item(text: str, closing: str, kind: str) -> str:
 def _plain(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if _INTEGER.match(text):
+    if _INTEGER.fullmatch(text):
         return int(text)
-    if _FLOAT.match(text) or _EXPONENT.match(text):
+    if _FLOAT.fullmatch(text):
         return float(text)
     return text
 
@@ -245,7 +248,7 @@ class ParsedFlags:
 
 
 def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
-    """Parses the flags. `flags` maps written names to flags; `locations` has each word's place in the script."""
+    """Parses the flags. `flags` maps written names to flags; `locations` has the script line of each word."""
     parsed = ParsedFlags()
     position = 0
     while position < len(words):
@@ -284,7 +287,7 @@ def is_flag(word: str) -> bool:
 
 
 def is_dotted(words: Sequence[str]) -> bool:
-    """Returns whether flags have the dotted style of OpenRLHF 0.11 (`--ds.lora.rank`). Flags of 0.7 have no dot."""
+    """Returns whether flags are dotted as in OpenRLHF 0.11 (`--ds.lora.rank`). Flags of OpenRLHF 0.7 have no dot."""
     return any(is_flag(word) and "." in word.partition("=")[0] for word in words)
 
 

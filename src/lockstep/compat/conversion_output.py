@@ -110,7 +110,7 @@ def recipe_values(done: Conversion) -> dict[str, Any]:
 
 
 def checked(done: Conversion) -> Recipe:
-    """Returns the validated recipe. A `Refusal` also names the keys of the other trainer."""
+    """Returns the validated recipe. The problems of a `Refusal` also name the keys of the other trainer."""
     problems = list(done.problems)
     try:
         if not problems:

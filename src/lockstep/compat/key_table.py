@@ -1,8 +1,8 @@
 """Maps the keys of another trainer to recipe keys, by the tables in `tables/*.yaml` and rules in Python.
 
-A table has one row per key of the other trainer. A row has either the recipe keys that the key sets, its default and a
-note, or the reason why lockstep ignores or refuses the key. A rule is a Python function that computes recipe values
-from several keys. The pages in docs/ print the same tables.
+A table has one row per key of the other trainer. A row has the recipe keys that the key sets, its default and a note.
+If lockstep ignores or refuses the key, the row has the reason instead. A rule is a Python function that computes recipe
+values from several keys. The pages in docs/ print the same tables.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Conversion:
             raise Unreadable(key, f"{self[key]!r} is not a list of numbers") from error
 
     def lookup(self, key: str, value: Any = None) -> Any:
-        """Returns the recipe value for the key's value, from its table row; adds a problem if the row has none."""
+        """Returns the recipe value that the table has for the key's value; adds a problem if there is no such value."""
         value, values = self[key] if value is None else value, self.rows[key].values
         if isinstance(value, list) or value not in values:
             self.refuse(key, f"{value} is not supported", f"use one of {', '.join(map(str, values))}")
@@ -242,7 +242,7 @@ class Conversion:
     # Results -----------------------------------------------------------------------------------------------------
 
     def write(self, to: str, value: Any, *sources: str, note: str = "") -> None:
-        """Sets a recipe value. A note says how the recipe value differs from the `sources`."""
+        """Sets a recipe value. `note` says how the value differs from those of `sources` (other trainer's keys)."""
         self.recipe[to] = WrittenKey(value, sources, note)
         for key in sources if note else ():
             self.decided.setdefault(key, ("changed", note))
@@ -271,7 +271,7 @@ class Conversion:
         self.problems.append(Problem(self.named(key), why, remedy, code=code))
 
     def require(self, key: str, remedy: str, why: str = "is not set") -> bool:
-        """Adds a problem if the key has no value; returns whether it has one."""
+        """Adds a problem if the key has no value; returns whether the key has a value."""
         if not self[key]:
             self.refuse(key, why, remedy, "not-set")
         return bool(self[key])
@@ -373,7 +373,7 @@ def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """Returns the most similar of `names`, or one with the same last component. Returns None if no name is similar."""
+    """Returns the most similar of `names`, else a name with the same part after the last dot, else None."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     leaf = name.rsplit(".", 1)[-1]
     return next(iter([*near, *(other for other in names if other.rsplit(".", 1)[-1] == leaf)]), None)

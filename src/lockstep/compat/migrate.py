@@ -216,6 +216,6 @@ def _number(words: Sequence[Word], names: Sequence[str]) -> int | None:
 
 
 def looks_cut_off(words: Sequence[Word]) -> bool:
-    """Returns whether a command starts with an override or a flag, because the line before it lacks a backslash."""
+    """Returns whether a command starts with an override or a flag. The line before it then lacks a backslash."""
     first = words[0].text
     return bool(re.match(r"^--?[A-Za-z]", first)) or bool(re.match(r"^[+~]{0,2}[a-z_]\w*(\.\w+)+=", first))

@@ -2,8 +2,8 @@
 
 Code that a checkpoint refers to is not imported and not run. `torch.load` without `weights_only` would pass a
 TorchScript archive to the loader of TorchScript, which runs methods of the archive. This reader creates only tensors
-and plain containers. An object of any other class is replaced by an empty placeholder. A file that refers to a function
-of Python's standard library is refused.
+and plain containers. An object that is not a tensor or a plain container is replaced by an empty placeholder. A file
+that refers to a function of Python's standard library is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _REBUILDS = [
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
 ]
-# Standard library modules whose classes appear in a trainer's settings and counters. Objects of these classes are
-# replaced by placeholders.
+# Standard library modules whose classes appear in a trainer's settings and counters. Objects of classes in these
+# modules are replaced by placeholders.
 _DATA = [
     "argparse",
     "collections",

@@ -1,4 +1,4 @@
 """Converts files to rows, tokens and micro-batches.
 
-The layer `tape` and the layers above it may import this package; this package may import `run`.
+`tape` and higher import layers (see docs/architecture.md) may import this package. This package may import `run`.
 """

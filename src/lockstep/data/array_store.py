@@ -1,7 +1,7 @@
 """Stores encoded items (rows) as a few large arrays, in memory or memory-mapped; items are built on access.
 
 The byte layout is the same in memory and on disk: a JSON header with metadata (`about`) and array offsets, then the
-arrays. The suffixes of array names mean I items, E sequences of all items, T tokens of all sequences.
+arrays. Array names end with their dimensions, which are I items, E sequences of all items, T tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ class Store(_Items[T]):
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
     """Serialises items with their row numbers.
 
-    Returns None if bytes would lose information; the items then stay objects. To check that nothing is lost, items are
-    rebuilt from the bytes and compared with the originals. For plain examples, the arrays are compared instead.
+    Returns None if the bytes would lose information; the caller then keeps the items as objects. To check that nothing
+    is lost, items are rebuilt from the bytes and compared with the originals. Items of the kind `example` are compared
+    with the arrays directly.
     """
     kinds = {type(item) for item in items}
     if len(kinds) != 1:

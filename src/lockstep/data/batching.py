@@ -14,8 +14,8 @@ from torch import nn
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
-# The cost of attention grows with length^2, that of the other operators with length. They are about equal at this
-# length.
+# The cost of attention grows with length^2, that of the other operators with length. At a length of QUADRATIC_AT
+# tokens, both costs are about equal.
 QUADRATIC_AT = 4096
 
 
@@ -40,7 +40,7 @@ def plan_micro_batches(
 
 
 def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
-    """Puts each row, longest first, into the cheapest micro-batch with room; adds micro-batches if no one has room."""
+    """Puts each row, longest first, into the cheapest micro-batch with room; adds micro-batches if none has room."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and max(lengths) > tokens:
         raise ValueError(f"a row of {max(lengths)} tokens does not fit into a micro-batch of {tokens} tokens")
@@ -112,7 +112,7 @@ def micro_batch(
     `starts` has the index of each example's first target token among all targets of the update (default: among those of
     this micro-batch). `shares` has the number of leading tokens of each example that the packed row already contains
     (see `shared_beginnings`); padded rows share no tokens. `places` has the index of each example's first target among
-    the targets of this rank; it is needed if the rank does not have all targets.
+    the targets of this rank. `places` is needed if the rank has only some of the targets.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
@@ -238,14 +238,14 @@ def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
 # needs only the lengths, so packing can be planned before the responses are available.
 
 # Some attention kernels need every sequence in full, including the prompt. The sum of the full lengths in a micro-batch
-# is limited to this multiple of the token budget, which bounds the memory.
+# is limited to MAX_FULL_LENGTHS times the token budget, which bounds the memory.
 MAX_FULL_LENGTHS = 2
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The index of a response's prompt, and the lengths of the response, for planning. Responses to one prompt must be
-    adjacent."""
+    """The data of a response that the packing plan needs: the index of its prompt, and token counts. Responses to one
+    prompt must be adjacent."""
 
     prompt: int
     length: int
@@ -268,7 +268,7 @@ PackedRow = list[PackedSequence]
 def pack_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
 ) -> list[list[PackedRow]]:
-    """Returns the packed rows of each of `shares` data-parallel ranks, each row with at most `tokens` tokens.
+    """Returns for each data-parallel rank its packed rows. There are `shares` ranks; a row has at most `tokens` tokens.
 
     If the responses to one prompt are split over several rows, each row contains the prompt.
 
@@ -308,7 +308,7 @@ _Numbered = tuple[int, Outline]
 
 
 def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
-    """Yields the responses of a packed row. The first response of each group includes the prompt."""
+    """Yields the responses of a packed row. In a row, the first response to a prompt includes the prompt."""
     before: Outline | None = None
     for number, one in members:
         yield PackedSequence(number, one.shared if before is not None and before.prompt == one.prompt else 0)

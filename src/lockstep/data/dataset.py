@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 NAMED = 3
-"""Number of dropped rows that a message lists."""
+"""A message lists at most this many dropped rows."""
 
 
 @runtime_checkable
@@ -204,11 +204,12 @@ class LoadedRows(Generic[T]):
     @property
     def sentence(self) -> str:
         """The token counts, for the report before training."""
-        return f"counted while training; up to {self.limit:,} a row" if self.streamed else self.counts.sentence()
+        return f"counted while training; up to {self.limit:,} per row" if self.streamed else self.counts.sentence()
 
     @property
     def kept(self) -> dict[str, int]:
-        """What a resumed run compares besides the files: changed limits keep other rows."""
+        """Counts that a resumed run compares with its checkpoint. The counts also change if a limit changes, for the
+        same files."""
         return {"rows": self.counts.rows, "tokens": self.counts.tokens} | (
             {"limit": self.limit} if self.streamed else {}
         )
@@ -292,7 +293,7 @@ def load_rows(
         loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {found}")
         bad = bad_rows(parts, origin_of)
         if (bad or reader.unusable) and not loaded.sources[-1]:
-            why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped: read as {found}"
+            why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped; they were read as {found}"
             all_dropped.append(Problem(source.path, why, "give other rows", code="no-rows"))
         left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
         loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
@@ -404,11 +405,11 @@ class Loader(Generic[T]):
         return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
 
     def state(self, position: int) -> dict[str, float]:
-        """Returns nothing: the rows of an update depend only on seed and position."""
+        """Returns an empty state, because the rows of an update depend only on seed and position."""
         return {}
 
     def progress(self, position: int, group: str) -> dict[str, float]:
-        """Returns the number of epochs up to `position`. All rows were counted before training."""
+        """Returns the number of epochs up to `position`. Row counts are omitted: they are known at the start."""
         return {f"{group}/epoch": position / self.mixture.epoch_length}
 
     def different(self) -> tuple[int, int]:

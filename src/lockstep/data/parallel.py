@@ -32,8 +32,8 @@ ResultT = TypeVar("ResultT")
 
 MOST = 32
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# "false" disables the threads of the tokenizers library, because there is already one process per core. Without this
-# variable, the library warns about forks.
+# TOKENIZERS_PARALLELISM=false disables the threads of the tokenizers library, because there is already one process per
+# core. If TOKENIZERS_PARALLELISM is not set, the tokenizers library warns about forks.
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 

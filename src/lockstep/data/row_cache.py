@@ -1,4 +1,4 @@
-"""Disk cache of encoded rows. Its keys cover raw rows, tokenizer, chat template, settings, code and package versions.
+"""Disk cache of encoded rows, keyed by raw rows, tokenizer, chat template, settings, code and package versions.
 
 An entry is written to a temporary file and then renamed, so several runs may write the same entry without a lock. An
 entry starts with a checksum, and damaged entries are ignored. Any part of the cache folder may be deleted at any time.
@@ -162,7 +162,7 @@ def kept(path: Path, name: str) -> memoryview | None:
     if head != _MAGIC + _checksum(name, body):
         return None
     with contextlib.suppress(OSError):  # a read-only folder
-        os.utime(path)  # marks the entry as used: `prune` deletes the least recently used first
+        os.utime(path)  # marks the entry as used, because `prune` deletes the least recently used first
     return body
 
 

@@ -1,9 +1,9 @@
 """Reads, shuffles and encodes rows while training runs, for data sets larger than memory (`data.streaming`).
 
-The order of rows depends only on the files and `run.seed`. In each epoch the files are visited in a new order. The
-rows of the files, in this order, are divided into windows of `data.shuffle_buffer` rows, and the rows of a window are
-shuffled. So only one or two windows of rows are in memory. To continue, a run needs only the start of the window and
-the position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
+The order of rows depends only on the files and `run.seed`. In each epoch the files are visited in a new order. The rows
+of all files, in the order of the epoch, are divided into windows of `data.shuffle_buffer` rows, and the rows of a
+window are shuffled. So only one or two windows of rows are in memory. To continue, a run needs only the start of the
+window and the position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
 
 Worker processes encode the rows of the next updates while this process trains. The cursor counts the items that were
 taken, not the rows that were encoded, so the workers change neither the order of rows nor a resume.
@@ -44,7 +44,7 @@ ItemCheck = Callable[[Sequence[Any]], Iterable[Problem]]
 
 SAMPLED_ROWS = 256
 """Number of rows of each source that are encoded and checked before training."""
-# Purposes of random streams; `data/sources/mix.py` uses the numbers before them.
+# Numbers for the purposes of random streams, greater than those in `data/sources/mix.py`.
 _SHARDS, _WINDOW = 4, 5
 # Items of this many updates stay in memory, because a run reads some updates twice (asynchronous rollouts).
 _KEPT_UPDATES = 8
@@ -55,7 +55,7 @@ _STATE = "stream/"
 
 @dataclass(frozen=True)
 class StreamCursor:
-    """A position in the rows of a pool: the start of a window, and the position in the window."""
+    """A position in the rows of a `ShardPool`: the start of a window, and the position in the window."""
 
     epoch: int = 0
     window: int = 0
@@ -64,11 +64,11 @@ class StreamCursor:
     row: int = 0
     """Number of rows of this file before the window."""
     used: int = 0
-    """Number of rows of the window, in shuffled order, whose items were all taken."""
+    """Number of rows of the shuffled window whose items were all returned."""
     item: int = 0
-    """Number of items that were taken from the next row. A split text gives several items."""
+    """Number of items of the next row that were already returned. A split text gives several items."""
     given: int = 0
-    """Number of items that the pool gave in all epochs."""
+    """Number of items that the pool has returned in all epochs."""
     dropped: int = 0
     truncated: int = 0
 
@@ -82,8 +82,8 @@ class SourceShard(Generic[T]):
     columns: frozenset[str]
 
     def encoded(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]:
-        """Encodes a row. Refuses a row with a column that changes its meaning and that the first rows lack: the reader
-        would ignore the column."""
+        """Encodes a row. Refuses a row with a column of `FORMAT_COLUMNS` or `OPTIONAL` that the first rows of the
+        source lack, because the reader would ignore this column."""
         unknown = sorted((row.keys() - self.columns) & (FORMAT_COLUMNS | OPTIONAL))
         if unknown:
             raise Refusal.at(
@@ -155,7 +155,7 @@ class ShardPool(Generic[T]):
         self._windows.clear()
         self._reading = self._read_windows(cursor)
         self._items: deque[Kept[T]] = deque()
-        # None: the start of the epoch was not seen, so it is unknown whether the epoch gave items.
+        # None if reading starts at a later cursor, because it is then unknown whether the epoch has given items.
         self._given_before: int | None = cursor.given if cursor == StreamCursor() else None
 
     @property
@@ -165,7 +165,8 @@ class ShardPool(Generic[T]):
         return sum(row is not None for window in windows for row in window.rows)
 
     def epochs(self, cursor: StreamCursor) -> float:
-        """Returns the number of epochs up to the window of the cursor. A visited file is a fraction of an epoch."""
+        """Returns the number of epochs before the cursor's window, counted in files: each file is visited once per
+        epoch."""
         return cursor.epoch + cursor.shard / len(self.shards)
 
     def take(self) -> T:
@@ -302,7 +303,7 @@ class ShardPool(Generic[T]):
 
 class RowStream(Generic[T]):
     """Selects the rows of each update from pools of files. Several pools are mixed by their weights: the next item
-    comes from the pool that is furthest behind its share."""
+    comes from the pool whose number of items is furthest below its weighted fraction."""
 
     def __init__(
         self, pools: Sequence[ShardPool[T]], weights: Sequence[float], *, rows_per_update: int, check: ItemCheck
@@ -317,8 +318,8 @@ class RowStream(Generic[T]):
         return self.between(step * self.rows_per_update, (step + 1) * self.rows_per_update)
 
     def between(self, first: int, last: int) -> list[T]:
-        """Returns the items at the positions `first` to `last` (exclusive). Items that were read long ago are read
-        again."""
+        """Returns the items at the positions `first` to `last` (exclusive). Items that are no longer in memory are read
+        from the files again."""
         if first > self.position or any(at not in self._recent for at in range(first, min(last, self.position))):
             self._go_to(first)
         items = [self._recent[at] if at in self._recent else self._next() for at in range(first, last)]
@@ -326,7 +327,8 @@ class RowStream(Generic[T]):
         return items
 
     def _go_to(self, position: int) -> None:
-        """Continues at an earlier or later position. Without a known cursor, all items before it are read again."""
+        """Continues at an earlier or later position. If the cursors of an earlier position are no longer in memory, all
+        items before this position are read again."""
         cursors = self._cursors.get(position)
         if cursors is not None or position < self.position:
             self._set(position if cursors else 0, cursors or [StreamCursor()] * len(self.pools))
@@ -381,7 +383,8 @@ class RowStream(Generic[T]):
         self._set(int(carried[f"{_STATE}position"]), cursors)
 
     def progress(self, position: int, group: str) -> dict[str, float]:
-        """Returns the number of epochs of the source with the fewest epochs, and the counts of the rows so far."""
+        """Returns the number of epochs of the pool with the fewest epochs, and the counts of streamed, dropped and
+        truncated rows so far."""
         # Asynchronous rollouts read ahead of `position`.
         cursors = self._cursors.get(position) or self._now()
         names = {"streamed": "given", "dropped": "dropped", "truncated": "truncated"}
@@ -400,7 +403,8 @@ def stream_rows(
 ) -> LoadedT:
     """Opens the files of the sources, and encodes the first row of every file and the first rows of every source.
 
-    The result contains only these rows, for the checks before training. Its `open_stream` gives the rows of updates.
+    The result contains only the encoded first rows, for the checks before training. `open_stream` of the result gives
+    the rows of updates.
     """
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None)

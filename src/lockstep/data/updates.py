@@ -99,7 +99,7 @@ def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
 
 
 def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.ndarray:
-    """Returns the `row_size` of each item. Items of a `Store` are not decoded."""
+    """Returns the `row_size` of each item. The sizes of items in a `Store` are known without decoding the items."""
     if isinstance(items, Joined):
         sizes = [row_sizes(part, packed=packed, shared=shared) for part in items.parts]
         return np.concatenate([np.empty(0, dtype=np.int64), *sizes])

@@ -1,4 +1,4 @@
-"""The devices and their properties. Used by `kernels` and higher layers. Importing `device` needs no torch."""
+"""The devices and their properties, for `kernels` and higher import layers. Importing `device` needs no torch."""
 
 from lockstep.device import process_setup
 

@@ -208,7 +208,7 @@ def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
 
 
 class Accelerator(Device):
-    """A device with a torch module. `torch.cuda` and `torch_npu.npu` have the same function names."""
+    """A device with its own torch module (`torch.cuda`, `torch_npu.npu`). Both modules have the same function names."""
 
     @property
     @abstractmethod

@@ -183,7 +183,7 @@ def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
 
 
 def _sizes(inner: int, outer: int) -> tuple[int, int, int]:
-    """Returns the sizes of the timed matmul: rows, inner and outer. The matmul is short, but has at least 8 rows."""
+    """Returns the sizes of the timed matmul: rows, inner and outer. The timed matmul is small, with at least 8 rows."""
     inner, outer = min(inner, LONGEST), min(outer, LONGEST)
     return max(8, int(OPERATIONS / (2 * inner * outer))), inner, outer
 

@@ -22,7 +22,7 @@ class _Peak(NamedTuple):
     half: float
     """Dense FLOP/s of bfloat16 and float16 with float32 accumulation."""
     single: float
-    """Dense FLOP/s of float32. TF32 is off by default in torch, so it is not assumed."""
+    """Dense FLOP/s of float32 without TF32, because TF32 is off by default in torch."""
 
 
 # Peak FLOP/s from NVIDIA's data sheets, where values "with sparsity" are halved. A key must match complete words of the
@@ -135,7 +135,7 @@ class Cuda(Accelerator):
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
             # In deterministic mode, torch fills every new tensor with NaN to expose reads of uninitialised memory.
-            # Filling takes 6 of the 40 ms of a decoding round, so it is switched off.
+            # Filling takes 6 of the 40 ms of a decoding round, so lockstep switches it off.
             switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
             # With batch-invariant kernels, a token gets bitwise the same result in generation and in training.

@@ -153,8 +153,8 @@ LOST_PEER = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Returns whether a collective operation failed because of another process. A run that failed for this reason may
-    be restarted."""
+    """Returns whether a collective operation failed because of another process. After the failure of another process, a
+    run may be restarted."""
     collective = isinstance(error, torch.distributed.DistError) if torch.distributed.is_available() else False
     return collective or (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error)) is not None)
 

@@ -200,8 +200,8 @@ class Npu(Accelerator):
 
 def peak_of(chip: str) -> float | None:
     for name, flops in PEAKS.items():
-        # A suffix letter in the chip name means a variant of the same die (910B2C). A further digit means a different
-        # chip.
+        # A suffix letter in the chip name means a variant of the same die (910B2C). A further digit in the chip name
+        # means a different chip.
         if re.match(rf"{name}(?!\d)", chip):
             return flops
     return None
@@ -216,8 +216,8 @@ def installed_version() -> str | None:
 
 
 def _release(version: str) -> str:
-    """Returns the part of a version that must be equal in torch and torch_npu. For 2.13.0+cpu and 2.13.0.post4, this
-    part is 2.13.0."""
+    """Returns the part of a version that must be equal in torch and torch_npu, for example 2.13.0 for 2.13.0+cpu and
+    for 2.13.0.post4."""
     match = re.match(r"\d+\.\d+\.\d+", version)
     return match.group(0) if match else version
 

@@ -1,4 +1,4 @@
-"""Process settings that must be made before torch is imported: OpenMP threads and deferred loading of torch_npu."""
+"""Sets OpenMP threads and defers the loading of torch_npu, which must happen before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 # missing, broken or incompatible, `import torch` raises for every device, and a failed `import torch` cannot be
 # repeated in the same process. Therefore automatic loading of torch_npu is disabled, and `device/npu.py` imports
 # torch_npu itself and reports failures. If the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, its value is kept. After
-# torch_npu was loaded, the variable is restored, so that child processes behave as without lockstep.
+# torch_npu was loaded, TORCH_DEVICE_BACKEND_AUTOLOAD is restored, so that child processes behave as without lockstep.
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -38,10 +38,11 @@ def restore() -> None:
 
 # Sets the number of OpenMP threads and their wait policy. By default, waiting threads of GNU OpenMP spin. If a spinning
 # thread shares its core (with a second process, or in a virtual machine), the thread that it waits for cannot run.
-# Lockstep therefore makes waiting OpenMP threads sleep. One measurement with the tiny model on two cores, in tokens per
-# second: next to a busy loop, spinning reaches 4,400 and sleeping 7,200. Next to another training run, whose load was
-# not controlled, spinning reaches 430 tokens per second and sleeping 6,600. Alone on the machine, spinning reaches
-# 15,800 tokens per second and sleeping 12,700. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
+# Lockstep therefore makes waiting OpenMP threads sleep. The speeds below are from one measurement with the tiny model
+# on two cores. Next to a busy loop, a run reaches 4,400 tokens per second with spinning threads and 7,200 with sleeping
+# threads. Next to another training run, whose load was not controlled, a run reaches 430 tokens per second with
+# spinning threads and 6,600 with sleeping threads. Alone on the machine, a run reaches 15,800 tokens per second with
+# spinning threads and 12,700 with sleeping threads. For a tiny model alone on a machine, set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -64,7 +65,7 @@ def follow_quota() -> None:
         os.environ[THREADS] = os.environ[FOLLOWED] = str(allowed)
 
 
-# This variable marks OMP_NUM_THREADS as set by lockstep. Child processes inherit OMP_NUM_THREADS and this variable.
+# The variable FOLLOWED marks OMP_NUM_THREADS as set by lockstep. Child processes inherit both variables.
 FOLLOWED = "LOCKSTEP_THREADS_FOLLOW_QUOTA"
 
 

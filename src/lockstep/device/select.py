@@ -13,7 +13,7 @@ from lockstep.errors import Refusal
 # The devices in the order in which `auto` tries them.
 DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
 
-# Common names for which the suggestion by spelling would be wrong: "gpu" differs from "npu" by only one letter.
+# Other common names of the devices. Spelling would suggest the wrong device, because "gpu" is close to "npu".
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"}
 
 

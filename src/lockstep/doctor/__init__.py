@@ -1,5 +1,5 @@
-"""`lockstep doctor`: reports installed versions, problems and remedies. Used by `kernels` and higher layers.
+"""`lockstep doctor`: reports installed versions, problems and remedies.
 
-Nothing in this package imports torch, transformers or a device package, because the doctor must work when they do not
-load.
+Nothing in this package imports torch, transformers or a device package, because the doctor must work when these
+packages do not load. `kernels` and higher import layers use this package.
 """

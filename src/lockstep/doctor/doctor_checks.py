@@ -1,4 +1,4 @@
-"""The checks of `lockstep doctor` on the machine: Python, disk, devices, drivers, CANN, environment variables.
+"""The checks of `lockstep doctor` for Python, disk, devices, drivers, CANN and environment variables.
 
 A check is an entry of `MACHINE_CHECKS`. A simple check is a `DoctorCheck` with device, fact, condition, reason, remedy
 and verdict. A check that compares versions or reports several problems is a function. package_checks.py contains the
@@ -248,7 +248,7 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "cuda",
         "compiler",
         lambda f: f.compiler is None,
-        "gcc is missing: Triton needs it to compile a small launcher",
+        "gcc is missing, and Triton needs it to compile a small launcher",
         "install gcc",
     ),
     DoctorCheck(
@@ -322,7 +322,7 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         _bad_port,
         lambda f: (
             f"{f.variables['HCCL_IF_BASE_PORT']!r} is not between 1024 and {LAST_PORT - PORTS + 1}: HCCL uses "
-            f"{PORTS} consecutive ports from this one on"
+            f"{PORTS} consecutive ports from this port on"
         ),
         "export HCCL_IF_BASE_PORT=50000, or the start of another free range",
         verdict="broken",

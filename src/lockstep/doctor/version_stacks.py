@@ -120,8 +120,8 @@ class Stack:
 
     @property
     def too_old_for_lockstep(self) -> bool:
-        """Whether the stack pins a package below lockstep's minimum version. Such a stack is meant for the separate
-        environment of a rollout engine."""
+        """Whether the stack pins a package below lockstep's minimum version. A stack with such a pin is meant for the
+        separate environment of a rollout engine."""
         return any(
             pin.startswith("==") and name in MINIMUM and older(pin[2:], MINIMUM[name])
             for name, pin in self.packages.items()

@@ -1,1 +1,1 @@
-"""Evaluates a model: its answers to questions, and its loss on rows. Used by training loops and commands."""
+"""Evaluates a model for training loops and commands: its answers to questions, and its loss on rows."""

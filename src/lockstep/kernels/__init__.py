@@ -1,1 +1,1 @@
-"""Kernels for attention, log-probs and sampling, with plain-torch references. Used by `parallel` and higher layers."""
+"""Attention, log-prob and sampling kernels with plain-torch references, for `parallel` and higher import layers."""

@@ -96,7 +96,7 @@ def _step(  # type: ignore[no-untyped-def]
 
 def fits(parameters: Sequence[torch.Tensor]) -> bool:
     """Returns whether the kernel supports all parameters. The parameters must be unsharded, contiguous, of a supported
-    dtype, and on one device that passes the trial."""
+    dtype, and on one device on which the kernel passes the trial (`works`)."""
     supported = bool(parameters) and all(
         # A sharded parameter is a DTensor.
         type(p.data) is torch.Tensor
@@ -111,8 +111,8 @@ def fits(parameters: Sequence[torch.Tensor]) -> bool:
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether the kernel matches the reference on a trial. If the trial fails, warns that torch's AdamW is
-    used."""
+    """Returns whether kernel and reference agree on a random parameter (the trial). If they differ, warns that torch's
+    AdamW is used."""
 
     def make_entry() -> Entry:
         draw = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
             f"torch's AdamW is used, because triton_adamw failed on a trial: {first_sentence(error)}", stacklevel=2
         )
         return False
-    # The values of the trial are up to about 5. The tolerances are one unit in the last place of fp32 and of the
+    # The numbers in the trial are up to about 5. The tolerances are one unit in the last place of fp32 and of the
     # weight's dtype.
     if max_error > 2e-6 or rounding_error > 5 * torch.finfo(dtype).eps:
         warnings.warn("torch's AdamW is used, because triton_adamw gives different results", stacklevel=2)
@@ -205,7 +205,7 @@ class AdamwUpdate:
 
 
 class _Kind(NamedTuple):
-    """The compile-time properties of the kernel for one entry. Aligned tensors are accessed with vector
+    """The properties of an `Entry` for which the kernel is compiled. Aligned tensors are accessed with vector
     instructions."""
 
     weight: torch.dtype

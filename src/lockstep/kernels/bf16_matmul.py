@@ -1,9 +1,9 @@
 """bf16 matmuls on a CPU without bf16 instructions, computed in fp32.
 
 On a CPU without bf16 instructions, torch multiplies bf16 matrices element by element, about two hundred times slower
-than in fp32. Torch first tries to use oneDNN, which fails on such a CPU. This failure disables oneDNN for the rest of
-the process and so changes the rounding of fp32 matmuls. The operators of this module compute in fp32 instead and round
-once at the end, as chips with bf16 units do.
+than in fp32. Torch first tries oneDNN's bf16 matmul, which fails without bf16 instructions. After the failed bf16
+matmul, torch does not use oneDNN for the rest of the process, which changes the rounding of fp32 matmuls. The operators
+of this module compute in fp32 instead and round once at the end, as chips with bf16 units do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_PLACE = ("addmm_", "baddbmm_")
 
 def prepare_products(dtype: torch.dtype) -> None:
     """Installs the fp32 operators if `dtype` is bf16 and the CPU has no bf16 instructions. Call this function before a
-    model of this dtype runs."""
+    bf16 model runs."""
     if dtype is torch.bfloat16 and not _has_bf16():
         _install()
 
@@ -61,8 +61,8 @@ def _wide(kernel: Any) -> Callable[..., Any]:
         result = kernel.call_boxed(keys, *(_widened(value) for value in arguments), **widened)
         if isinstance(result, torch.Tensor):
             return result.bfloat16()
-        # The second output of attention (the lse) is fp32 even for bf16 queries. The three gradients of its backward
-        # are bf16.
+        # The second output of attention (the lse) is fp32 even for bf16 queries. The three gradients of attention are
+        # bf16.
         return tuple(part if len(result) == 2 and index else part.bfloat16() for index, part in enumerate(result))
 
     return run

@@ -37,8 +37,8 @@ def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
     return triton_layers.fused_layers(decoder)
 
 
-# Functions that create fused layers, by the value of `Device.generating_layers`. For values that are not listed, the
-# model's modules are used.
+# Maps values of `Device.generating_layers` to functions that create fused layers. For other values of
+# `Device.generating_layers`, the model's modules are used.
 GENERATING: dict[str, Callable[[nn.Module], GeneratingLayers | None]] = {"triton": _by_triton}
 
 

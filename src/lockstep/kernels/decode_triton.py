@@ -1,8 +1,8 @@
 """Triton kernels for the operations between the matmuls of a decoder layer, for generation (no backward pass).
 
 The outputs of the kernels overwrite their inputs. Each kernel rounds at the same points as the modules of transformers.
-The plain-torch references are in this file too. The suffixes of tensor names mean T tokens, H query heads, G key/value
-heads, D head size, W model width, I feed-forward width.
+The plain-torch references are in this file too. Tensor names end with their dimensions, which are T tokens, H query
+heads, G key/value heads, D head size, W model width, I feed-forward width.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ REPLACED = "lockstep_fused"
 
 def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
     """Installs the device's fused kernels in the model; `replaced` lists them. If the model is sharded, the caller
-    first gathers the parameters of the root module. `gather` gathers the parameters of the other modules layer by
-    layer."""
+    first gathers the parameters of the root module. The context manager `gather` gathers the parameters of the other
+    modules layer by layer."""
     products_by_row(kernel == BY_ROW)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -16,7 +17,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Number of token rows in the input of a kernel trial. One tile of a device's vector unit has fewer rows.
+# Number of token rows in the input of a kernel trial, more rows than one tile of a device's vector unit has.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
@@ -72,6 +73,8 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def is_rms_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
+    # A norm with a second input, such as a gate, is never called in the way the kernel supports.
+    is_norm = is_norm and len(inspect.signature(type(module).forward).parameters) == len(("self", "hidden_states"))
     return is_norm and getattr(module, "bias", None) is None and epsilon_of(module) is not None
 
 
@@ -213,10 +216,10 @@ def scales_of(module: nn.Module) -> list[float]:
 
 
 def heads_of(model: nn.Module) -> Heads | None:
-    """Returns the heads of a language model, or None if its config does not say how many, or if its layers differ."""
+    """Returns head counts and head size of a language model, or None if its config lacks them or its layers differ."""
     configs = (getattr(module, "config", None) for module in model.modules())
     try:
-        # The config of a model with towers is nested; that of its decoder has the heads.
+        # The config of a multimodal model is nested, and the config of its decoder has the head counts.
         config = next((config for config in configs if getattr(config, "num_attention_heads", None)), None)
         if config is None:
             return None
@@ -306,8 +309,8 @@ class KernelForward:
 
 
 def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yields all modules, like `modules()`. While a module is used, its parameters and those of its parents are
-    gathered."""
+    """Yields all modules, like `modules()`. While the caller uses a module, the parameters of this module and of its
+    parents are gathered."""
     if module in seen:
         return
     seen.add(module)

@@ -1,6 +1,6 @@
 """Uses torch_npu's fused operators for transformers modules, within their documented limits.
 
-npu_rotary_mul takes cos and sin within [-1, 1] only. Some rotary embeddings (e.g. YaRN) multiply cos and sin by
+npu_rotary_mul takes cos and sin within [-1, 1] only. Some rotary embeddings (such as YaRN) multiply cos and sin by
 `attention_scaling`. If `attention_scaling` is above 1, plain torch computes the rotation. Only `attention_scaling` is
 checked, because reading the values of cos and sin would sync with the device in every layer.
 """

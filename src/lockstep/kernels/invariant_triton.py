@@ -2,8 +2,8 @@
 
 In the usual libraries the reduction order depends on the number of rows. So a token in a decode batch of 256 rows can
 get a different result than in a packed row of 16,384 tokens. The reduction order of these kernels depends only on the
-weight's shape or, in attention, on the position of the keys. The suffixes of tensor names mean M rows, N outputs, K
-inputs, T tokens, H query heads, G key/value heads, D head size.
+weight's shape or, in attention, on the position of the keys. Tensor names end with their dimensions, which are M rows,
+N outputs, K inputs, T tokens, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def store(
     values: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """Writes keys and values to their slots of the KV cache. Only padding rows have a slot in common, so the order of
-    the writes does not matter. Torch's deterministic index_put would sort the slots first."""
+    """Writes keys and values to their slots of the KV cache. Only padding rows are written to the same slot, so the
+    order of the writes does not matter. Torch's deterministic index_put would sort the slots first."""
     tokens, heads, size = key_TGD.shape
     _store[(tokens,)](
         key_TGD,

@@ -12,7 +12,8 @@ from lockstep.algorithms.divergence import fold_rest
 from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 from lockstep.kernels.sampling import Truncation, truncate_
 
-# The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size, V vocabulary, k top tokens.
+# Tensor names end with dimensions, which are K positions, R positions of one chunk, H hidden size, V vocabulary, k
+# top-k.
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Computes log-probs of target tokens from hidden states (fused linear + log-softmax), in chunks to save memory.
 
-The suffixes of tensor names mean K positions, R positions of one chunk, H hidden size and V vocabulary size.
+Tensor names end with their dimensions, which are K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ class Head(NamedTuple):
         return self.shaped(self.projected(hidden))
 
     def projected(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
+        return torch.nn.functional.linear(self.rounded(hidden), self.weight_VH, self.bias_V)
+
+    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rounds fp32 states to the dtype of the projection, as transformers does. A bf16 model returns fp32 states if
+        it adds up its residuals in fp32 (Mamba)."""
+        return hidden.to(self.weight_VH.dtype) if hidden.dtype == torch.float32 else hidden
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Applies the scale and the soft cap of the output head to projected logits."""
@@ -62,7 +67,7 @@ class Scores(NamedTuple):
 
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
 """A function that takes the log-probs and entropies of a slice of the positions. The function returns the gradients of
-the loss with respect to these values, up to one factor common to all positions. Only a loss whose tokens are
+the loss with respect to log-probs and entropies, up to one factor common to all positions. Only a loss whose tokens are
 independent of each other has a `TokenGrads` function."""
 
 
@@ -90,6 +95,7 @@ def token_scores(
     probability 0. The target token is never truncated. If `token_grads` is given and the device has fused kernels, the
     forward pass computes the gradients too (see `token_scores_with_grads`).
     """
+    hidden_KH = head.rounded(hidden_KH)
     fused = _fused(hidden_KH) is not None
     needs_grad = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
     # fp16 is excluded, because fp16 gradients must be multiplied by the loss scale before they are rounded.

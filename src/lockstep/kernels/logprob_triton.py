@@ -15,7 +15,7 @@ from lockstep.kernels.triton_math import tanh
 BLOCK = 4096
 # Block size of the forward kernel along the vocabulary, chosen so that all running values stay in registers.
 LANES = 2048
-# Replaces a logit of -inf. The product of -inf and its probability 0 would be NaN.
+# LEAST replaces a logit of -inf, because the product of -inf and its probability 0 would be NaN.
 LEAST = tl.constexpr(-1e30)
 
 
@@ -99,8 +99,8 @@ def _gradients(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrites one block of a row of logits with the gradient of the log-prob. With SPREAD the gradient of the
-    entropy is added."""
+    """Overwrites one block of a row of logits with the gradient of the log-prob. If SPREAD is set, the kernel also adds
+    the gradient of the entropy."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = logits + row * stride + columns

@@ -20,19 +20,31 @@ from torch.nn.functional import pad
 from lockstep.device.base import sent
 from lockstep.kernels.mixers import PackedMixer
 
-# A state of a module: its kind, and its number if the module has several states of this kind.
+# Identifies a state of a module by its kind (CONVOLUTION or RECURRENT) and its index among the states of this kind.
 StateKey = tuple[str, int]
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
-# Slots that no sequence owns. Idle rows of a batch write to SPARE. EMPTY holds the state before the first token: zeros.
+# Two slots belong to no sequence. Idle rows of a batch write to the slot SPARE. The slot EMPTY contains zeros.
 SPARE, EMPTY = 0, 1
 RESERVED = 2
 
 
 class StateCache:
-    """The states that a recurrent module reads and writes in one call, with the methods of transformers' caches."""
+    """The states that a recurrent module reads and writes in one call, with the methods of transformers' caches.
+
+    Modules of transformers 5.17 ask `has_previous_state` and read the states from `layers[layer_idx]`. Modules of later
+    versions call `get_conv_state`, `get_recurrent_state` and `is_recording_past`.
+    """
 
     def __init__(self, states: dict[StateKey, torch.Tensor] | None = None):
         self.states = {} if states is None else states
+
+    @property
+    def layers(self) -> _OnlyLayer:
+        return _OnlyLayer(self)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        # As in transformers, the inputs of the convolution mark the start of a sequence.
+        return (CONVOLUTION, state_idx or 0) in self.states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.states.get((CONVOLUTION, state_idx))
@@ -43,7 +55,8 @@ class StateCache:
     def update_conv_state(
         self, new: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> torch.Tensor:
-        """Stores the last inputs of the convolution. Returns its inputs, with those of earlier calls in front."""
+        """Stores the last inputs of the convolution. Returns the inputs of the convolution: the stored inputs of
+        earlier calls (or zeros), followed by `new`."""
         key = (CONVOLUTION, state_idx)
         before = self.states.get(key)
         width = new.shape[-1] if conv_kernel_size is None else conv_kernel_size
@@ -59,7 +72,7 @@ class StateCache:
         return new
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """transformers records earlier states only for assisted generation."""
+        """Returns False, because transformers records earlier states only for assisted generation."""
         return False
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
@@ -67,6 +80,28 @@ class StateCache:
 
     def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
         self.update_recurrent_state(new, layer_idx)
+
+
+@dataclass(frozen=True)
+class _OnlyLayer:
+    """The layers of a `StateCache`: under every index the layer of the module that is called."""
+
+    cache: StateCache
+    record_past = False
+
+    def __getitem__(self, layer_idx: int) -> _OnlyLayer:
+        return self
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        return self._states(CONVOLUTION)
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        return self._states(RECURRENT)
+
+    def _states(self, wanted: str) -> dict[int, torch.Tensor]:
+        return {number: state for (kind, number), state in self.cache.states.items() if kind == wanted}
 
 
 @dataclass(frozen=True)
@@ -85,8 +120,8 @@ ModuleShapes = dict[StateKey, StateShape]
 
 
 def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) -> list[ModuleShapes]:
-    """Returns the states of each module, and sets whether it continues from its state on several tokens. `run` runs the
-    decoder on a few tokens of one sequence."""
+    """Runs the decoder once with `run` (on a few tokens of one sequence) and returns the state shapes of each recurrent
+    module. Also sets `mixer.continues` of each module."""
     stateless = next((mixer for mixer in mixers if mixer.cache_name is None), None)
     if stateless is not None:
         raise NotImplementedError(f"{type(stateless.module).__name__} keeps its state in the module, not in a cache")
@@ -112,8 +147,9 @@ def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) ->
 
 
 def _continues(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> bool:
-    """Returns whether the module continues from its recurrent state on several tokens at once. Some modules of
-    transformers ignore the state then. The test changes the state: a module that ignores it has the same output."""
+    """Returns whether the module continues from its stored recurrent state if a call has several tokens. Some modules
+    of transformers ignore the stored state in such a call. The test changes the state and compares the outputs: a
+    module that ignores the state gives equal outputs."""
     recurrent = [key for key in cache.states if key[0] == RECURRENT]
     outputs = []
     for factor in (1, 2):
@@ -181,15 +217,15 @@ class DecodeStates:
 
 @dataclass(frozen=True)
 class StateChunk:
-    """The tokens `first` to `first + count` of a packed row, which continue the sequence of a slot. If `fresh`, they
-    are the first tokens of the sequence."""
+    """The tokens `first` to `first + count` of a packed row, which continue the sequence of a slot. If `fresh` is true,
+    the chunk starts at the first token of the sequence."""
 
     first: int
     count: int
     slot: int
     fresh: bool
     origin: int = -1
-    """The value of `first` of the chunk that this chunk is a part of. By default it is a part of itself."""
+    """If this chunk was split from a larger chunk, `first` of the larger chunk; otherwise its own `first`."""
 
     def __post_init__(self) -> None:
         if self.origin < 0:
@@ -222,15 +258,17 @@ class PrefillStates:
 
     @cached_property
     def _split_groups(self) -> list[list[StateChunk]]:
-        """The groups for modules that continue from their state. If the chunks have many lengths, they are split into
-        powers of two, longest first. So the number of groups grows only with the logarithm of the length."""
+        """Groups of chunks that run in one call, for modules that continue from a stored state. If chunks have many
+        different lengths, they are split into parts whose lengths are powers of two, longest first. So the number of
+        groups grows only with the logarithm of the chunk length."""
         groups = self._groups(self.chunks)
         split = self._groups([part for chunk in self.chunks for part in chunk.powers()])
         return min(groups, sorted(split, key=lambda group: -group[0].count), key=len)
 
     @staticmethod
     def _groups(chunks: Iterable[StateChunk]) -> list[list[StateChunk]]:
-        """Chunks of equal length run together. Padding would change the final state."""
+        """Groups chunks of equal length, which run in one call. Chunks are not padded to equal length, because padding
+        would change the final state."""
         groups: dict[tuple[int, bool], list[StateChunk]] = {}
         for chunk in chunks:
             groups.setdefault((chunk.count, chunk.fresh), []).append(chunk)
@@ -257,15 +295,16 @@ class PrefillStates:
 
 
 def _step(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> Any:
-    """Runs a module on one token of each sequence, with the limits of the time step."""
+    """Runs a recurrent module on one token of each sequence, and limits the time step of a Mamba-2 module."""
     with _limited_time_step(mixer.module):
         return mixer.run(named, cache)
 
 
 @contextmanager
 def _limited_time_step(module: Any) -> Iterator[None]:
-    """Applies the limits of a Mamba-2 module's time step, softplus(dt + bias). transformers applies them to several
-    tokens, but not to a single one. The last outputs of the input projection are dt, one per head."""
+    """Applies the limits of a Mamba-2 module's time step, softplus(dt + bias). transformers applies these limits if a
+    call has several tokens, but not if it has one. The values dt, one per head, are the last outputs of the input
+    projection."""
     limits = getattr(module, "time_step_limit", None)
     if limits is None or tuple(limits) == (0.0, math.inf):
         yield
@@ -293,7 +332,7 @@ def _inverse_softplus(value: float) -> float:
 def _per_token(
     named: dict[str, Any], shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """Applies `change` to the arguments that have one entry per token."""
+    """Applies the function `change` to all tensor arguments that have one entry per token."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -314,7 +353,7 @@ def _row(row: int, value: torch.Tensor) -> torch.Tensor:
 
 
 def _along_tokens(results: Sequence[Any]) -> Any:
-    """Joins the results of consecutive tokens. Entries of a tuple that are not tensors become None."""
+    """Concatenates the results of consecutive tokens. Tuple entries that are not tensors become None."""
     if isinstance(results[0], tuple):
         return tuple(_along_tokens(parts) for parts in zip(*results, strict=True))
     return torch.cat(list(results), 1) if isinstance(results[0], torch.Tensor) else None

@@ -1,10 +1,11 @@
 """Runs recurrent modules (gated delta rule, Mamba, lightning attention, short convolutions) on packed sequences.
 
 A recurrent module of transformers carries a state and the inputs of its convolution from token to token. In a packed
-row it would carry both from one sequence to the next. So the forward of each recurrent module is replaced: the packed
-row is regrouped to grids of sequences of similar length, and the module's own forward runs once per grid. No model is
-named here: recurrent modules are found by the layer kinds of the config and by their signature. transformers uses the
-kernels of flash-linear-attention, causal-conv1d and mamba-ssm inside the module's own forward if they are installed.
+row it would carry the state and these inputs from one sequence into the next sequence. So the forward of each recurrent
+module is replaced: the packed row is regrouped to grids of sequences of similar length, and the module's own forward
+runs once per grid. No model is named here: recurrent modules are found by the layer kinds of the config and by their
+signature. transformers uses the kernels of flash-linear-attention, causal-conv1d and mamba-ssm inside the module's own
+forward if they are installed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ ADAPTER = "lora_A"
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """Returns the layer kinds that the config of a decoder lists. Most configs with layers of one kind list none."""
+    """Returns the layer kinds that the config of a decoder lists. Most configs whose layers are all of one kind have no
+    such list."""
     names = ("layer_types", "layers_block_type")
     return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
 
@@ -54,15 +56,16 @@ class PackedMixer:
         self.number = 0
         """Index of this module among the recurrent modules of the decoder."""
         self.measure: Callable[[PackedMixer, dict[str, Any]], Any] | None = None
-        """A function that runs the module instead, while its states are measured."""
+        """A function that is called instead of the module while `measured_shapes` measures the shapes of its states."""
         self.continues = True
-        """Whether the module continues from its state on several tokens at once. Known after its states are
-        measured."""
+        """Whether the module continues from its stored state if a call has several tokens. `measured_shapes` sets this
+        value."""
         self.carried: Any = None
-        """The layout that an outer module received, while that module runs."""
+        """While an enclosing module runs that received the keyword `layout`, its value; otherwise None."""
 
     def __call__(self, *args: Any, layout: Any = None, **named: Any) -> Any:
-        """Runs the module's own forward unchanged if there is no layout, as in passes that transformers starts."""
+        """If no attention layout is given, as in forward passes that transformers starts, runs the module's own forward
+        unchanged."""
         layout = self.carried if layout is None else layout
         if layout is None:
             return self.original_forward(*args, **named)
@@ -100,8 +103,8 @@ class PackedMixer:
 
 @contextmanager
 def _unfused(module: nn.Module) -> Iterator[None]:
-    """Prevents kernels that read the weights of a module's linear layers in training mode, because such kernels would
-    ignore LoRA adapters."""
+    """Disables training kernels that read the weights of linear layers directly, because these kernels would ignore
+    LoRA adapters."""
     training = module.training
     if training and any(hasattr(part, ADAPTER) for part in module.modules()):
         module.training = False
@@ -113,7 +116,7 @@ def _unfused(module: nn.Module) -> Iterator[None]:
 
 def regrouped(named: dict[str, Any], shape: tuple[int, int], layout: Layout) -> list[dict[str, Any]]:
     """Returns the keyword arguments of each grid of sequences. Tensors with one entry per token of the packed row are
-    regrouped, all other arguments stay."""
+    regrouped; all other arguments are passed unchanged."""
     sizes = [bucket.count * bucket.width for bucket in layout.buckets]
 
     def split(value: Any) -> Sequence[Any]:
@@ -131,8 +134,8 @@ def regrouped(named: dict[str, Any], shape: tuple[int, int], layout: Layout) -> 
 
 
 def joined(outputs: Sequence[Any], layout: Layout) -> torch.Tensor | None:
-    """Returns the outputs of all grids as one packed row. Returns None for results that are not one entry per token,
-    which are states."""
+    """Returns the outputs of all grids as one packed row. Returns None for results without one entry per token, such as
+    final states."""
     shapes = [(bucket.count, bucket.width) for bucket in layout.buckets]
     if any(
         not isinstance(output, torch.Tensor) or output.shape[:2] != shape
@@ -162,7 +165,7 @@ def _has_state(module: nn.Module) -> bool:
 
 @dataclass
 class CallTrace:
-    """Names of the modules of a decoder that a probe pass has called, and of those that received its keyword."""
+    """Names of the modules that a test forward pass called, and of those that received a given keyword argument."""
 
     called: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -170,8 +173,7 @@ class CallTrace:
 
 @contextmanager
 def noting_calls(decoder: nn.Module, keyword: str) -> Iterator[CallTrace]:
-    """Yields the names of the modules that are called inside the `with` block, and of those that receive the
-    keyword."""
+    """Yields the names of modules called inside the `with` block, and of those that received the argument `keyword`."""
     trace = CallTrace()
 
     def note(name: str, named: dict[str, Any]) -> None:
@@ -195,8 +197,8 @@ def inside(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: CallTrace) -> list[PackedMixer]:
-    """Installs `PackedMixer` on the recurrent modules of a decoder; `trace` is from a probe pass. Returns all installed
-    `PackedMixer`, including those of earlier calls."""
+    """Installs `PackedMixer` on the recurrent modules of a decoder; `trace` records the module calls of a test forward
+    pass. Returns all installed `PackedMixer`, including those of earlier calls."""
     mixers = []
     for name, module in inside(decoder):
         if not any(module is one for one in modules):
@@ -218,8 +220,8 @@ def install_mixers(decoder: nn.Module, modules: Sequence[nn.Module], trace: Call
 
 
 def _refuse_bypassed(name: str, module: nn.Module, trace: CallTrace) -> None:
-    """Raises `Refusal` for an adapter that a recurrent module ignores: it reads the weight of the layer instead of
-    calling the layer."""
+    """Raises `Refusal` for an adapter without effect: the recurrent module reads the weight of the adapter's layer
+    instead of calling the layer."""
     for inner, part in module.named_modules():
         if hasattr(part, ADAPTER) and f"{name}.{inner}" not in trace.called:
             raise Refusal.at(
@@ -231,9 +233,9 @@ def _refuse_bypassed(name: str, module: nn.Module, trace: CallTrace) -> None:
             )
 
 
-# Some layers do not pass the keywords of the forward pass on to their recurrent module. Then hooks of the layer set the
-# layout on the recurrent module while the layer runs. Gradient checkpointing runs the layer again with the same
-# keywords, and so with the same layout.
+# Some layers do not pass the keywords of the forward pass on to their recurrent module. Hooks on such a layer set the
+# attribute `carried` of the recurrent module to the layout while the layer runs. Gradient checkpointing runs the layer
+# again with the same keywords, and so with the same layout.
 
 CARRIES = "lockstep_carries"
 

@@ -73,8 +73,8 @@ def decode_problem(
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     return _first(
-        # npu_fused_infer_attention_score does not support fp32. With one query token per sequence it does not support a
-        # sliding window.
+        # npu_fused_infer_attention_score does not support fp32. For decoding with one query token per sequence, this
+        # operator does not support a sliding window.
         (query_BHD.dtype not in HALF, f"type {query_BHD.dtype}"),
         (keys.dtype != query_BHD.dtype, f"KV cache of {keys.dtype} for queries of {query_BHD.dtype}"),
         (window is not None, "a sliding window"),
@@ -110,7 +110,10 @@ def rotary_problem(x_BNSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
             batch >= ROTARY_ROWS or heads >= ROTARY_ROWS,
             f"{batch} batch rows and {heads} heads: each must be below {ROTARY_ROWS}",
         ),
-        (trained and batch * heads > ROTARY_TRAINED, f"{batch * heads} heads with trained cos and sin are too many"),
+        (
+            trained and batch * heads > ROTARY_TRAINED,
+            f"{batch * heads} heads are too many if cos and sin require gradients",
+        ),
         (
             cos.shape != sin.shape or tuple(cos.shape) not in {(1, 1, tokens, size), (batch, 1, tokens, size)},
             f"cos and sin of shape {tuple(cos.shape)} for an input of shape {tuple(x_BNSD.shape)}",

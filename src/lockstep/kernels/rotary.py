@@ -89,7 +89,8 @@ class OwnPositions:
 
 
 def _kinds(module: nn.Module) -> dict[str | None, Any]:
-    """Returns the rope type of each layer type. If all layers have one rope type, its key is None."""
+    """Returns the rope type of each layer type. If all layers have the same rope type, the dictionary has the single
+    key None."""
     rope_type = getattr(module, "rope_type", None)
     return rope_type if isinstance(rope_type, dict) else {None: rope_type}
 

@@ -91,7 +91,7 @@ def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
 def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Returns standard Gumbel noise (B, V) in fp32 for the token at `positions_B` of each sequence.
 
-    `argmax(logits + noise)` is then a sample from softmax(logits).
+    With this noise, `argmax(logits + noise)` is a sample from softmax(logits).
     """
     bits = device_bits(keys_B2, positions_B, vocabulary)
     # 31 random bits become a number in (0, 1). Numbers near 0, which give the largest noise, have the finest

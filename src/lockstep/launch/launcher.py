@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lockstep.recipe.keys_parallel import Parallel
 
 
-# Maximum time after Ctrl-C in which the ranks finish their step and write a checkpoint. After this time the ranks are
-# killed.
+# Maximum time after Ctrl-C in which the ranks finish their step and write a checkpoint. Ranks that still run after this
+# time are killed.
 PATIENCE_SECONDS = 600
 # Interval at which a rank checks that its launcher is alive.
 LOOK_SECONDS = 0.5
@@ -38,8 +38,8 @@ def is_rank() -> bool:
 
 
 def ranks_here(ranks: int) -> int:
-    """Returns the number of ranks on this machine. If LOCAL_WORLD_SIZE is not set, all `ranks` are assumed to be
-    here."""
+    """Returns the number of ranks on this machine. If LOCAL_WORLD_SIZE is not set, all ranks are assumed to run on this
+    machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
 
 

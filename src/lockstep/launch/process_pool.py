@@ -114,8 +114,8 @@ class SupervisedProcess:
                 kill_tree(self._process.pid, self._mark)
                 self._process.kill()
                 self._process.wait()
-            # The user function may have killed the supervisor, so all processes with the mark in their environment are
-            # killed here too.
+            # The user function may have killed the supervisor, so all processes whose environment contains the worker's
+            # mark are killed too.
             kill_tree(NOBODY, self._mark)
             self._gone = True
 
@@ -234,7 +234,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
     """A queue of calls and a fixed number of slots. Each slot has one worker process and one thread that supervises it.
 
     Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
-    in each worker, and this script imports torch. Daemon processes of `multiprocessing` also cannot have child
+    in each worker, and this script imports torch. Besides, daemon processes of `multiprocessing` cannot have child
     processes.
     """
 
@@ -286,7 +286,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             self._closing.set()
             for _ in self._threads:
                 self._jobs.put(None)
-        # A process that is still being started is not in this list; `_start` kills it.
+        # This list does not contain processes that are still being started. `_start` kills these processes.
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.release()

@@ -105,7 +105,9 @@ _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
 _SETTINGS_FRAME, _FRAME_HEAD = 4, 9
-_START_REMEDY = "start a cluster (`ray start --head`); or unset RAY_ADDRESS and run `ray stop`: the run then starts one"
+_START_REMEDY = (
+    "start a cluster (`ray start --head`); or unset RAY_ADDRESS and run `ray stop`: the run then starts its own"
+)
 
 Start = Callable[[Sequence[str], int], int]
 

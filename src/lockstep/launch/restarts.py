@@ -1,4 +1,4 @@
-"""Restarts the ranks of a run after a failure (`parallel.max_restarts`); they resume from the last checkpoint."""
+"""Restarts the ranks of a run after a failure (`parallel.max_restarts`); the ranks resume from the last checkpoint."""
 
 from __future__ import annotations
 

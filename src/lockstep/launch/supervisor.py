@@ -89,7 +89,7 @@ def limit_memory(memory_bytes: int) -> None:
 # was killed. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
-# Used instead of the PID of a process that has ended, because the system may reuse that PID.
+# Passed instead of the PID of a process that has ended, because the system may give that PID to another process.
 NOBODY = -1
 _PROC = Path("/proc")
 # How often, and at what interval, `kill_tree` checks that killed processes have ended. A process that hangs in the
@@ -98,8 +98,8 @@ _PASSES, _PAUSE = 500, 0.01
 
 
 def kill_tree(root: int, mark: str) -> bool:
-    """Kills all descendants of `root` and all processes with the mark until none is left. Returns False if some of
-    these processes do not end."""
+    """Kills all descendants of `root` and all processes whose environment has MARK=`mark`, until none is left. Returns
+    False if some of these processes do not end."""
     for _ in range(_PASSES):
         living = descendants(root, mark)
         if not living:
@@ -121,8 +121,8 @@ def any_stopped(root: int, mark: str) -> bool:
 
 
 def descendants(root: int, mark: str) -> list[int]:
-    """Returns the PIDs of the live descendants of `root` and of all processes with the mark in their environment.
-    `root` and this process are excluded."""
+    """Returns the PIDs of the live descendants of `root` and of all processes whose environment has MARK=`mark`. `root`
+    and this process are excluded."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     ended: set[int] = set()
@@ -198,8 +198,8 @@ class OutputTail:
 # worker or the run ends. The supervisor exits with the worker's status, so that the run can report why the worker
 # ended.
 
-# The worker's output is written to the file when the worker prints nothing for `_IDLE` seconds. While it prints, the
-# file is written every `_SOMETIMES` seconds.
+# The worker's output is written to the file when the worker prints nothing for `_IDLE` seconds. While the worker
+# prints, its output is written every `_SOMETIMES` seconds.
 _IDLE, _SOMETIMES = 0.05, 1.0
 _SELDOM = 5.0
 _ENDING = {signal.SIGTERM, signal.SIGHUP}
@@ -301,8 +301,8 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
 
 
 def _reaped(worker: int, *, wait: bool = False) -> int | None:
-    """Reaps child processes that have ended. With `wait` it waits for all child processes. Returns the worker's status
-    if the worker was reaped."""
+    """Reaps child processes that have ended. With `wait`, waits until all child processes have ended. Returns the
+    worker's status if the worker was reaped."""
     worker_status = None
     with suppress(ChildProcessError):
         while True:

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Item)
 
 
 class MethodModels(Protocol):
-    """What a method may compute with the models of a run. The returned vectors have one entry per target of the
+    """The functions with which a method uses the models of a run. The returned vectors have one entry per target of the
     update."""
 
     def arrange(self, items: Sequence[T]) -> Update[T]: ...
@@ -65,8 +65,8 @@ class Objective(Protocol):
 
 
 class Plain:
-    """An objective that reports the mean of each value of the loss function. `names` maps some metrics to the names
-    under which they are reported."""
+    """An objective that reports the mean of each value that the loss function returns. `names` maps some metrics to the
+    names under which they are reported."""
 
     names: ClassVar[Mapping[str, str]] = {}
 
@@ -92,6 +92,6 @@ class Method:
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
     """Returns the additional text files of an exported model: file name and content."""
     score_rows: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
-    """Computes the scores of each row. `lockstep eval` writes them as JSON lines."""
+    """Computes the scores of each row. `lockstep eval` writes the scores as JSON lines."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
     """Checks a data set. Returns problems, which stop the run, and notes for the user."""

@@ -38,7 +38,7 @@ def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[lis
         return problems, []
     if not (good and bad):
         only = "desirable" if good else "undesirable"
-        problems.append(Problem(key, f"every row is {only}", "add rows of both kinds", code="one-class-only"))
+        problems.append(Problem(key, f"every row is {only}", "add rows with the other label", code="one-class-only"))
         return problems, []
     if recipe.run.steps is None and len(verdicts) * (recipe.run.epochs or 1) % recipe.batch.rows_per_update == 1:
         problems.append(
@@ -62,8 +62,8 @@ class KtoObjective:
     def task(self, update: Update[LabeledResponse], models: MethodModels) -> Task:
         mismatched, cut = _mismatched_examples(update.items, models.longest)
         logratios = self._logratios(models.arrange(mismatched), models)
-        # Without a reference model the KL baseline is the mean log-prob of the policy. This baseline is negative and
-        # not clamped at 0.
+        # Without a reference model the KL baseline is the mean log-prob of the policy. The mean log-prob is negative
+        # and not clamped at 0.
         kl = float(logratios.mean()) if self.free else kl_estimate(logratios)
         reference_S = None if self.free else _by_sequence(models.reference_logprobs(update), update)
         desirable_S = torch.tensor([item.desirable for item in update.items])
@@ -77,7 +77,7 @@ class KtoObjective:
             else:
                 ratios = row_logratios(sums_S, reference_S[sequences].to(policy.device))
             sums = kto_loss(ratios, desirable_S[sequences].to(policy.device), kl=kl, **self.keys)
-            # `kl` and `kl_cut` are values of the whole update. Each micro-batch adds a part of these values, in
+            # `kl` and `kl_cut` are values of the whole update. Each micro-batch adds a part of `kl` and `kl_cut`, in
             # proportion to its number of rows.
             share = policy.new_tensor(len(sequences))
             sums.metrics |= {"kl": share * kl, "kl_cut": share * cut / len(update.items)}

@@ -1,7 +1,8 @@
 """Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
 First the architecture is tested with a small random model (`miniature.py`) in fp32. The test sequences are longer than
-the sliding window and other limits of the small model. Then the loaded model is tested on a few tokens in its dtype.
+the sliding window and other limits of the small model. After the small model, the loaded model is tested on a few
+tokens in its dtype.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1
 # Tolerances for the small model in fp32: absolute error of log-probs, relative error of gradient norms.
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
 GRADIENT_FLOOR = 1e-4
-# Allowed rounding error of lockstep in bf16 or fp16, relative to that of transformers' attention. Correct kernels have
-# a ratio of at most 1.2. A kernel that makes attention 5 % too strong has a ratio above 2.3 in bf16 (llama, mistral,
-# mixtral, qwen2).
+# Allowed rounding error of lockstep in bf16 or fp16, relative to that of transformers' attention. With correct kernels,
+# the ratio of the two errors is at most 1.2. With a wrong kernel that makes attention 5 % too strong, the ratio is
+# above 2.3 in bf16 (llama, mistral, mixtral, qwen2).
 ROUNDING_RATIO = 1.8
-# The rounding error is measured on this many sets of sequences. Fewer sets do not separate correct from wrong kernels.
+# The rounding error is measured on this many sets of sequences. With fewer sets, the error does not separate correct
+# from wrong kernels.
 ROUNDING_SETS = 6
 # Test sequence lengths for the small model: within every limit, beyond the sliding window, and beyond the original
 # context length of the rotary embedding.
@@ -101,7 +103,7 @@ def _build(config: Any, divisor: int) -> Any:
     try:
         small = miniature_config(config, divisor, towers=False)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # device generators are not forked and must not be seeded
+            torch.default_generator.manual_seed(0)  # only the CPU generator is forked, so only it may be seeded
             return LanguageModel.from_config(
                 small, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
             )
@@ -183,7 +185,7 @@ def _reference_gradients(
 
 
 def weights_of(count: int, device: torch.device) -> torch.Tensor:
-    """Returns one loss weight per token. The weights differ between tokens."""
+    """Returns one loss weight per token. The loss weights of different tokens differ."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 
@@ -386,7 +388,7 @@ def reference_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
-    """Returns token ids for tests. The sequence is not periodic with a short period."""
+    """Returns fixed token ids for tests. The token ids do not repeat with a short period."""
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 

@@ -67,7 +67,7 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The attention modules of the model. Their sliding windows are read first, and packing is prepared in the
+        """The attention modules of the model. The first access reads their sliding windows, and prepares packing in the
         recurrent modules."""
         return self._probe.called
 
@@ -87,7 +87,7 @@ class Decoder:
         return found
 
     def cache_layout(self) -> CacheLayout:
-        """Returns the KV cache layout: the planes of keys and values of every attention call of a forward pass."""
+        """Returns the KV cache layout: which key and value tensors each attention call of a forward pass caches."""
         if not self.attentions:
             # A model without attention caches no keys, but its sequences still own blocks of the smallest size.
             return uniform_layout(1, 1, 1)
@@ -98,7 +98,7 @@ class Decoder:
         return [] if isinstance(self._probe, RowProbe) else latent_modules(self.attentions)
 
     def keywords(self, position_ids_NT: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns further keywords of a forward pass over tokens with these positions."""
+        """Returns the additional keyword arguments of a forward pass over tokens with the given positions."""
         return {POSITIONS: position_ids_NT} if self._positions_needed else {}
 
     @torch.inference_mode()
@@ -166,7 +166,8 @@ class Decoder:
             return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
 
     def engine_states(self, ids_T: torch.Tensor, at_T: torch.Tensor, step: PrefillPass | DecodePass) -> torch.Tensor:
-        """Runs a pass of the native engine over tokens at these positions. Returns their hidden states."""
+        """Runs a forward pass of the native rollout engine over tokens at the given positions. Returns their hidden
+        states."""
         decoder: Any = inner_decoder(self.model)
         if isinstance(self._probe, RowProbe):
             return engine_rows(decoder, ids_T, at_T, step, self._probe)
@@ -221,7 +222,8 @@ def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module], recurr
     if called and "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
         raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
     if layer_kinds(inner_decoder(model).config) & TOKENWISE_KINDS:
-        # Some layers mix no tokens. The comparison with transformers notices layers that do.
+        # Layers of these kinds mix no tokens, so layers without attention are allowed. If such a layer mixes tokens,
+        # the comparison with transformers (`check.py`) finds it.
         return
     names = set(model._no_split_modules or ())
     layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in names]

@@ -1,8 +1,8 @@
 """Verifies an exported model: plain transformers must reproduce the outputs of the trained model on a few rows.
 
 A checkpoint stores outputs of the trained model for a few short rows (`probe_of`). Every export is loaded with only
-transformers (and PEFT) and must give these outputs. An export with other outputs is refused before it is moved to its
-final path.
+transformers (and PEFT) and must give the stored outputs. An export with other outputs is refused before it is moved to
+its final path.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedNames:
-    """The tensors of the exported files: the shape of each tensor, and the model parameter it comes from. Tensors of
-    one parameter are adjacent.
+    """The tensors of the exported files: the shape of each tensor, and the model parameter it comes from. Tensors that
+    come from the same parameter are consecutive.
 
     When transformers loads a model, it merges some tensors of the files into one parameter. The export splits such
     merged parameters again, one parameter at a time.
@@ -110,7 +110,10 @@ def export_checkpoint(
         return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
         raise Refusal.at(
-            "--adapter", "a reward model's head is no adapter", "export without --adapter", code="no-adapter"
+            "--adapter",
+            "a reward model also has a trained head, which is not part of an adapter",
+            "export without --adapter",
+            code="no-adapter",
         )
     return export_value_model(settings, weights, out, **how)
 
@@ -265,7 +268,7 @@ def _write_classifier(
     )
     restore_weights(trained, weights, where)
     merge_adapters(trained.decoder)
-    # The reward model of a nested config is that of its text config: the towers cannot score text.
+    # A reward model scores text only, so it is built from the text config of a nested config, without its towers.
     config = text_config(config_of(folders.model, settings.path))
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
@@ -305,7 +308,8 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 @contextmanager
 def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
-    """Yields a temporary folder for the model. At the end adds the tokenizer and renames the folder to `out`."""
+    """Yields a temporary folder for the model. After the `with` block, adds the tokenizer and renames the folder to
+    `out`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
@@ -409,7 +413,7 @@ def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
     with safe_open(adapter / WEIGHTS, "pt") as file:
         stored = set(file.keys())
     expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    # Names of the base model's weights. An adapter with new tokens also contains some of these full weights.
+    # Names of the base model's weights. The file of an adapter that adds tokens also contains some of these weights.
     full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
     problems = [
         Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)

@@ -24,12 +24,12 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    # The next files have the score normalisation of a reward model and the label tokens of a process reward model.
+    # score_stats.json: score normalisation of a reward model; process_reward.json: label tokens of a PRM.
     "score_stats.json",
     "process_reward.json",
 )
-# Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Different weights differ in every
-# block, so a sample of the blocks detects them.
+# Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Files with different weights
+# differ in every block, so a sample of the blocks detects a difference.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 # If the weights of a folder exceed WHOLE_BYTES, only this many bytes are read at the start, middle and end of each
 # tensor. A tensor that was trained, merged or replaced differs in all three blocks.
@@ -58,8 +58,8 @@ def model_checksums(path: str) -> dict[str, str]:
 def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, str]:
     """Returns a digest of each file of a model, by name. `progress` is called with each file name.
 
-    Files are read completely if the weights have at most 1 GiB. Of larger models only a sample of every tensor is read,
-    which takes seconds.
+    Files are read completely if the weights have at most 1 GiB. For larger models, only a sample of every tensor is
+    read, which takes seconds.
     """
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     weights = [file for file in files if file.suffix == ".safetensors"]

@@ -142,8 +142,8 @@ def build_value_model(
 def _loaded(
     kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
 ) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """Returns the source from which weights are streamed (or None), the model, and its loading info. If there is a
-    source, the model has no weights yet."""
+    """Returns the source from which weights are streamed (or None), the model, and its loading info. If a source is
+    returned, the model has no weights yet."""
     source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
     if source is not None:
         return source, source.model, {"unused": source.unused}

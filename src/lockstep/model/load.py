@@ -115,8 +115,8 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
-    """Raises `Refusal` if the tokenizer has token ids beyond the embedding. Such token ids would crash later, or read a
-    wrong row on some devices."""
+    """Raises `Refusal` if the tokenizer has token ids beyond the embedding. A token id beyond the embedding would cause
+    a crash later, or read a wrong row on some devices."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= embedding_rows:
         raise Refusal.at(

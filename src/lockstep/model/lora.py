@@ -19,8 +19,8 @@ from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Values of the PEFT config that plain LoRA has. Keys other than these and `_ANY` must be unset, because lockstep would
-# train variants of LoRA wrongly.
+# The values of plain LoRA in a PEFT config. Config keys that are neither listed here nor in `_ANY` must be unset,
+# because they may select variants of LoRA that lockstep would train wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -76,7 +76,7 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
         holders.setdefault(parameter, []).append(name)
     # The random state is forked and seeded, so that the initial adapter does not depend on earlier random numbers.
     with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.default_generator.manual_seed(seed)  # device generators are not forked and must not be seeded
+        torch.default_generator.manual_seed(seed)  # only the CPU generator is forked, so only it may be seeded
         try:
             if task is None:
                 adapted = inject_adapter_in_model(config, model)
@@ -84,8 +84,8 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise Refusal(_refused(str(error), settings, modules)) from error
-    # transformers stores all experts of a layer in one parameter. PEFT replaces target names of single experts by that
-    # parameter, so these names match no module.
+    # transformers stores all experts of a layer in one parameter. If a target names single experts, PEFT adapts this
+    # parameter instead, so the target matches no module.
     replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
     refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
     return adapted
@@ -170,7 +170,7 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
     if settings.adapter is not None:
-        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: set model.path to it"
+        where, remedy = f"model.lora.adapter {settings.adapter}", "merge the adapter: set model.path to its path"
     head = model.get_output_embeddings()
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):

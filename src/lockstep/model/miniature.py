@@ -53,8 +53,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
-    # An indexer adds up scores that are 0 in half of its heads. With few heads, tokens would often have equal scores,
-    # and which of them are selected would be arbitrary.
+    # A sparse-attention indexer adds up the scores of its heads, of which about half are 0. With few heads, tokens
+    # would often have equal sums, and the selection of tokens would be arbitrary.
     "index_n_heads": 16,
     "o_groups": 2,
     **dict.fromkeys(("hidden_size_per_layer_input", "ple_embed_dim", "d_rel", "embedding_size"), 16),
@@ -85,7 +85,7 @@ LIMITS: dict[str, int] = {
         ("attention_chunk_size", "index_topk", "keep_window_size", "local_attention", "floor_scale"), LIMIT
     ),
     **dict.fromkeys(("index_block_size", "index_topk_blocks"), LIMIT // 4),
-    # Chunks in which a recurrence is computed.
+    # Chunk sizes of recurrent layers.
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), LIMIT),
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
@@ -125,7 +125,7 @@ def _refuse_lost_kinds(config: Any, small: Any) -> None:
     try:
         texts = [one.get_text_config(decoder=True) for one in (config, small)]
     except ValueError:
-        return  # it is not one language model, and is refused for that
+        return  # it has several text configs, and another check refuses it
     lost = layer_kinds(texts[0]) - layer_kinds(texts[1])
     if lost:
         raise ValueError(f"a small model would have no layer of kind {', '.join(sorted(lost))}")
@@ -141,7 +141,7 @@ def _shrink(data: dict[str, Any]) -> None:
     few = HEADS if heads >= HEADS else min(heads, 2)
     for name, value in list(data.items()):
         if not isinstance(name, str):
-            continue  # a table of numbers, not a config
+            continue  # a dictionary whose keys are numbers is not a config
         if isinstance(value, dict) and name == "per_layer_config":
             data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
         elif isinstance(value, dict):
@@ -154,13 +154,13 @@ def _shrink(data: dict[str, Any]) -> None:
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
         elif value is None and name == "num_experts_per_tok" and any(data.get(key) for key in EXPERTS):
-            # A model with experts cannot run without this number, but some classes have no default for it.
+            # A model with experts needs `num_experts_per_tok`, but some config classes have no default for it.
             data[name] = SIZES[name]
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
-            # Sliding-window attention begins at this layer. The small model has sliding-window layers only if the
-            # original model has some.
+            # `max_window_layers` is the first layer with sliding-window attention. The small model has sliding-window
+            # layers only if the original model has some.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
@@ -168,10 +168,10 @@ def _shrink(data: dict[str, Any]) -> None:
         # In models with `qk_rope_head_dim`, the config's `head_dim` is the size of the rotary part of a head.
         data["head_dim"] = data["qk_rope_head_dim"]
     elif all(sizes) and sizes[0] != sizes[1]:
-        # Values stay smaller or larger than keys.
+        # Value heads stay smaller or larger than key heads, as in the original model.
         data["v_head_dim"] = data["head_dim"] // 2 if sizes[1] < sizes[0] else 2 * data["head_dim"]
     if data.get("index_block_size") and data.get("index_n_heads"):
-        # Indexers that select blocks of tokens do so for each key/value head.
+        # An indexer that selects blocks of tokens has one head per key/value head.
         data["index_n_heads"] = data["num_key_value_heads"]
     _fit_mamba(data)
     for rope in ropes:
@@ -188,7 +188,7 @@ def _fit_mamba(data: dict[str, Any]) -> None:
     if data.get("state_size") and data.get("num_heads") and data.get("expand"):
         data["num_heads"] = data["expand"] * WIDTH // data["head_dim"]
     if "mamba_headdim" in data:
-        # The config derives these sizes from the others, unless they are given.
+        # If these keys are removed, the config derives their values from other sizes.
         for name in ("mamba_headdim", "attention_head_dim", "head_dim", "attention_hidden_size", "hybrid_layer_ids"):
             data.pop(name, None)
 

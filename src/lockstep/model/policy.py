@@ -168,8 +168,8 @@ class Policy(nn.Module):
         )
 
     def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """Returns the function that computes token gradients in the forward pass, or None. With context parallelism
-        returns a function only for a loss with uniform gradients."""
+        """Returns the function that computes the loss gradient of each log-prob and entropy during the forward pass, or
+        None. With context parallelism, returns a function only for a loss with uniform gradients."""
         if self.scoring.alike:
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None

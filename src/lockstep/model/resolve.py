@@ -84,7 +84,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -> int:
     """Asks the hub for a model or data set (`kind`) and returns the HTTP status. If the hub cannot be reached, raises
-    `Refusal` with a reason that begins with `so`."""
+    `Refusal` with a message that begins with the text `so`."""
     from huggingface_hub import constants, get_token
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -138,9 +138,9 @@ def stored_adapter(settings: Lora | None) -> str | None:
 def model_folder(path: str, key: str = "model.path") -> str:
     """Returns the local Hugging Face folder of the model `path`. `key` is the recipe key for error messages.
 
-    A Hugging Face folder is returned unchanged. Of a run, its exported model is used, or else its newest checkpoint. A
-    checkpoint, a PEFT adapter and a GGUF file are converted and cached. A path that does not exist may be the id of a
-    hub model.
+    A Hugging Face folder is returned unchanged. For a run, its exported model is used, or its newest checkpoint if
+    there is no export. A checkpoint, a PEFT adapter and a GGUF file are converted and cached. A path that does not
+    exist may be the id of a hub model.
     """
     folder, where = Path(path), f"{key} {path}"
     if folder.is_file():
@@ -169,7 +169,7 @@ def _inside(folder: Path) -> str:
         return f"use the file: {files[0]}" + (f", or another of its {len(files)} .gguf files" if len(files) > 1 else "")
     models = sorted(one.parent for name in ("recipe.yaml", "config.json", CONFIG) for one in folder.glob(f"*/{name}"))
     names = list(dict.fromkeys(map(str, models)))
-    return f"use one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+    return f"use a model inside this folder: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def adapter_folder(path: str, key: str) -> str:

@@ -88,7 +88,7 @@ def refuse_router_noise(config: Any, where: str) -> None:
     would depend on the packing of rows."""
     problem = Problem(
         where,
-        "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
+        "in training its layers use random numbers other than dropout (router noise), so log-probs in training "
         "differ from generation and scoring",
         "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
         "experts in training, use another model",
@@ -108,7 +108,7 @@ def _is_noisy(config: Any) -> bool:
     passes = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
-            torch.default_generator.manual_seed(seed)  # device generators are not forked and must not be seeded
+            torch.default_generator.manual_seed(seed)  # only the CPU generator is forked, so only it may be seeded
             try:
                 passes.append(inner_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state)
             except RUN_ERRORS as error:

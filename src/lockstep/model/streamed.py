@@ -1,8 +1,8 @@
 """Loads sharded models directly from safetensors files, so that a rank needs memory only for its shard and one tensor.
 
-Modules are built on the meta device and sharded. Then each rank reads its shards of the weights from the files. Tensors
-are renamed and merged as in transformers. If the tensors of a model cannot be read one by one, transformers loads the
-model completely.
+Modules are built on the meta device and sharded. After sharding, each rank reads its shards of the weights from the
+files. Tensors are renamed and merged as in transformers. If the tensors of a model cannot be read one by one,
+transformers loads the model completely.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Shapes:
-    """An object that is passed to conversion operations in place of the model. It only knows the parameters' shapes by
-    name, without the prefixes of wrappers."""
+    """An object that is passed to conversion operations in place of the model. It only provides the shapes of
+    parameters by name. The names have no prefixes of wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -129,7 +129,7 @@ def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]
 
 def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
     """Returns how many bytes one element of a model tensor has in the files. For a model tensor that is converted from
-    several file tensors, returns the maximum over these file tensors."""
+    several file tensors, returns the largest element size of these file tensors."""
     return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
 
 
@@ -261,7 +261,7 @@ class Streamed:
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their
         values."""
-        # The places are looked up by name before sharding, because sharding creates new parameter objects.
+        # `self.places` is read before sharding, because its keys are parameter objects, which sharding replaces.
         places = {name: self.places[p] for name, p in root.named_parameters() if p in self.places}
         shard(root, layers, sharding)
         materialise(root, sharding)

@@ -1,8 +1,9 @@
 """Gives attention modules that scale their queries by position (Llama 4) the positions of packed tokens.
 
-Layers without rotary embedding scale the query of a token by its position. They count positions from the number of
-cached tokens, which they ask the cache. In a packed row or a decode batch this number differs between tokens. So a
-stand-in for the cache returns, for each token, the number that makes the position right.
+In Llama 4, layers without rotary embedding scale the query of a token by its position. Such a layer computes positions
+from the number of cached tokens that its KV cache reports. In a packed row or a decode batch, one number for all tokens
+would give wrong positions. So `PositionCache` replaces the KV cache and reports, for each token, the number from which
+the layer computes the right position.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ POSITIONS = "token_positions"
 
 
 class PositionCache:
-    """Stands in for a transformers cache: holds no keys, and answers how many tokens are before each token."""
+    """Replaces a transformers cache. It stores no keys, and only reports the position offset of each token."""
 
     def __init__(self, positions_NT: torch.Tensor):
         # The rows of a padded batch have the same positions.
@@ -38,8 +39,8 @@ def scales_by_position(module: nn.Module) -> bool:
 
 
 def give_positions(attentions: Iterable[nn.Module]) -> bool:
-    """Prepares the attention modules that scale queries by position. Returns whether there are any: the forward pass
-    then needs the keyword `POSITIONS`."""
+    """Prepares the attention modules that scale queries by position. Returns whether such modules exist. If they exist,
+    forward passes need the keyword `POSITIONS`."""
     scaling = [module for module in dict.fromkeys(attentions) if scales_by_position(module)]
     for module in scaling:
         module.register_forward_pre_hook(_with_positions, with_kwargs=True)
@@ -47,7 +48,7 @@ def give_positions(attentions: Iterable[nn.Module]) -> bool:
 
 
 def _with_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    # The hook runs inside the layer, so gradient checkpointing, which removes caches from a layer's arguments, keeps
-    # it. In a forward pass of transformers itself the keyword is missing.
+    # Gradient checkpointing removes caches from a layer's arguments, but this hook adds the cache inside the layer. The
+    # keyword POSITIONS is missing in forward passes that transformers starts.
     positions = kwargs.pop(POSITIONS, None)
     return args, kwargs if positions is None else {**kwargs, "past_key_values": PositionCache(positions)}

@@ -91,8 +91,8 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
 
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """Returns the styles of a decoder with LoRA adapters. If the outputs of a layer are split, its lora_B is split too.
-    If the inputs of a layer are split, its lora_A is split."""
+    """Returns how each module of a decoder with LoRA adapters is split (its style). If the outputs of a layer are
+    split, its lora_B is split too. If the inputs of a layer are split, its lora_A is split."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():

@@ -1,11 +1,11 @@
 """The language model of a folder whose config is nested (`text_config`, `vision_config`), without its towers.
 
-A folder of this kind has a language model and towers: encoders and projectors for images, video or audio. lockstep
-trains the language model on text. It builds the class that `architectures` names, without its towers. This has three
-advantages over the alternatives. Not every text config has a causal LM class of its own (Qwen2.5-VL has none). Each
-tensor keeps its name, so checkpoints, adapters and exports fit the full class. The forward pass is that of the full
-class, so it also is the reference of the checks. The tensors of the towers are never loaded: the export copies their
-bytes from the files of the model folder (`tower.py`).
+A model with a nested config has a language model and towers: encoders and projectors for images, video or audio.
+lockstep trains the language model on text. lockstep builds the class that `architectures` names, without its towers,
+because transformers has no causal LM class for some text configs (such as Qwen2.5-VL). Each tensor keeps its name, so
+checkpoints, adapters and exports fit the full class. The forward pass is that of the full class, so the checks can use
+the full class as reference. The tensors of the towers are never loaded: the export copies their bytes from the files of
+the model folder (`tower.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def text_config(config: Any) -> Any:
 
 
 def writable_text_config(config: Any) -> Any:
-    """Returns the text config whose values the model reads. For flat encoder-decoder models `text_config` returns a
-    copy."""
+    """Returns the text config whose values the model reads. Does not call `text_config` for a flat config, because for
+    flat encoder-decoder models it returns a copy."""
     return text_config(config) if is_nested(config) else config
 
 
 class TextSizes(NamedTuple):
-    """The sizes of a language model, read from its config. If layers differ, the largest size."""
+    """The sizes of a language model, read from its config. If layers have different sizes, the largest size is used."""
 
     hidden: int
     inner: int
@@ -48,7 +48,7 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: Any) -> TextSizes:
-    """Returns the sizes of the language model of a config, nested or not. Raises `Refusal` if the config lacks one."""
+    """Returns the sizes of the language model of a config, nested or not. Raises `Refusal` if a size is missing."""
     text = text_config(config)
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     found = {name: max(layer_sizes(text, name), default=0) for name in names}
@@ -128,7 +128,7 @@ def no_language_model(config: Any) -> str:
 
 
 class LanguageModel:
-    """Takes the place of `AutoModelForCausalLM`. For a nested config, builds the full class without its towers."""
+    """Used instead of `AutoModelForCausalLM`. For a nested config, builds the full class without its towers."""
 
     @classmethod
     def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
@@ -157,7 +157,7 @@ class LanguageModel:
 
 
 class FullModel(LanguageModel):
-    """The same with the towers: the model as its users load it."""
+    """Builds the full class with its towers, as users of the model load it."""
 
     @staticmethod
     def _built(kind: Any) -> Any:
@@ -179,8 +179,8 @@ def model_on_meta(config: Any, kind: Any = LanguageModel) -> Any:
 
 
 def _for_text(config: Any, how: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keywords `how`, with an attention implementation only for the language model. The classes of towers
-    may not know it."""
+    """Returns the keyword arguments `how`, changed so that `attn_implementation` does not apply to towers, whose
+    classes may not support it."""
     chosen, text = how.get("attn_implementation"), text_config(config)
     if not isinstance(chosen, str):
         return how
@@ -190,8 +190,8 @@ def _for_text(config: Any, how: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def without_towers(kind: Any) -> Any:
-    """Returns a subclass of the multimodal class `kind` that has only the language model and its output head. Its text
-    path is that of `kind`."""
+    """Returns a subclass of the multimodal class `kind` that has only the language model and its output head. The
+    subclass processes text like `kind`."""
 
     class TextOnly(kind):
         left_out: dict[str, torch.Tensor]
@@ -212,7 +212,7 @@ def without_towers(kind: Any) -> Any:
             }
 
         def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
-            """Sets the attention of the language model. The configs of the towers keep theirs."""
+            """Sets the attention of the language model. The attention of the towers is unchanged."""
             chosen = _for_text(self.config, {"attn_implementation": attn_implementation})
             super().set_attn_implementation(**chosen, **how)
 
@@ -268,5 +268,6 @@ def _drop_towers(module: nn.Module, kept: list[nn.Module], prefix: str = "") -> 
 
 
 def _pattern(name: str, prefix: str) -> str:
-    """Returns a regular expression for the tensors of a tower. Files of a base model lack the prefix."""
+    """Returns a regular expression for the tensors of a tower. The prefix is optional, because files of a base model
+    lack it."""
     return rf"^({re.escape(prefix)}\.)?{re.escape(name.removeprefix(f'{prefix}.'))}(\.|$)"

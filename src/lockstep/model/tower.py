@@ -1,7 +1,8 @@
 """Copies the towers of a nested model (encoders and projectors for images, video or audio) to an export.
 
-Training never loads the towers (`text_model.py`). The export gets the bytes of their tensors under the names that they
-have in the model folder, and the processor files. So transformers loads the full class from the exported folder.
+Training never loads the towers (`text_model.py`). The export copies the processor files and the bytes of the towers'
+tensors, which keep the names that they have in the model folder. So transformers loads the full class from the exported
+folder.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def tower_tensors(config: Any, folder: str, where: str) -> list[str]:
 
 
 def _places(model: Any, keys: Sequence[str]) -> dict[str, str]:
-    """Returns the tower tensors among the tensors that the files call `keys`, with their names in the full class."""
+    """Maps those names in `keys` (names of file tensors) that belong to towers to their names in the full class."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     conversions = conversions_of(model)

@@ -18,14 +18,15 @@ from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, sto
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
 
-# Patterns for the names of bias and norm parameters that belong directly to a larger module.
+# Patterns for the names of bias and norm parameters that are direct parameters of a larger module.
 _BIAS = re.compile(r"(^|_)bias(_|$)")
 _NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norm(_|$)")
 
 
 def biases_and_norms(model: nn.Module) -> frozenset[str]:
-    """Returns the names of biases and norm scales, which get no weight decay. The number of dimensions does not
-    identify them: biases of stacked experts (gpt-oss) and per-head norm scales (Cohere) are matrices."""
+    """Returns the names of biases and norm scales, which get no weight decay. The number of dimensions does not show
+    whether a parameter is a bias or norm scale: biases of stacked experts (gpt-oss) and per-head norm scales (Cohere)
+    are matrices."""
     found = set()
     for name, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower()

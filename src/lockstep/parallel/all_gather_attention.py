@@ -60,7 +60,7 @@ class GatheredLayout(DividedLayout):
     ) -> torch.Tensor:
         if dropout or softcap is not None or len(query_THD) != self.count:
             raise NotImplementedError(
-                "all-gather attention takes only this rank's tokens; it has no soft cap or dropout"
+                "all-gather attention supports only queries of this rank's tokens, and no soft cap or dropout"
             )
         return _GatheredAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale, window)
 

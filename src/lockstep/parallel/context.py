@@ -80,7 +80,7 @@ class ContextGroup:
 
         def arrived(
             _: torch.Tensor = sending,
-        ) -> torch.Tensor:  # the default keeps `sending` alive until it is sent
+        ) -> torch.Tensor:  # this argument keeps `sending` in memory until it is sent
             for work in works:
                 work.wait()
             return arriving

@@ -119,7 +119,7 @@ def resident(module: nn.Module) -> Iterator[None]:
 # done. The tensors of a layer are prefetched during the backward of the layer above, so the device has the activations
 # of about two layers at a time. Complete storages are copied. So tensors that share a storage still share it after the
 # copy back, and keep their strides. Parameters, small tensors, ids and masks are not offloaded. The last layer is not
-# offloaded either, because its backward comes first.
+# offloaded, because its backward comes first.
 
 # Storages below this many bytes are not offloaded, because starting a copy takes microseconds.
 LEAST = 2**16

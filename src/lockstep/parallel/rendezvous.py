@@ -20,8 +20,8 @@ _turns: Counter[str] = Counter()
 
 
 def launcher_holds_store() -> bool:
-    """Returns whether the launcher hosts the rendezvous store. The store then exists before the ranks start and after
-    they end."""
+    """Returns whether the launcher hosts the rendezvous store. A store that the launcher hosts exists before the ranks
+    start and after they end."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

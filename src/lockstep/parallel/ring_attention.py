@@ -7,9 +7,9 @@ attends to these keys of rank j:
     j < r: all queries attend to the first chunk of rank j
     j > r: the queries of the second chunk attend to all keys of rank j
 
-Only for j = r a mask is needed. Partial attention results are merged in fp32 by their log-sum-exp. In the backward pass
-keys and values are passed around again. The gradients of keys and values follow one hop behind, until they reach the
-rank that has these keys. Keys and values are sent as one tensor.
+A mask is needed only for the keys of the rank itself (j = r). Partial attention results are merged in fp32 by their
+log-sum-exp. In the backward pass keys and values are passed around again. The gradients of keys and values follow one
+hop behind, until they reach the rank that has these keys. Keys and values are sent as one tensor.
 
 The method is that of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order
 of Megatron and ring-flash-attention. Unlike in Megatron and ring-flash-attention, chunks may differ in size, so there
@@ -93,7 +93,7 @@ class RingLayout(DividedLayout):
     ) -> torch.Tensor:
         if window is not None or dropout or softcap is not None or len(query_THD) != self.counts[self.group.rank]:
             raise NotImplementedError(
-                "ring attention takes only this rank's tokens; it has no window, soft cap or dropout"
+                "ring attention supports only queries of this rank's tokens, and no window, soft cap or dropout"
             )
         return _RingAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale)
 
@@ -101,8 +101,8 @@ class RingLayout(DividedLayout):
 def _chosen(
     chunks: Sequence[tuple[int, int]], used: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
-    """Selects the sequences that have at least one query and one key (`met`), and of their two chunks those that are
-    `used`. Returns the indices of the tokens in these chunks, or None if these are all tokens."""
+    """Returns the indices of the tokens in the chunks (first or second) that `used` selects, for sequences with at
+    least one query and one key (`met`). Returns None if these are all tokens."""
     flags = [part and both for both in met for part in used]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))

@@ -77,8 +77,8 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 @contextmanager
 def unit_gathered(module: nn.Module) -> Iterator[None]:
     """Gathers the parameters of this FSDP module inside the `with` block: a complete layer, or the root's parameters
-    outside the layers. Submodules of the root can then be called; layers gather their parameters themselves. The root's
-    forward must have run once before this function is called."""
+    outside the layers. Inside the block, submodules of the root can be called; layers gather their parameters
+    themselves. The root's forward must have run once before this function is called."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -207,8 +207,8 @@ class Grid(NamedTuple):
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
-    """Returns the mesh sizes of the recipe for this number of ranks. Raises `Refusal` if the ranks do not divide
-    evenly."""
+    """Returns the mesh sizes of the recipe for this number of ranks. Raises `Refusal` if the number of ranks does not
+    fit these sizes."""
     shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor_parallel
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor

@@ -298,7 +298,7 @@ def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -
     """Appends the stacks of a rank (by default of this process) to the file `rank_N.txt`. If there is no run folder,
     prints this process's stacks to stderr.
 
-    This function does not create the run folder. Otherwise the next start would be refused if it requires a new folder.
+    This function does not create the run folder, because a later start that requires a new folder would be refused.
     """
     folder = stall.folder / "stacks"
     try:

@@ -180,7 +180,7 @@ def _after_columns(module: nn.Module, output: Any, group: TensorGroup) -> None:
 
 
 def _before_rows(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    # The bias is hidden here and added once, after the all-reduce.
+    # The module's forward runs without bias. The bias is added once, after the all-reduce.
     _show(module, weight=_local(module._parameters["weight"]), bias=None)
 
 
@@ -206,8 +206,8 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
     """Maps the experts that the router chose for each token to indices of this rank's experts. Experts of other ranks
-    get the index after the last local expert, which transformers' modules skip. Experts of other ranks also get weight
-    0, for modules that do not skip this index."""
+    get the index after the last local expert, which transformers' modules skip. Experts of other ranks also get the
+    router weight 0, because some modules do not skip that index."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
     _show(module, **parts)

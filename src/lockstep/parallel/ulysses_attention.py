@@ -45,7 +45,7 @@ class UlyssesLayout(DividedLayout):
         heads, groups, size = query_THD.shape[1], key_TGD.shape[1], key_TGD.shape[-1]
         if heads % ranks or len(query_THD) != self.counts[rank]:
             raise NotImplementedError(
-                f"Ulysses attention takes this rank's tokens; {heads} heads must be divisible by the number of ranks"
+                f"Ulysses attention needs this rank's tokens; {heads} heads must be divisible by the number of ranks"
             )
         both = torch.cat([key_TGD, value_TGD], -1).repeat_interleave(math.lcm(groups, ranks) // groups, 1)
         key, value = _ToHeads.apply(both, self).split([size, value_TGD.shape[-1]], -1)
@@ -64,8 +64,8 @@ class UlyssesLayout(DividedLayout):
         return _ToTokens.apply(out, self)
 
     def to_heads(self, tokens_THD: torch.Tensor) -> torch.Tensor:
-        """All-to-all: of its tokens, this rank keeps some heads and sends the others away; it receives its heads of all
-        tokens."""
+        """All-to-all: this rank sends the heads of its tokens to the ranks of these heads, and receives its own heads
+        of all tokens."""
         local, ranks = len(tokens_THD), self.group.size
         by_rank = tokens_THD.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         return self.group.exchange(by_rank, [local] * ranks, self.counts)

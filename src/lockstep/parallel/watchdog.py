@@ -2,9 +2,9 @@
 
 Without the watchdog, a collective operation waits silently until its timeout, and nobody sees whether a rank is stopped
 or slow. The training thread only records its position (stage or collective operation) in memory. A background thread
-writes a heartbeat with this position to the rendezvous store when a step begins, and at regular intervals. The
+writes a heartbeat with the rank's position to the rendezvous store when a step begins, and at regular intervals. The
 heartbeat interval is at most a quarter of the time after which a wait is logged. Only a rank whose position has not
-changed for this interval reads the heartbeats of others. So collective operations have no extra cost.
+changed for a heartbeat interval reads the heartbeats of other ranks. So collective operations have no extra cost.
 
 If no rank has made progress for `parallel.stall_seconds`, all ranks end together (see `stall.py`). Before its first
 step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a rank that
@@ -71,7 +71,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class HeardRank:
-    """The last heartbeat of another rank, and when it was first seen here. Clocks of different hosts are not
+    """The last heartbeat of another rank, and when this rank first saw it. Clocks of different hosts are not
     compared."""
 
     raw: str
@@ -194,7 +194,7 @@ class Watch:
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
     def _look_at_start(self, now: float, moment: Moment) -> None:
-        """Before the first step, counts it as progress if this rank computes or reads from disk."""
+        """Before the first step, treats it as progress of this rank if the rank computes or reads from disk."""
         if not self._starting or self._activity is None or now - moment.since < self._pace:
             return
         if self._activity.advanced() and now - moment.since < LONGEST_START_SECONDS:

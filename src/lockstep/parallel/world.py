@@ -261,8 +261,8 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
 
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
-    """Collects the problems that the `with` block raises on any rank. All ranks then raise all collected problems
-    together. `what` says what the problems are about, such as weights."""
+    """Collects the problems that the `with` block raises on any rank. At the end of the block, all ranks raise all
+    collected problems. `what` says what the problems are about, such as weights."""
     problems: list[Problem] = []
     try:
         yield

@@ -100,9 +100,9 @@ def with_worker(
     memory: int,
 ) -> MemoryPlan:
     """Adds the rollout worker's model, KV cache and prefill activations to the memory plan. If the worker shares the
-    device of its rank, these bytes are added to every phase except load. In any case they are also a separate phase.
-    `on_host` is true if the device uses host memory, which then also contains the synced weights. The KV cache takes a
-    fraction of the free part of `memory`."""
+    device of its rank, the worker's bytes are added to every phase except load. In any case, the plan also gets a
+    separate phase for the worker. `on_host` is true if the device uses host memory, which then also contains the synced
+    weights. The KV cache takes a fraction of the free part of `memory`."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan

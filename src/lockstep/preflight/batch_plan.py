@@ -152,8 +152,8 @@ def make_loader(
 
 
 def memory_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
-    """Returns the data loader of a data set in memory. For prompts it has no end, because dynamic sampling takes as
-    many prompts as it needs."""
+    """Returns the data loader of a data set in memory. The loader of a `PromptSet` has no end, because dynamic sampling
+    takes as many prompts as it needs."""
     batch = recipe.batch
     if isinstance(read, PromptSet):
         each, total = batch.prompts, None
@@ -183,9 +183,9 @@ def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) ->
 
 
 # The allowed mean of |log p_trainer - log p_engine| for a serving engine, by dtype. Rounding differences of other
-# attention kernels and other expert choices stay well below this limit. If responses are swapped between prompts, this
-# mean is about 1 nat. The limit of the k3 KL estimate is half of this limit, because k3 gives more weight to the few
-# tokens with large differences.
+# attention kernels and other expert choices stay well below this limit. If an error swaps responses between prompts,
+# the mean difference is about 1 nat. The limit of the k3 KL estimate is half of this limit, because k3 gives more
+# weight to the few tokens with large differences.
 LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
 
 
@@ -217,8 +217,8 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Returns the maximum length of a prompt in tokens. This is `data.max_prompt_tokens`, or the number of tokens that
-    the longest response leaves of the model's context and of a micro-batch."""
+    """Returns the maximum length of a prompt in tokens. The maximum is `data.max_prompt_tokens`. If this key is not
+    set, it is the model's context or the size of a micro-batch, whichever is smaller, minus `rollout.max_tokens`."""
     longest = recipe.rollout.max_tokens
     context = getattr(text_config(config), "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}

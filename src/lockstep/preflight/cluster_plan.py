@@ -102,7 +102,7 @@ class Outlook:
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
-        """Returns a copy of this outlook with tensor parallelism over `tensor` ranks. Raises Indivisible if the model
+        """Returns a copy of this `Outlook` with tensor parallelism over `tensor` ranks. Raises Indivisible if the model
         cannot be divided over so many ranks."""
         refuse_heads(self.models.config, tensor)
         parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
@@ -238,7 +238,7 @@ def _timed(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[float, in
 
 
 def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
-    """Yields outlooks with more tensor parallelism, for group sizes that fit inside a node and divide the model."""
+    """Yields a copy of `outlook` for each larger tensor-parallel size that fits inside a node and divides the model."""
     recipe = outlook.recipe
     for size in (2, 4, 8, 16):
         if size <= recipe.parallel.tensor_parallel or cluster.each % size:
@@ -252,8 +252,8 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
 
 
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
-    """Yields all valid combinations of keys with which the recipe fits. Each combination allows as many concurrent
-    sequences as fit."""
+    """Yields all valid combinations of keys with which the recipe fits. Each combination generates as many sequences
+    concurrently as fit into memory."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
@@ -290,7 +290,7 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool
 def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     try:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
-    except Refusal:  # the recipe's keys may be invalid on more devices
+    except Refusal:  # the parallel keys of the recipe may be invalid for this number of devices
         whole = False
     return (
         [{}]
@@ -317,16 +317,16 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Returns alternatives for gradient checkpointing and activation offload. Offload is proposed only together with
-    checkpointing. Without checkpointing, offload would need host memory and bandwidth that are not modelled."""
+    """Returns alternative settings of gradient checkpointing and activation offload. Offload is proposed only together
+    with checkpointing. Without checkpointing, offload would need host memory and bandwidth that are not modelled."""
     whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
     return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]
 
 
 def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Returns alternatives for context parallelism. Groups stay inside a node, because every layer exchanges keys and
-    values."""
+    """Returns alternative settings of context parallelism. Groups stay inside a node, because every layer exchanges
+    keys and values."""
     if recipe.batch.tokens is None:
         return [{}]
     counts = (2, 4, 8, 16)

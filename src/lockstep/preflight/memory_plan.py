@@ -101,7 +101,8 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
     """Returns the phase without the bytes that a model offloads to the host. `gathered` is true if the phase needs the
     full weights on the device."""
     if phase.name == "load":
-        # Offloaded shards are loaded directly into host memory. The optimizer state does not exist yet.
+        # Offloaded shards are loaded directly into host memory. While weights load, the optimizer state does not exist
+        # yet.
         return replace(phase, weights=phase.weights - (part.weights if offload in ("params", "all") else 0))
     if offload in ("optimizer", "all"):
         stays = part.updated if phase.name == STEP else 0

@@ -46,8 +46,8 @@ def reward_bytes(recipe: Recipe) -> int:
 
 def _weights(kind: Any, config: Any) -> int:
     model = model_on_meta(config, kind)
-    # If the configuration has no dtype, transformers takes the dtype of the weight files. The upper bound fp32 is
-    # assumed here.
+    # If the configuration has no dtype, transformers takes the dtype of the weight files. For such a configuration,
+    # fp32 is assumed as the upper bound.
     size = (getattr(config, "dtype", None) or torch.float32).itemsize
     return sum(parameter.numel() for parameter in model.parameters()) * int(size)
 
@@ -101,7 +101,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
     """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. The extra
-    parameters are those outside the layers and one gathered layer with its buffer, while the previous layer is still
+    parameters are those outside the layers, one gathered layer with its buffer, and the previous layer, which is still
     allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
     layer = counted.layer - (counted.divided - kept) // text_sizes(config).layers
@@ -194,16 +194,16 @@ def kv_bytes(config: Any, size: int, tensor: int = 1) -> int:
 
 
 class CachedElements(NamedTuple):
-    """The number of elements that the KV cache holds per token: of keys and values that belong to heads, which tensor
-    parallelism divides, and of latents and indexer keys, which every rank has."""
+    """The number of elements per token in the KV cache. `by_head` counts keys and values of heads, which tensor
+    parallelism divides. `common` counts latents and indexer keys, which every rank stores."""
 
     by_head: int
     common: int
 
 
 def cached_elements(config: Any) -> CachedElements:
-    """Counts the elements in the attention modules of the model, because their sizes may differ. If these have other
-    projections, all layers count as equal."""
+    """Counts the cached elements of each attention module, because module sizes may differ. If no known key projection
+    is found, all layers are assumed to be equal."""
     key = config.to_json_string(use_diff=False)
     if key not in _ELEMENTS:
         found = _projected_elements(config)
@@ -212,7 +212,7 @@ def cached_elements(config: Any) -> CachedElements:
 
 
 _ELEMENTS: dict[str, CachedElements] = {}
-# Kinds of layers that keep other state than keys and values, by a part of their names in `layer_types`.
+# Substrings of `layer_types` in a config. Layers of these types cache no keys and values, but another state.
 WITHOUT_KEYS = ("linear", "mamba", "conv", "recurrent")
 
 
@@ -243,8 +243,8 @@ def _kind(module: Any, kinds: Sequence[str]) -> str:
 
 
 def _module_elements(module: Any) -> CachedElements:
-    """Returns the elements per token that one module caches: of an attention module its latent, or its keys and values;
-    of an indexer its keys."""
+    """Returns how many elements per token one module caches: the latent, or the keys and values, of an attention
+    module, or the keys of an indexer."""
     if hasattr(module, "kv_a_proj_with_mqa"):
         return CachedElements(0, int(module.kv_a_proj_with_mqa.out_features))
     key = getattr(module, "k_proj", None) or getattr(module, "wk", None)

@@ -39,8 +39,8 @@ from lockstep.types import Question
 
 
 def unreadable_files(context: Context) -> Iterator[Problem]:
-    """Reports problems of the data files. The check of the data files runs if the rows cannot be encoded, so that file
-    problems are reported too."""
+    """Reports problems of the data files. This check runs if rows cannot be encoded, so that problems of the files are
+    reported together with that problem."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
         yield from problems_of(read_rows, source.path, reader=UserReader.of(data), sample_by=data.sample_by)
@@ -106,7 +106,7 @@ def _streamed_rows(context: Context) -> Dataset[Any]:
 
 
 def validation_questions(recipe: Recipe) -> list[Question]:
-    """Reads the validation questions of `val.questions`. Raises Refusal for questions that no rule scores."""
+    """Reads the validation questions of `val.questions`. Raises Refusal for questions without a scoring rule."""
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
@@ -168,8 +168,8 @@ def method_rows(context: Context) -> Iterator[Problem]:
 
 
 def oversized_rows(context: Context) -> Iterator[Problem]:
-    """Reports rows with several sequences (such as preference pairs) that the loss needs in one micro-batch and that do
-    not fit into one."""
+    """Reports rows with several sequences (such as preference pairs) that the loss needs in one micro-batch but that do
+    not fit into a micro-batch."""
     for rows in context.row_sets.values():
         yield from _oversized(context.recipe, rows.items)
 
@@ -230,7 +230,8 @@ def moving_row_positions(context: Context) -> Iterator[Problem]:
 
 
 def _row_configs(context: Context) -> list[Any]:
-    """Returns the configurations of the models that read the rows: the policy, and another reference."""
+    """Returns the configurations of the models that read the rows: the policy, and the reference if it is another
+    model."""
     recipe = context.recipe
     configs = [context.config]
     if reference_kind(recipe) in ("model", "disk") and reference_folder(recipe) != recipe.model.path:
@@ -309,7 +310,7 @@ def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Returns the number of tokens that the longest row takes in a micro-batch."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
     if rows.streamed:
-        # A row may have as many tokens as the limit allows, in each of its sequences, up to the size of a micro-batch.
+        # The length of streamed rows is unknown, so each sequence of a row is assumed to have the maximum length.
         most = rows.limit * int(sequence_counts(rows.items).max())
         return min(most, recipe.line_tokens or most)
     sizes = row_sizes(rows.items, packed=packed, shared=shared)

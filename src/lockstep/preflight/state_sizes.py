@@ -60,6 +60,6 @@ def _module_bytes(module: nn.Module, hidden: torch.Tensor) -> int:
     try:
         module(**{**needed, next(iter(parameters)): hidden, cache_name: cache})
     except RUN_ERRORS:
-        # An attention module needs position embeddings or another cache.
+        # An attention module fails here, because it needs position embeddings or another type of cache.
         return 0
     return sum(state.nbytes for state in cache.states.values())

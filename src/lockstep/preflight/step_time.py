@@ -324,7 +324,7 @@ class StepTimes:
 
 
 def _others(whole: float, group: Members) -> float:
-    """Returns the bytes that the other ranks of a group hold of a tensor with `whole` bytes."""
+    """Returns how many of the `whole` bytes of a sharded tensor are on the other ranks of a group."""
     return whole * (group.size - 1) / group.size
 
 

@@ -55,7 +55,7 @@ def _kl_problems(recipe: Recipe) -> Iterator[Problem]:
     if kl.where == "reward" and kl.estimator.endswith("+"):
         yield unfit(
             "algorithm.kl.estimator",
-            "the + changes only the gradient, and a KL penalty in the reward has no gradient",
+            "the + of an estimator changes only its gradient, and a KL penalty in the reward has no gradient",
             "remove the +",
         )
     if kl.weighted and not (kl.where == "loss" and kl.estimator.endswith("+")):

@@ -132,18 +132,16 @@ class Data(Section):
     )
     scores_key: str | None = Field(
         None,
-        description="Column of the scores of the responses in `responses_key`. Higher scores are better. Default: "
-        "`scores`, or the score "
-        "inside each response object (`overall_score`, `score`, `rating`, `reward`). Without scores, the responses "
-        "must be ordered from best to worst.",
+        description="Column of the scores of the responses in `responses_key`. Higher scores are better. By default "
+        "the scores are in the column `scores`, or inside each response object (`overall_score`, `score`, "
+        "`rating`, `reward`). Without scores, the responses must be ordered from best to worst.",
     )
     label_key: str | None = Field(
         None,
         description="Column of the label (method `kto`) or of the step labels (method `prm`). Default: `label`, "
-        "`labels`. "
-        "In online methods, column of the ground truth. The default is `reward_model.ground_truth`, `ground_truth`, "
-        "`answer` (the part after `####` or inside `\\boxed{}`) or `solution`. If `prompt_key` is set, there is no "
-        "default.",
+        "`labels`. In online methods, column of the ground truth. For online methods, the default is "
+        "`reward_model.ground_truth`, `ground_truth`, `answer` (the part after `####` or inside `\\boxed{}`) or "
+        "`solution`; if `prompt_key` is set, there is no default.",
     )
     steps_key: str | None = Field(
         None, description="Column of a list of reasoning steps (method `prm`). Default: `completions`."
@@ -155,8 +153,9 @@ class Data(Section):
     )
     template: str = Field(
         "auto",
-        description="Chat template. `auto` uses the tokenizer's chat template if it has one; for training rows whose "
-        "earlier turns it would change, its built-in append-only version. `none` concatenates prompt and response. "
+        description="Chat template. `auto` uses the tokenizer's chat template if it has one. If that template would "
+        "change earlier turns of a training row, the row is rendered with a built-in append-only version of the "
+        "template. `none` concatenates prompt and response. "
         "A built-in name (`chatml`, `qwen`, `qwen2.5`, `qwen3`, `qwen3-thinking`, `qwen3.5`, `qwen3.5-nothink`, "
         "`qwen3.6`, `llama3`, `llama3.1`, `deepseek-r1`, `gemma`, `mistral`, `mistral-nemo`, `glm4.5`, "
         "`gpt-oss`, `kimi-k2`, `kimi-k2-thinking`, `smollm3`) or the path of a "
@@ -172,7 +171,7 @@ class Data(Section):
     turns: Literal["all", "last", "each"] = Field(
         "all",
         description="Which assistant turns of a chat are trained. `all`: every turn, in one sequence. `last`: the last "
-        "turn. `each`: every turn, each in a sequence of its own that ends with this turn. `last` and `each` render a "
+        "turn. `each`: every turn, each in a separate sequence that ends with this turn. `last` and `each` render a "
         "turn's context with the tokenizer's template exactly as for generation, also if the template changes earlier "
         "turns.",
         effect=Effect("blocks", "other turns are trained, or in another context"),
@@ -180,8 +179,8 @@ class Data(Section):
     train_roles: list[Literal["system", "developer", "user", "assistant", "tool"]] = Field(
         ["assistant"],
         min_length=1,
-        description="Roles whose messages are trained (`turns: all`). Of a message that is no assistant turn, the "
-        "content is trained, with the special token that follows it.",
+        description="Roles whose messages are trained (`turns: all`). In messages of roles other than "
+        "assistant, the content and the special token after the content are trained.",
         effect=Effect("blocks", "messages of other roles are trained"),
     )
     prompt_format: str | None = Field(

@@ -56,16 +56,16 @@ class Preference(Section):
         0.5,
         gt=0,
         le=1,
-        description="The parameter of `divergence: alpha`. The value 1 is forward KL, and values near 0 approach "
-        "reverse KL.",
+        description="The parameter of `divergence: alpha`. `alpha: 1` gives forward KL, and values of `alpha` near 0 "
+        "approach reverse KL.",
         read_where=("preference.divergence", ("alpha",)),
     )
     ld_alpha: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="For LD-DPO: weight of the tokens by which the longer response of a pair exceeds the shorter "
-        "one. The value 1 is plain DPO.",
+        description="For LD-DPO: weight of the tokens by which the longer response of a pair exceeds the shorter one. "
+        "With the weight 1, the loss is plain DPO.",
     )
     average: bool = Field(
         False,
@@ -86,7 +86,9 @@ class Preference(Section):
         effect=Effect("harmless", "the reference log-probabilities are the same, only computed earlier"),
     )
     reference_free: bool = Field(
-        False, description="For method `kto`: use no reference model. Mean log-probabilities replace the log-ratios."
+        False,
+        description="For method `kto`: use no reference model. With `true`, the KTO loss uses mean log-probabilities "
+        "of the policy instead of log-ratios.",
     )
     desirable: float = Field(1.0, gt=0, description="For method `kto`: weight of desirable rows.")
     undesirable: float = Field(1.0, gt=0, description="For method `kto`: weight of undesirable rows.")
@@ -114,12 +116,14 @@ class ProcessReward(Section):
     placeholder: str = Field(
         "ки",
         min_length=1,
-        description="Text (one token) after each reasoning step that marks where the step is scored.",
+        description="Text of one token after each reasoning step. The process reward model scores the step at this "
+        "token.",
     )
     tokens: list[str] = Field(
         ["+", "-"],
         min_length=2,
-        description="The words that label a reasoning step, of one token each. The first word labels a good step.",
+        description="The words with which the model labels a reasoning step. Each word must be one token. The first "
+        "word is the label of a good step.",
     )
 
 
@@ -149,6 +153,6 @@ class Distill(Section):
         None,
         ge=1,
         description="Number of most likely tokens per position whose teacher probabilities are stored on disk before "
-        "training. Training then uses only the stored probabilities. All other tokens of the vocabulary are treated "
-        "as one token.",
+        "training. If this number is set, training uses only the stored probabilities, and at each position it treats "
+        "all tokens whose probabilities are not stored as one token.",
     )

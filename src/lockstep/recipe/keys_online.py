@@ -11,8 +11,9 @@ from lockstep.recipe.section import FOLDER, RATE, REWARD, Effect, Field, Named, 
 class Reject(Section):
     over: Literal["token", "sum", "mean", "max"] = Field(
         "token",
-        description="What is tested against the accepted range: each token, or each response by the sum, mean or "
-        "maximum of `by` over its tokens.",
+        description="Whether tokens or whole responses are compared with the bounds `low` and `high`. `token` compares "
+        "the measure `by` of each token. `sum`, `mean` and `max` compare the sum, mean or maximum of `by` over the "
+        "tokens of a response.",
     )
     by: Literal["ratio", "k2", "k3", "binary_kl", "tv"] = Field(
         description="Measure of the mismatch between trainer and engine. `ratio` is the trainer's probability of a "
@@ -21,24 +22,24 @@ class Reject(Section):
         "sampled token and all other tokens.",
     )
     low: float | None = Field(
-        None, ge=0, description="Lower bound of the accepted range of `by`. Default: no lower bound."
+        None, ge=0, description="Lower bound of the measure that `by` selects. Default: no lower bound."
     )
-    high: float = Field(gt=0, description="Upper bound of the accepted range of `by`.")
+    high: float = Field(gt=0, description="Upper bound of the measure that `by` selects.")
 
 
 class RolloutCorrection(Section):
     bypass: bool = Field(
         False,
         description="Use the engine's log-probabilities as the old log-probabilities of the ratio, which saves the "
-        "trainer's forward pass before the first update. Clipping then also limits the mismatch between engine and "
-        "trainer. The default is `true` if `rollout.max_staleness` is above 0, the loss clips per token (`clip`, "
-        "`geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
+        "trainer's forward pass before the first update. With `bypass`, the clipping of the ratio also limits the "
+        "mismatch between engine and trainer. The default is `true` if `rollout.max_staleness` is above 0, the loss "
+        "clips per token (`clip`, `geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
-        description="Truncated importance sampling: multiply the loss of each token or sequence by trainer "
-        "probability / engine probability. The default is `token` if a serving engine generates, or if "
-        "`rollout.max_staleness` is above 0 without `bypass`. Otherwise the default is `none`.",
+        description="Truncated importance sampling: multiply the loss of each token or sequence by trainer probability "
+        "/ engine probability. The default is `token` if a serving engine generates, or if `rollout.max_staleness` is "
+        "above 0 without `bypass`. In all other cases the default of `weight` is `none`.",
     )
     cap: float | None = Field(
         2.0,
@@ -76,13 +77,13 @@ class RolloutCorrection(Section):
     )
     reject: list[Reject] = Field(
         default_factory=list,
-        description="Additional accepted ranges. A token that is outside at least one of these ranges is masked, as "
-        "with `mask`.",
+        description="Additional accepted ranges. A token whose mismatch between trainer and engine is outside at least "
+        "one range of `reject` is masked, as with `mask`.",
     )
     rejected: Literal["left_out", "zero"] = Field(
         "left_out",
         description="How the means in the loss treat masked tokens. `left_out` excludes masked tokens from the mean. "
-        "`zero` includes them with the loss 0.",
+        "`zero` includes masked tokens in the mean with the loss 0.",
     )
 
     @property
@@ -135,17 +136,17 @@ class Kl(Section):
     )
     weighted: bool = Field(
         False,
-        description="With a `+` estimator in the loss, multiply its gradient by the ratio of new to old probability, "
-        "at most 10. The ratio keeps the gradient of the KL divergence correct in later updates of a step, when "
-        "responses are off-policy.",
+        description="With a `+` estimator in the loss, multiply the gradient of the KL term by the ratio of new to old "
+        "probability, at most 10. This importance ratio keeps the gradient of the KL divergence correct in later "
+        "updates of a step, when responses are off-policy.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
     before_baseline: bool = Field(
         True,
-        description="When a KL penalty in the reward is subtracted, for advantage estimators that compare the "
-        "responses of a group. `true` subtracts the penalty from the rewards before the baseline of the group is "
-        "computed. `false` subtracts the penalty from the advantages after the baseline: for each token, the "
-        "penalties of this token and all later tokens.",
+        description="For advantage estimators that compare the responses of a group: when a KL penalty in the reward "
+        "is subtracted. `true` subtracts the penalty from the rewards before the baseline of the group is computed. "
+        "`false` computes the advantages without the penalty, and then subtracts from the advantage of each token the "
+        "sum of the penalties of this token and all later tokens.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reference: str | None = Field(
@@ -164,16 +165,18 @@ class Kl(Section):
 class Whiten(Section):
     over: Literal["own", "none", "step"] = Field(
         "own",
-        description="Whether advantages are normalised to mean 0 and standard deviation 1 over the tokens of the "
-        "step. `own` normalises only for estimators whose paper does so (`gae`, `reinforce_pp`, "
-        "`reinforce_pp_baseline`). `none` never normalises, and `step` always does. Your own estimator function must "
+        description="Whether advantages are normalised to mean 0 and standard deviation 1 over the tokens of the step. "
+        "`own` normalises only for estimators whose paper does so (`gae`, `reinforce_pp`, `reinforce_pp_baseline`). "
+        "`none` never normalises advantages, and `step` always normalises them. Your own estimator function must "
         "normalise its advantages itself.",
     )
     biased: bool = Field(
         False, description="Use the biased variance for the normalisation: divide by n instead of n - 1."
     )
     divide: bool = Field(
-        True, description="`true` divides advantages by their standard deviation. `false` only subtracts the mean."
+        True,
+        description="`true` normalises advantages by their mean and standard deviation. `false` only subtracts the "
+        "mean of the advantages.",
     )
 
 
@@ -207,7 +210,7 @@ class PolicyFiltration(Section):
         "best responses four times as often as all others.",
     )
     power: float = Field(
-        2.0, gt=0, description="The exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
+        2.0, gt=0, description="Score exponent of the method `pow`.", read_where=("algorithm.pf_ppo.method", ("pow",))
     )
 
 
@@ -215,20 +218,20 @@ class Overlong(Section):
     buffer: int = Field(
         0,
         ge=0,
-        description="Penalise responses that are longer than `rollout.max_tokens` minus this many tokens. The value "
-        "0 disables the penalty.",
+        description="Penalise responses that are longer than `rollout.max_tokens` minus this many tokens. The value 0 "
+        "disables the length penalty.",
     )
     factor: float = Field(
         1.0,
         ge=0,
-        description="Penalty of a response with `rollout.max_tokens` tokens. The penalty grows linearly from 0 within "
-        "the buffer.",
+        description="Penalty of a response with `rollout.max_tokens` tokens. The penalty grows linearly from 0 over "
+        "the last `buffer` tokens before `rollout.max_tokens`.",
     )
     truncated_reward: float | None = Field(
         None,
         le=1,
         description="Changes the score of responses that were cut off at `rollout.max_tokens`. A value from 0 to 1 is "
-        "a factor for the score of such a response. A value below 0 replaces the score of such a response.",
+        "a factor for the score of a truncated response. A value below 0 replaces the score of a truncated response.",
     )
     mask_truncated: bool = Field(
         False,
@@ -249,7 +252,7 @@ class Algorithm(Section):
         gt=0,
         description="Timeout in seconds for one call of your `advantage` or `loss` function. After the timeout, the "
         "run stops.",
-        effect=Effect("harmless", "affects only whether the run stops with an error"),
+        effect=Effect("harmless", "this key affects only whether the run stops with an error"),
         resumable=True,
     )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
@@ -343,7 +346,8 @@ class Algorithm(Section):
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the KL penalty differs"))
     rollout_correction: RolloutCorrection = Field(
-        default_factory=RolloutCorrection, effect=Effect("blocks", "tokens are weighted or masked differently")
+        default_factory=RolloutCorrection,
+        effect=Effect("blocks", "tokens are weighted or masked differently in the loss"),
     )
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, effect=Effect("blocks", "different groups are trained")
@@ -361,7 +365,7 @@ class Critic(Section):
     lr: float = Field(
         1e-5,
         gt=0,
-        description="Peak learning rate of the critic. The schedule is the same as the policy's.",
+        description="Peak learning rate of the critic. The critic has the same learning-rate schedule as the policy.",
         effect=RATE,
         resumable=True,
     )
@@ -387,7 +391,7 @@ class Reward(Section):
     function: str | None = Field(
         None,
         description="Your reward function: `path/to/file.py:name`, with the signature of verl, OpenRLHF or TRL.",
-        effect=Effect("matters", "a different function, or the same function at another path; compare the rewards"),
+        effect=Effect("matters", "the reward functions may differ, or only their paths; compare the rewards"),
     )
     arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
@@ -406,8 +410,8 @@ class Reward(Section):
     process: str | None = Field(
         None,
         description="Folder of a process reward model (method `prm`). The reward of each reasoning step of a response "
-        "is its probability of being good, divided by the number of steps. This reward is assigned to the last token "
-        "of the step.",
+        "is its probability of being good, divided by the number of steps. The last token of a step gets the reward of "
+        "the step.",
         effect=FOLDER,
     )
     separator: str = Field(
@@ -436,7 +440,7 @@ class Reward(Section):
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each reward that is set. The reward rule is used only if "
-        "it is listed here or if no other reward is set.",
+        "`weights` has an entry `rule` or if no other reward is set.",
         effect=REWARD,
     )
     clip: list[float] | None = Field(
@@ -451,20 +455,20 @@ class Reward(Section):
         2,
         ge=1,
         description="Number of processes that run the reward function.",
-        effect=Effect("harmless", "changes only the number of processes that compute rewards"),
+        effect=Effect("harmless", "this key changes only the number of processes that compute rewards"),
         resumable=True,
     )
     time_limit: float = Field(
         10.0,
         gt=0,
         description="Timeout in seconds for one call of the reward function.",
-        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
+        effect=Effect("harmless", "this key matters only if a reward call fails; see the metric reward/failed"),
     )
     memory_limit_gb: float = Field(
         4.0,
         gt=0,
         description="Memory limit in GB of a process that runs the reward function.",
-        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
+        effect=Effect("harmless", "this key matters only if a reward call fails; see the metric reward/failed"),
     )
     max_failures: float = Field(
         0.1,
@@ -472,24 +476,24 @@ class Reward(Section):
         le=1,
         description="Stop the run if more than this fraction of a step's responses could not be generated "
         "(`rollout.function`) or scored.",
-        effect=Effect("harmless", "affects only whether the run stops with an error"),
+        effect=Effect("harmless", "this key affects only whether the run stops with an error"),
         resumable=True,
     )
     remote_batch: int = Field(
         32,
         ge=1,
         description="Number of responses per request to the reward endpoint.",
-        effect=Effect("harmless", "changes only the number of responses per request"),
+        effect=Effect("harmless", "this key changes only the number of responses per request"),
     )
     remote_timeout: float = Field(
         30.0,
         gt=0,
         description="Timeout in seconds for a request to a reward endpoint, until its full response is received.",
-        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
+        effect=Effect("harmless", "this key matters only if a reward call fails; see the metric reward/failed"),
     )
     remote_retries: int = Field(
         4,
         ge=0,
         description="Number of retries after a failed request to a reward endpoint, with increasing pauses.",
-        effect=Effect("harmless", "matters only if a reward call fails; see the metric reward/failed"),
+        effect=Effect("harmless", "this key matters only if a reward call fails; see the metric reward/failed"),
     )

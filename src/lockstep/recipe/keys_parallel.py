@@ -18,16 +18,17 @@ class Parallel(Section):
     )
     launcher: Literal["local", "ray"] = Field(
         "local",
-        description="Where `lockstep train` starts the processes. With `local` it starts them on this machine, with "
+        description="Where `lockstep train` starts the processes. `local` starts the processes on this machine, and "
         "`ray` on a Ray cluster.",
     )
     stall_seconds: float | None = Field(
         None,
         gt=0,
         description="Stop the run if no process makes progress for this many seconds. The run reports the stage of "
-        "each process and writes the stack traces to the run folder. Choose a value above the duration of the "
-        "longest stage of a training step. Before the first step, computing and reading from disk count as progress. "
-        "Default: a stalled run is not stopped, but a collective times out after 30 minutes.",
+        "each process and writes the stack traces to the run folder. Choose a value above the duration of the longest "
+        "stage of a training step. Before the first step of the run, a process that computes or reads from disk is "
+        "regarded as making progress. Default: a stalled run is not stopped, but a collective times out after 30 "
+        "minutes.",
     )
     max_restarts: int = Field(
         0,
@@ -57,8 +58,9 @@ class Parallel(Section):
     offload: Offload = Field(
         "none",
         description="Which parts of the trained model are kept in host memory. `optimizer` keeps the optimizer moments "
-        "and the master weights there. `params` keeps the weights and gradients there (needs several processes). "
-        "`all` keeps all of these there. Offloading makes a step slower and does not change its results.",
+        "and the master weights in host memory. `params` keeps the weights and gradients in host memory (needs several "
+        "processes). `all` does the same as `optimizer` and `params` together. Offloading makes a step slower and does "
+        "not change its results.",
     )
     offload_critic: Offload = Field("none", description="Same as `parallel.offload`, for the critic.")
     offload_reference: bool = Field(
@@ -72,8 +74,8 @@ class Parallel(Section):
         1,
         ge=1,
         description="Tensor parallelism: number of processes that split the modules of every layer, in training and "
-        "generation. Attention is split by heads. The model must have a tensor-parallel plan. `shard` x `replicate` "
-        "x `tensor_parallel` is the number of processes.",
+        "generation. Tensor parallelism splits attention by heads. The model must have a tensor-parallel plan. `shard` "
+        "x `replicate` x `tensor_parallel` is the number of processes.",
     )
     context_parallel: int = Field(
         1,
@@ -123,7 +125,10 @@ class Tape(Section):
         default_factory=list, description="Modules whose full inputs and outputs a snapshot keeps, as name patterns."
     )
     rows: int = Field(
-        4, ge=1, description="Number of sequences that a snapshot runs through the model to record its modules."
+        4,
+        ge=1,
+        description="Number of sequences in the forward and backward pass with which a snapshot records the inputs and "
+        "outputs of modules.",
     )
     weights: bool | None = Field(
         None,

@@ -10,11 +10,11 @@ from pydantic_core import PydanticCustomError
 from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
-_WHERE = Effect("harmless", "affects only on which machine or device the engine runs")
+_WHERE = Effect("harmless", "this key affects only on which machine or device the engine runs")
 _HOW = Effect(
     "matters", "the engine starts with other settings, so log-probs differ by rounding or more; compare the log-probs"
 )
-_LIMIT = Effect("harmless", "affects only whether and when the run stops")
+_LIMIT = Effect("harmless", "this key affects only whether and when the run stops")
 
 
 class ServerSettings(Section):
@@ -96,7 +96,7 @@ class RolloutSettings(Section):
         None,
         description="Address of a running serving engine, or a list of addresses among which the run divides the "
         "requests. Default: lockstep starts a server with the settings of `rollout.server`.",
-        effect=Effect("harmless", "affects only on which machine or device the engine runs"),
+        effect=Effect("harmless", "this key affects only on which machine or device the engine runs"),
         resumable=True,
     )
     server: ServerSettings = Field(default_factory=ServerSettings)
@@ -110,7 +110,7 @@ class RolloutSettings(Section):
         None,
         description="Your function (`path/to/file.py:name`) that generates a full response turn by turn. The function "
         "requests each turn of the policy from the engine.",
-        effect=Effect("matters", "the function differs, or only its path; compare the samples"),
+        effect=Effect("matters", "the rollout functions may differ, or only their paths; compare the samples"),
     )
     function_timeout: float = Field(
         600.0,
@@ -118,7 +118,8 @@ class RolloutSettings(Section):
         description="Timeout in seconds for the code of `rollout.function` between two turns of the policy. If the "
         "function exceeds this timeout, the response fails.",
         effect=Effect(
-            "harmless", "changes the metrics only if a response exceeds the timeout; see the metric reward/failed"
+            "harmless",
+            "this key changes the metrics only if a response exceeds the timeout; see the metric reward/failed",
         ),
         resumable=True,
     )
@@ -186,9 +187,9 @@ class RolloutSettings(Section):
     prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description="Native engine: prompt tokens per prefill pass. Default: the most efficient number for "
-        "the device. If that number is above 8,192, it is lowered, but not below 8,192, until a pass needs at most an "
-        "eighth of the device memory.",
+        description="Native engine: prompt tokens per prefill pass. Default: the most efficient number for the device. "
+        "A default above 8,192 tokens is lowered until a prefill pass needs at most an eighth of the device memory, "
+        "but never below 8,192 tokens.",
         effect=CACHE,
         resumable=True,
     )
@@ -246,7 +247,7 @@ class RolloutSettings(Section):
         "generated tokens. The run stops before the updates of a step if the difference is larger, or if the k3 "
         "estimate of the KL divergence exceeds half of this value. `auto` checks only serving engines, with 0.005 in "
         "fp32, 0.03 in fp16 and 0.1 in bf16, divided by `temperature` if that is below 1. `null`: no check.",
-        effect=Effect("harmless", "affects only whether and when the run stops"),
+        effect=Effect("harmless", "this key affects only whether and when the run stops"),
         resumable=True,
     )
     max_probs_diff: float | None = Field(
@@ -254,6 +255,6 @@ class RolloutSettings(Section):
         gt=0,
         description="Stop the run if the mean difference between the engine's and the trainer's probabilities of the "
         "generated tokens exceeds this value.",
-        effect=Effect("harmless", "affects only whether and when the run stops"),
+        effect=Effect("harmless", "this key affects only whether and when the run stops"),
         resumable=True,
     )

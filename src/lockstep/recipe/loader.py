@@ -95,7 +95,7 @@ def recipe_text(name_or_path: str) -> str:
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: bool = False) -> Recipe:
-    """Reads a recipe, applies overrides and checks it. Raises one Refusal with all problems.
+    """Reads a recipe, applies overrides and checks it. Raises one `Refusal` that lists all problems of the recipe.
 
     `stored`: the recipe is from a run folder, so secrets that an earlier version of lockstep wrote into it are masked.
     """
@@ -122,8 +122,8 @@ def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Re
     """Returns a recipe (object, file or built-in name) with overrides given as Python values.
 
     A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). The value of a function key may be a
-    Python function instead of `path/to/file.py:name`. The function is registered for the runs of this process, and the
-    recipe stores its location.
+    Python function instead of `path/to/file.py:name`. A given Python function is registered for the runs of this
+    process, and the recipe stores the location of the function.
     """
     if isinstance(recipe, Recipe):
         given = recipe.model_dump(mode="json", exclude_unset=True)

@@ -31,14 +31,14 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if recipe.preference.reference_free and recipe.preference.reference:
         yield conflict(
-            "preference.reference", "cannot be combined with preference.reference_free", "remove one of them"
+            "preference.reference", "preference.reference_free uses no reference model", "remove one of them"
         )
 
 
 def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
     settings = recipe.distill
     if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher", code="not-set")
+        yield Problem("distill.teacher", "must be set", "set the Hugging Face folder of the teacher", code="not-set")
     if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
         yield unused("distill.mix", f"divergence {settings.divergence} does not read distill.mix", "remove it")
 

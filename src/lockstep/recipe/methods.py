@@ -131,8 +131,8 @@ ONLINE: dict[str, dict[str, Any]] = {
     # takes effect.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
     # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): the student generates, and the reward of a
-    # token is its log-ratio of teacher to student. No other reward is used, and `algorithm.kl.reference` is the
-    # teacher.
+    # token is its log-ratio of teacher to student. On-policy distillation uses no other reward, and
+    # `algorithm.kl.reference` is the teacher.
     "on_policy_distill": {
         "rollout": {"n": 1},
         "reward": {"weights": {"rule": 0.0}},

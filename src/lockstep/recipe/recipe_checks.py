@@ -36,13 +36,17 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
         if getattr(parallel, name):
             yield unfit(f"parallel.{name}", "tensor-parallel weights cannot be offloaded", f"remove it, {alone}")
     if recipe.tape.record:
-        yield unfit("tape", "cannot be recorded with tensor parallelism", "record with parallel.tensor_parallel=1")
+        yield unfit(
+            "tape", "a tape cannot be recorded with tensor parallelism", "record with parallel.tensor_parallel=1"
+        )
     if recipe.method in ONLINE or recipe.val.questions:
         if not ENGINES[recipe.rollout.engine].divided:
             why = f"{recipe.rollout.engine} does not support tensor parallelism"
             yield unfit("rollout.engine", why, f"use native, {alone}")
         if recipe.rollout.function is not None:
-            why = "each tensor-parallel rank would run the function, and the requests of all ranks must be identical"
+            why = (
+                "each tensor-parallel rank would call the function, but all ranks must generate from identical requests"
+            )
             yield unfit("rollout.function", why, f"remove it, {alone}")
 
 
@@ -84,7 +88,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
         yield Problem(
-            "parallel.devices", "must be set with launcher ray", "set the number of devices of the run", code="not-set"
+            "parallel.devices", "launcher ray needs the number of devices", "set parallel.devices", code="not-set"
         )
     yield from _offload_problems(recipe)
     yield from _balance_problems(recipe)
@@ -101,7 +105,7 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tape.record and recipe.parallel.context_parallel > 1:
         yield unfit(
             "tape",
-            f"cannot be recorded with parallel.context_parallel={recipe.parallel.context_parallel}",
+            f"a tape cannot be recorded with parallel.context_parallel={recipe.parallel.context_parallel}",
             "record with parallel.context_parallel=1",
         )
 
@@ -114,7 +118,7 @@ def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
         if recipe.model.aux_loss_coef and ranks > 1:
             yield unfit(
                 "model.aux_loss_coef",
-                f"needs the router outputs of all tokens, and parallel.{key}={ranks} splits them",
+                f"the load-balancing loss needs all router outputs on a rank, but parallel.{key}={ranks} splits them",
                 f"set parallel.{key}=1, or model.aux_loss_coef=0",
             )
 
@@ -161,7 +165,7 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem(
             "optim.warmup",
-            f"{optim.warmup} warm-up steps leave no step of {run.steps} after the warm-up",
+            f"all {run.steps} steps of the run would be warm-up steps, because optim.warmup is {optim.warmup}",
             code="no-steps-left",
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
@@ -186,7 +190,7 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.lora.rank",
             "must be set",
-            "for example 8; or set model.lora.adapter to start from an adapter",
+            "set a rank, for example 8, or set model.lora.adapter to start from an adapter",
             code="not-set",
         )
     if lora and lora.adapter is not None:
@@ -216,14 +220,14 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
         yield Problem(
             "data.template",
             f"{data.template!r} is not a template",
-            (f"did you mean {near[0]}? " if near else "") + f"{', '.join(TEMPLATES)}, or the path of a .jinja file",
+            (f"did you mean {near[0]}? " if near else "") + f"use {', '.join(TEMPLATES)}, or the path of a .jinja file",
             code="unknown-name",
         )
     for name in data.template_arguments:
         if not name.isidentifier():
             yield Problem(
                 f"data.template_arguments.{name}",
-                "is not a valid variable name",
+                "the name of this template argument is not a valid variable name",
                 "use letters, digits and _",
                 code="invalid-name",
             )
@@ -306,8 +310,8 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. A
-    recipe from a run folder sets every key, so the check does not use whether a key is set."""
+    """Yields a problem for each key of `preference` that the loss does not read and that differs from its default. The
+    check compares with defaults, because a recipe from a run folder sets every key."""
     settings, fields = recipe.preference, type(recipe.preference).model_fields
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
@@ -317,7 +321,7 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem(
                 "preference.label_smoothing",
-                "loss exo_pair takes the logarithm of label_smoothing, so it must not be 0",
+                "loss exo_pair takes the logarithm of label_smoothing, which must not be 0",
                 "set preference.label_smoothing, for example to 0.001",
                 code="out-of-range",
             )
@@ -365,8 +369,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each key that only offline methods read and that differs from its default. A recipe from a
-    run folder sets every key, so the check does not use whether a key is set."""
+    """Yields a problem for each key that only offline methods read and that differs from its default. The check
+    compares with defaults, because a recipe from a run folder sets every key."""
     sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
     groups: dict[str, Section] = {"data": recipe.data, **sources}
     for where, group in groups.items():

@@ -1,4 +1,4 @@
-"""The registries of estimators, losses, engines and trackers that a recipe may name. User modules may add names."""
+"""The registries of estimators, losses, engines and trackers that a recipe may name. Plug-ins may add names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.errors import Problem
 from lockstep.functions import Unloadable, describe_error, run_file
 
 # A row declares the requirements of an estimator, loss or engine; callers check the row, never the name. A new
-# estimator or loss needs a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so
-# their rows contain `package.module:name`, which is imported on first use.
+# estimator or loss needs a row in this module and a function in `algorithms/`. Engines and trackers are in higher
+# layers, so their rows contain `package.module:name`, which is imported on first use.
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,9 @@ class LossRow:
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Losses that
     select tokens need the old log-probs before the first update."""
     trust_region: bool = False
-    """Whether the clip stops the gradient of tokens whose probability is outside the clip bounds around the old policy,
-    and these bounds are wide enough for several updates. If `trust_region` is true, the engine's log-probs of stale
-    responses can serve as old log-probs. `trust_region` is false if the clip bounds only a weight (cispo) or the bounds
-    fit a single update (gspo)."""
+    """True if a token outside the clip bounds gets no gradient, and the bounds are wide enough for several updates. If
+    `trust_region` is true, the engine's log-probs of stale responses can serve as old log-probs. `trust_region` is
+    false if the clip bounds only a weight (cispo) or the bounds fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class EngineRow:
     """`package.module:name` of the engine's `open_engine`."""
     paged: bool = False
     """Whether the engine uses lockstep's paged KV cache. If `paged` is true, a preflight check generates with a
-    miniature model of the same architecture. Models whose rotary embedding depends on the sequence length are refused
-    beyond the length up to which cached keys stay valid."""
+    miniature model of the same architecture. The rotary embedding of some models changes above a certain sequence
+    length, which makes cached keys invalid. Sequences above this length are refused."""
     divided: bool = False
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     server_adapter: str = ""
@@ -70,7 +69,8 @@ class EngineRow:
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
     """Maps each usable value of `rollout.truncated_sampling` to the sampling keys that the engine supports with this
-    value. A value is usable if the engine's log-probs then match the trainer's."""
+    value. A value of `rollout.truncated_sampling` is usable if the log-probs of the engine match those of the
+    trainer."""
 
     @property
     def served(self) -> bool:
@@ -199,7 +199,7 @@ def _import(word: str) -> Problem | None:
         if error.name != word.split(".")[0] and error.name != word:
             return Problem(
                 f"{KEY} {word}",
-                f"cannot be imported: {describe_error(error, word)}",
+                f"the plug-in cannot be imported: {describe_error(error, word)}",
                 "install what it needs",
                 code="import-failed",
             )
@@ -208,7 +208,7 @@ def _import(word: str) -> Problem | None:
     except Exception as error:  # noqa: BLE001 - a user module may raise any exception; it is reported as a problem
         return Problem(
             f"{KEY} {word}",
-            f"cannot be imported: {describe_error(error, word)}",
+            f"the plug-in cannot be imported: {describe_error(error, word)}",
             "fix the module",
             code="import-failed",
         )

@@ -1,4 +1,4 @@
-"""The old names of recipe keys. An old name works for one release, with a warning. Stored recipes are converted."""
+"""The old names of recipe keys. An old key name works for one release, with a warning. Stored recipes are converted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.errors import Problem, RenamedKey
 
-# Old name -> new name. The old and the new key are in the same group.
+# Maps the old name of a recipe key to its new name. The old and the new key are in the same group.
 RENAMED = {
     "run.stop_early": "run.early_stopping",
     "data.reader_limit": "data.reader_timeout",
@@ -117,5 +117,5 @@ def _contains(values: Any, key: str, group: str) -> bool:
 
 def _both(old: str) -> Problem:
     return Problem(
-        RENAMED[old], f"is the new name of {old}, and both keys are given", f"remove {old}", code="conflicting-keys"
+        RENAMED[old], f"both this key and its old name {old} are given", f"remove {old}", code="conflicting-keys"
     )

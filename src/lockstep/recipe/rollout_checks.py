@@ -40,7 +40,7 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     yield from _logprob_check_problems(recipe)
     if rollout.max_staleness is None and rollout.worker_device is not None:
-        why = "applies to asynchronous generation, which is off"
+        why = "this key applies to asynchronous generation, which is off"
         yield needs("rollout.worker_device", why, "set rollout.max_staleness, or remove rollout.worker_device")
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
@@ -67,8 +67,8 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.max_staleness and isinstance(limit, float):
         yield unfit(
             key,
-            "compares log-probs with the current policy, but with rollout.max_staleness an older policy generated the "
-            "responses",
+            "this check compares log-probs with the current policy, but with rollout.max_staleness an older policy "
+            "generated the responses",
             "remove this key; the metric rollout_corr/k3 shows the divergence of the two policies",
         )
 
@@ -81,7 +81,7 @@ def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
     if mode == "auto":
         return
     if not served and rollout.max_staleness is None:
-        why = "applies to a server or to asynchronous generation, and the run uses neither"
+        why = "this key applies to a server or to asynchronous generation, and the run uses neither"
         yield needs(
             key, why, "remove rollout.weight_sync, set rollout.engine to a serving engine, or set rollout.max_staleness"
         )

@@ -80,15 +80,15 @@ class RunSettings(Section):
     early_stopping: EarlyStopping | None = Field(
         None,
         description="Stop the run when a metric no longer improves.",
-        effect=Effect("harmless", "affects only at which step the run ends"),
+        effect=Effect("harmless", "this key affects only at which step the run ends"),
         resumable=True,
     )
     max_idle_updates: int | None = Field(
         10,
         ge=0,
         description="Stop after this many consecutive steps whose updates change nothing, because all gradients or "
-        "advantages are zero or every token is masked. With 0 or `null`, such steps do not stop the run.",
-        effect=Effect("harmless", "affects only at which step the run ends"),
+        "advantages are zero or every token is masked. With 0 or `null`, steps without a change never stop the run.",
+        effect=Effect("harmless", "this key affects only at which step the run ends"),
         resumable=True,
     )
     resume: Literal["auto", "never", "required"] = Field(
@@ -100,8 +100,8 @@ class RunSettings(Section):
     )
     deterministic: bool = Field(
         False,
-        description="Use the device's deterministic kernels. On an NVIDIA device in bf16 or fp16, generation and "
-        "training then compute bit-identical log-probabilities of a token.",
+        description="Use the device's deterministic kernels. With deterministic kernels on an NVIDIA device in bf16 or "
+        "fp16, generation and training compute bit-identical log-probabilities of a token.",
         effect=Effect("matters", "nondeterministic kernels add noise between runs"),
         resumable=True,
     )
@@ -117,8 +117,8 @@ class RunSettings(Section):
     allow_fallback: bool = Field(
         True,
         description="Whether operators that the device lacks may run on the CPU. The run counts and lists the "
-        "operators that ran on the CPU. With `false`, the first operator that the device lacks stops the run. The "
-        "run checks its operators in the first step.",
+        "operators that ran on the CPU. With `false`, the first operator that the device lacks stops the run. The run "
+        "looks for operators that the device lacks only in the first step.",
         effect=Effect(
             "harmless",
             "decides only whether an operator that the device lacks runs on the CPU (true) or stops the run (false)",
@@ -175,8 +175,8 @@ class Model(Section):
     )
     master_weights: bool | None = Field(
         None,
-        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: the copies are kept "
-        "if `model.dtype` is bf16 or fp16.",
+        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: the fp32 copies are "
+        "kept if `model.dtype` is bf16 or fp16.",
         effect=Effect("matters", "without fp32 copies, small updates are lost to rounding"),
     )
     lora: Lora | None = Field(
@@ -199,8 +199,8 @@ class Model(Section):
     )
     activation_offload: bool = Field(
         False,
-        description="Keep the activations of the policy and the critic in host memory until the backward pass "
-        "needs them. With `model.gradient_checkpointing`, only the inputs of the layers are kept.",
+        description="Keep the activations of the policy and the critic in host memory until the backward pass needs "
+        "them. With `model.gradient_checkpointing`, these activations are only the inputs of the layers.",
         effect=Effect("harmless", "activations are stored in host memory with the same values"),
         resumable=True,
     )
@@ -346,8 +346,8 @@ class CheckpointSettings(Section):
     )
     asynchronous: bool = Field(
         True,
-        description="With several processes: continue training while a checkpoint is written. Each process first "
-        "copies its shards to host memory.",
+        description="With several processes: continue training while a checkpoint is written. Before training "
+        "continues, each process copies its shards to host memory.",
     )
 
 
@@ -416,7 +416,7 @@ class Recipe(Section):
     parallel: Parallel = Field(default_factory=Parallel, effect=SPREAD, resumable=True)
     val: Val = Field(
         default_factory=Val,
-        effect=Effect("harmless", "changes only validation"),
+        effect=Effect("harmless", "this key changes only validation"),
         resumable=True,
     )
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, effect=STORED, resumable=True)

@@ -32,16 +32,18 @@ class Effect(NamedTuple):
 NAME = Effect("harmless", "only a name")
 COLUMN = Effect("matters", "the runs may read other columns; compare the numbers of kept rows and tokens")
 LIMIT = Effect("matters", "the runs may truncate or drop other rows; compare the numbers of kept rows and tokens")
-FOLDER = Effect("matters", "the path of the folder differs; other weights in it would change the metrics")
-STORED = Effect("harmless", "changes what is stored or shown, not what is computed")
+FOLDER = Effect("matters", "the folder paths differ; the metrics differ only if the weights in the folders differ")
+STORED = Effect("harmless", "this key changes what is stored or shown, not what is computed")
 UPDATE = Effect("blocks", "the same gradient gives a different update")
 RATE = Effect("blocks", "the two runs have different learning rates at the same step")
 GROUPS = Effect("blocks", "an update uses a different number of rows: noise and progress per step differ")
 SAMPLING = Effect("blocks", "responses are sampled from a different distribution")
 REWARD = Effect("blocks", "the same response gets a different reward")
-CACHE = Effect("harmless", "changes memory and speed of generation; the sampled tokens are the same")
-MICRO = Effect("harmless", "changes only the micro-batches; the loss is normalised over the full update")
-SPREAD = Effect("harmless", "changes where the shards of a model are stored; the sums over all ranks are the same")
+CACHE = Effect("harmless", "this key changes memory and speed of generation; the sampled tokens are the same")
+MICRO = Effect("harmless", "this key changes only the micro-batches; the loss is normalised over the full update")
+SPREAD = Effect(
+    "harmless", "this key changes where the shards of a model are stored; the sums over all ranks are the same"
+)
 
 
 class Section(BaseModel):

@@ -29,7 +29,7 @@ class _Trial:
 
     def scores(self, name: str) -> tuple[float | None, dict[str, float]]:
         """Waits for the results. Returns the score of the empty answer, and the scores of the candidates by their
-        text. Without a score (a function with TRL's signature returned None), a candidate is left out."""
+        text. Leaves out candidates without a score, for which a function with TRL's signature returned None."""
         empty, *right = [future.result() for future in (self.empty, *self.right)]
         assert not isinstance(empty, Failure)
         scored = [(text, one) for text, one in zip(self.tried, right, strict=True) if isinstance(one, dict)]
@@ -107,7 +107,7 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
                 Problem(
                     str(question.origin),
                     f"ground truth {why}",
-                    f"fix the row: rule {rule.name}",
+                    f"fix the row, whose data source uses rule {rule.name}",
                     code="invalid-ground-truth",
                 )
             )
@@ -137,7 +137,7 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
     for trial in trials:
         empty, scores = trial.scores(name)
         if empty is None or not scores:
-            continue  # the component returned None
+            continue  # The component returned None for this row.
         # For a rule, only the first candidate is compared, which has the format of the rule.
         right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
@@ -175,8 +175,8 @@ def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights:
     return (
         f"data source {source}: on {len(worse)} of {len(by_part[0])} tested rows the empty answer scores higher "
         f"than a right one, by reward {' + '.join(weights)}; on {question.origin} {empty:g} against {score:g} for "
-        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or set "
-        "extra_info.answer to a right answer in the format that the reward reads"
+        f"{text[:60]!r}. Training would teach the policy to say nothing. Check the sign and the weights of the "
+        "rewards, or set extra_info.answer to a right answer in the format that the reward reads"
     )
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11, it is not the built-in class
+from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11, not the built-in TimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -96,7 +96,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], FunctionReply]):
     def call(self, call: dict[str, Any]) -> FunctionReply:
         try:
             pickled = pickle.dumps(call)
-        except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
+        except Exception as error:  # noqa: BLE001 - objects in the row may raise any exception when they are pickled
             return self._target.failed(self._index, f"the row cannot be sent to the process of the function: {error}")
         self._calls += 1
         message = HEADER.pack(self._calls, len(pickled)) + pickled
@@ -120,7 +120,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], FunctionReply]):
                 if number > self._calls:
                     return _INVALID
         except ReplyTimeout:
-            return Raised(f"gave nothing in {seconds:g} s ({limit})", spent=True)
+            return Raised(f"did not answer within {seconds:g} s ({limit})", spent=True)
         except WorkerEnded as how:
             return Raised(f"its process {how} before it gave a score", spent=True)
         except ValueError:
@@ -195,7 +195,7 @@ class LocalCalls:
         except FutureTimeout:
             self._calls.put(None)
             self._calls = None
-            return Raised(f"gave nothing in {self._seconds:g} s (reward.time_limit)")
+            return Raised(f"did not answer within {self._seconds:g} s (reward.time_limit)")
 
     def _run(self, calls: queue.SimpleQueue[_Job | None]) -> None:
         while (job := calls.get()) is not None:
@@ -205,13 +205,13 @@ class LocalCalls:
         try:
             # The function gets a copy of the row, as in another process, so that it cannot change the row.
             copied = pickle.dumps(call)
-        except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
+        except Exception as error:  # noqa: BLE001 - objects in the row may raise any exception when they are pickled
             return Raised(f"the row cannot be copied for the function: {error}")
         return answer(self._function, copied, self._path)
 
 
 _CLOSED = Raised("the run ended before the response was scored")
-_INVALID = Raised("wrote something other than its score to the connection of its process", spent=True)
+_INVALID = Raised("the function wrote something other than its score to the connection of its process", spent=True)
 
 
 class FunctionPart(RewardPart):
@@ -250,9 +250,9 @@ class FunctionPart(RewardPart):
             self._batched = isinstance(usable, TrlFunction)
             self._pool = LocalCalls(usable, reference.rpartition(":")[0], settings.time_limit)
             self.note = (
-                f"reward {name}: {reference} is defined in this script or notebook and runs in its process. It has no "
-                "memory limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate "
-                "file has both limits"
+                f"reward {name}: {reference} is defined in this script or notebook and runs in the same process, so "
+                "it has no memory limit. A call over reward.time_limit fails, but its thread continues to run. For "
+                "a function in a separate file, lockstep enforces the memory limit and the time limit"
             )
             return
         path, word = locate(reference, key)
@@ -324,7 +324,7 @@ class _WaitingResponse:
 
 def _batches(waiting: Sequence[_WaitingResponse]) -> Iterator[list[_WaitingResponse]]:
     """Divides responses into the batches of calls. The responses to a prompt are adjacent and in one batch, as in TRL.
-    The order does not depend on the time at which the responses were finished."""
+    The order of the responses does not depend on the time at which they were finished."""
     ordered = sorted(waiting, key=lambda one: (one.question.origin.file, one.question.origin.row, one.text))
     batch: list[_WaitingResponse] = []
     for _, members in groupby(ordered, key=lambda one: one.question.origin):

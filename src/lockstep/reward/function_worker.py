@@ -238,8 +238,8 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
 
 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns a function that accepts the arguments `call`; a function with OpenRLHF's or TRL's batch signature is
-    wrapped. Raises `Unloadable` for other signatures."""
+    """Returns a function that can be called with the argument names in `call`. A user function with OpenRLHF's or TRL's
+    batch signature is wrapped. Raises `Unloadable` for other signatures."""
     if is_trl(function, name):
         return TrlFunction(function, name, call[len(CALL) :])
     try:
@@ -256,7 +256,7 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Give
     """Runs one call and returns its outcome; never raises."""
     try:
         arguments = pickle.loads(call)
-    except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
+    except Exception as error:  # noqa: BLE001 - classes of objects in the row may raise any exception
         return Raised(f"the process of the function cannot read the row: {describe_error(error, path)}")
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
@@ -268,7 +268,7 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Give
         # Free the memory of the failed call before the reply is built.
         traceback.clear_frames(error.__traceback__)
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
-    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
+    except BaseException as error:  # noqa: BLE001 - the user's function may raise any exception
         return Raised(describe_error(error, path))
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Token limit of one right-padded batch. Scores do not depend on this limit.
+# Maximum number of tokens of one right-padded batch. The scores of responses do not depend on the batch size.
 BATCH_TOKENS = 16384
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 @contextmanager
 def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the padded rows as model inputs. The inputs are valid inside the `with` block."""
+    """Yields the padded rows as model inputs. The model accepts these inputs only inside the `with` block."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
@@ -119,8 +119,8 @@ STATS = "score_stats.json"
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A sequence classification model with one label, with its tokenizer and chat template. Scores are
-    `(raw - mean) / std`."""
+    """A sequence classification model with one label, with its tokenizer and chat template. A score is
+    `(raw - mean) / std`, where `raw` is the output of the model."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -227,7 +227,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise Refusal.at(
             where,
-            f"is not a sequence classification model; its architecture is {', '.join(kinds) or 'of no stated kind'}",
+            f"this is not a sequence classification model; its architecture is {', '.join(kinds) or 'not stated'}",
             "train a reward model, or give the path of a reward model",
             code="wrong-model-kind",
         )

@@ -29,7 +29,7 @@ class RewardPart(ABC):
     note: str = ""
     """A note about this reward component, printed in the dry run; empty if there is none."""
     progress: tuple[int, int] | None = None
-    """Number of finished steps and number of steps of the run; None outside of a training run."""
+    """The pair (number of finished steps, number of steps of the run), or None outside of a training run."""
 
     @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
@@ -38,7 +38,7 @@ class RewardPart(ABC):
     def flush(self) -> None:  # noqa: B027 - most reward components do not collect batches
         """Scores all waiting responses."""
 
-    def close(self) -> None:  # noqa: B027 - some reward components have no resources
+    def close(self) -> None:  # noqa: B027 - some reward components have no resources to free
         """Frees all resources; unscored responses become failures."""
 
 

@@ -1,8 +1,8 @@
 """The reward component `process`: a process reward model scores each step of a response.
 
 A separator string splits the response into steps. The score of a step is the probability that the step is good, divided
-by the number of steps. So the score of the response is the mean of these probabilities over its steps. A response
-without steps scores 0.
+by the number of steps. The score of the response is the sum of its step scores, which is the mean probability that a
+step is good. A response without steps scores 0.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read_judging(folder: Path) -> dict[str, Any]:
         texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal.at(
-            file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
+            file, f"the file cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
         ) from error
     if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
         raise Refusal.at(file, "its placeholder and tokens must all be strings", remedy, code="damaged-file")

@@ -155,7 +155,7 @@ class RemotePart(RewardPart):
         self._first_pause = first_pause
         # A separate random generator, so that pauses do not change the random numbers of the run.
         self._jitter = random.Random()
-        # Guards the next four attributes, and ensures that each future gets only one result.
+        # This lock guards the four attributes that follow it, and ensures that each future gets only one result.
         self._lock = threading.Lock()
         self._gathered: list[_Item] = []
         self._waiting: set[_Item] = set()
@@ -200,7 +200,7 @@ class RemotePart(RewardPart):
     def close(self) -> None:
         """Fails the waiting responses and cancels the running requests."""
         if self._end(_ENDING):
-            with suppress(RuntimeError):  # the thread has just ended by itself
+            with suppress(RuntimeError):  # raised if the thread has just closed its event loop
                 self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(MAX_PAUSE)
 

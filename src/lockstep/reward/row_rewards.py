@@ -66,7 +66,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     """Returns which of `ground_truth` and `data_source` the rule or the function reads, and `columns` for a function
     with TRL's signature. Endpoints and reward models require no column and get the columns that exist."""
     weights, _ = active_weights(settings)
-    by_rule = EVERYTHING if weights.get("rule") else frozenset()  # a rule with weight 0 is optional
+    by_rule = EVERYTHING if weights.get("rule") else frozenset()  # a rule with weight 0 needs no columns
     return by_rule | _read_by_function(settings)
 
 
@@ -79,7 +79,7 @@ def _read_by_function(settings: Reward) -> frozenset[str]:
     try:
         file, name = locate(settings.function, "reward.function")
     except Refusal:
-        return EVERYTHING  # the error is reported when the function is loaded
+        return EVERYTHING  # an invalid path is reported when the function is loaded
     return _read_by(file, name)
 
 
@@ -106,8 +106,8 @@ def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _read_by(file: Path, name: str) -> frozenset[str]:
-    """Returns the columns that a function reads, determined from its source without running it. In doubt, returns all
-    columns."""
+    """Returns the columns that a function reads, determined from its source without running it. If the source does not
+    show which columns the function reads, returns all columns."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -144,8 +144,8 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 
 
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
-    """Returns the rollout with its final score: the reward of truncated responses, clipping and the overlong penalty
-    are applied."""
+    """Returns the rollout with its final score: applies `truncated_reward` to a truncated response, then clips the
+    score, then adds the overlong penalty."""
     settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
     if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.truncated_reward is not None):
         return rollout

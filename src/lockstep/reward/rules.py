@@ -19,8 +19,8 @@ from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
-# A comparison can run forever, and `math_score` has no time limit. So the scorer runs `math_score` in a process that
-# can be killed (`math_judge.py`).
+# A symbolic comparison of two terms can run forever, and `math_score` has no time limit. So the scorer runs
+# `math_score` in a process that can be killed (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
     r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
@@ -37,7 +37,7 @@ def boxed_example(ground_truth: str) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Returns the normalised boxed answer: numbers as fractions, other terms in sympy order.
+    """Returns the normalised boxed answer: a number as a reduced fraction, any other term as sympy prints it.
 
     Terms that are equal only after simplification (`2x` and `x+x`) give different results.
     """
@@ -57,8 +57,8 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_score(text: str, ground_truth: str) -> float:
-    r"""Returns 1.0 if the last `\boxed{...}` equals the ground truth mathematically, else 0.0. Words are compared as
-    text.
+    r"""Returns 1.0 if the last `\boxed{...}` equals the ground truth mathematically, else 0.0. Answers that are words,
+    not formulas, are compared as text.
 
     The ground truth may be in a LaTeX box, between dollar signs, or plain.
     """
@@ -108,12 +108,12 @@ def _as_number(latex: str) -> str | None:
     return str(-size if sign == "-" else size)
 
 
-# A number in common notation: sign, currency, thousands separators, decimals. A trailing point is punctuation.
+# A number in common notation: sign, currency, thousands separators, decimals. A point at the end is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
 # A final number is `####`, one number and optional words. An expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is not a final number. Markdown stars around the number are accepted.
 _MARKED = re.compile(rf"(?<!#)####(?!#)\s*\**\s*({_NUMBER})(?![\d/^=]|[eE][-+]?\d|,\d|\s*[-+*/=]\s*[\d$])")
-# A number in running text. A plus or minus after a digit, or after a digit and spaces, is an operator, not a sign.
+# Matches a number in running text. A plus or minus after a digit, with or without spaces, is an operator, not a sign.
 _ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
 
 
@@ -263,8 +263,9 @@ def rule_named(name: str, where: str) -> Rule:
 
 
 def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str = "reward.rules") -> list[Problem]:
-    """Returns a problem for each entry of `rules` whose data source is probably misspelt, because the rows would use
-    another rule. Other entries without rows are allowed, because several recipes share the same entries."""
+    """Returns a problem for each entry of `rules` whose data source no row has, but whose name is similar to the data
+    source of some rows. The name is probably misspelt. All other entries without rows are allowed, because several
+    recipes may share one set of rules."""
     without_rule = [source for source in sources if source not in rules]
     problems = []
     for name in rules:
@@ -300,7 +301,7 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
     if data_source in available:
         return rule_named(available[data_source], f"{key}.{data_source}")
     near = difflib.get_close_matches(data_source, available, n=1)
-    # Command options and recipe keys have different syntax.
+    # The remedy shows the syntax of a command option or of a recipe key.
     other = f"{key} {data_source}=RULE" if key.startswith("-") else f"{key}: {{{data_source}: RULE}}"
     raise Refusal.at(
         f"data_source {data_source!r}",

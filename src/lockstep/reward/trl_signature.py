@@ -1,7 +1,8 @@
 """Reward functions with TRL's signature, `reward(completions, **kwargs)`, which score a batch of responses per call.
 
-As in TRL, a function gets `prompts`, `completions` and `trainer_state`, and each column of the rows as a list. All are
-passed by keyword. The worker process of a reward function imports this module, so it imports no large packages.
+As in TRL, a function gets `prompts`, `completions` and `trainer_state`, and each column of the rows as a list. All
+arguments are passed by keyword. The worker process of a reward function imports this module, so this module imports no
+large packages.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ COMPLETIONS = "completions"
 _PASSED = ("prompts", COMPLETIONS, "trainer_state")
 # Arguments of TRL that lockstep does not have when it scores a text.
 _NOT_PASSED = ("completion_ids", "environments", "log_extra", "log_metric")
-# Columns of these names are arguments of their own in TRL.
+# A dataset column with one of these names is not passed to the function, because the name is an argument of TRL.
 _NO_COLUMNS = frozenset({"prompt", "completion", *_PASSED, *_NOT_PASSED})
-# An argument that only another signature has, and the name of that signature.
+# For each other supported signature: an argument that only this signature has, and the owner of the signature.
 _OTHERS = {"solution_str": "verl's", "queries": "OpenRLHF's"}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -33,7 +34,7 @@ class TrainerState:
         self.global_step, self.max_steps = global_step, max_steps
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has global_step and max_steps here, but not {name}")
+        raise AttributeError(f"lockstep's trainer_state has global_step and max_steps, but not {name}")
 
 
 class TrlFunction:
@@ -83,8 +84,8 @@ class TrlFunction:
 
 
 def is_trl(function: Callable[..., Any], name: str) -> bool:
-    """Returns whether a function has TRL's signature: an argument `completions`. Raises `Unloadable` if it also has an
-    argument of another signature."""
+    """Returns whether a function has TRL's signature: an argument `completions`. Raises `Unloadable` if the function
+    also has an argument of another signature."""
     try:
         names = inspect.signature(function).parameters
     except ValueError:

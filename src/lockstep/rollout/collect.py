@@ -373,7 +373,7 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
 
 # The conversion of validation questions to prompts, and the interface of the object that scores the answers.
 
-# The random keys of validation prompts start here, above all keys of training prompts.
+# The smallest random key of validation prompts. Training prompts have smaller keys.
 FIRST_KEY = 2**40
 
 

@@ -95,7 +95,7 @@ class Generator:
 
     def answered_by(self, engine: Engine, ahead: AskedAhead) -> Generator:
         """Returns a copy of the generator that uses another engine, which syncs its weights itself. `ahead` has the
-        requests that are already sent."""
+        requests that were sent to this engine before their training step."""
         other = copy(self)
         other.engine = other.responder = engine
         other._ahead = ahead

@@ -72,7 +72,7 @@ class _Turn:
 
 @dataclass
 class _Done:
-    """The message that a call of the rollout function has returned or failed."""
+    """A message of a finished call of the rollout function: its return value or its error."""
 
     response: _Response
     returned: Any = None
@@ -84,7 +84,7 @@ def no_messages(question: Question, messages: Sequence[Message]) -> list[int]:
 
 
 def message_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeMessages:
-    """Returns the function behind `generate.encode_messages` for a tokenizer with a chat template."""
+    """Returns the function that `generate.encode_messages` calls, for a tokenizer with a chat template."""
 
     def encode(question: Question, messages: Sequence[Message]) -> list[int]:
         inputs = TemplateInputs(question.tools, question.template_arguments)
@@ -161,7 +161,7 @@ class _Response:
     def run(self, function: UserFunction, generate: Generate) -> None:
         try:
             self._inbox.put(_Done(self, function(self.prompt, generate)))
-        except BaseException as error:  # noqa: BLE001 - the thread that reads the inbox reports it
+        except BaseException as error:  # noqa: BLE001 - the thread that reads the inbox reports the error
             self._inbox.put(_Done(self, error=error))
 
 
@@ -285,8 +285,8 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """Returns a `Refusal` that reports an exception of the function and names the data row. `UserFunction` adds
-        file and line."""
+        """Returns a `Refusal` that reports an exception of the function and names the data row. `UserFunction` adds the
+        file and the line of the exception."""
         if not isinstance(error, Refusal):
             return self.function.refuse(
                 f"raised {type(error).__name__}: {error}, for {origin}", "fix the function", code="function-raised"
@@ -309,8 +309,8 @@ def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Resp
 
 
 def _turn_key(key: int, turn: int) -> int:
-    """Returns the noise key of a turn. The first turn uses the key of the request, as a run without a rollout function
-    does."""
+    """Returns the key of the sampling noise of a turn. The first turn uses the key of the request, as a run without a
+    rollout function does."""
     if not turn:
         return key
     return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")
@@ -354,7 +354,7 @@ def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response)
     """Returns the engine's log-prob of each policy token (0 for other tokens), and the stop reason.
 
     Raises ValueError if a token is marked as the policy's, but the policy did not generate it after exactly the
-    preceding tokens. The log-prob of a token after other preceding tokens would be wrong.
+    preceding tokens. If other tokens precede a token, its log-prob from the engine is wrong.
     """
     prompt = list(response.request.ids)
     logprobs, stop, position = [0.0] * len(ids), "environment", 0

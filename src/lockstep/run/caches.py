@@ -30,8 +30,8 @@ _held: dict[Path, int] = {}
 
 
 def cache_home() -> Path:
-    """Returns the cache folder: `LOCKSTEP_CACHE`, or a folder in the user's cache directory. Raises RuntimeError if the
-    user has no home directory."""
+    """Returns the cache folder, which is `LOCKSTEP_CACHE` or a folder in the user's cache directory. Raises
+    RuntimeError if the user has no home directory."""
     configured = os.environ.get("LOCKSTEP_CACHE")
     return (
         Path(configured)
@@ -109,7 +109,7 @@ def _sweep(home: Path) -> None:
         # A leftover name may have the prefix twice, because a converter may also write to a temporary path.
         made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))
         with contextlib.suppress(OSError), made._making.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process is creating the folder
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if a process is creating the folder
             shutil.rmtree(leftover)
 
 

@@ -1,10 +1,10 @@
 """Atomic checkpoints. A checkpoint is written to a temporary folder, checksummed and then renamed.
 
 A run of one process writes `model.safetensors` (all trained weights, or only the adapter) and `optimizer.safetensors`
-(moments, master weights, random states). If there is a critic, the checkpoint has two more such files for it. A run of
-several ranks writes the same tensors as shards in the folder `shards/`. Every checkpoint also has `state.json` and
-`manifest.json`. The manifest is written last and has the size and SHA-256 of each file. A run with any number of
-processes can read sharded and unsharded checkpoints.
+(moments, master weights, random states). If the run trains a critic, the checkpoint also has a model file and an
+optimizer file of the critic. A run of several ranks writes the same tensors as shards in the folder `shards/`. Every
+checkpoint also has `state.json` and `manifest.json`. The manifest is written last and has the size and SHA-256 of each
+file. A run with any number of processes can read sharded and unsharded checkpoints.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class State:
     planned: int | None = None
     """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """The type of the trained model, which is `policy` or `value`. Checkpoints of earlier lockstep versions have an
-    empty value here."""
+    """The type of the trained model, which is `policy` or `value`. In checkpoints of earlier lockstep versions, `kind`
+    is empty."""
     files: dict[str, str] = field(default_factory=dict)
     """Additional text files that the exported model needs, such as the chat template, by file name."""
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters have no weight decay. `role` means that biases and norms have no weight decay. An empty value,
-    in checkpoints of earlier lockstep versions, means one-dimensional parameters."""
+    """Which parameters have no weight decay. `role` means that biases and norms have no weight decay. In checkpoints of
+    earlier lockstep versions, `decay_rule` is empty, and one-dimensional parameters have no weight decay."""
     probe: dict[str, Any] = field(default_factory=dict)
-    """A few token sequences and the model outputs for them, which the exported model must reproduce. Checkpoints of
-    earlier lockstep versions have an empty dict here."""
+    """A few token sequences and the model outputs for them, which the exported model must reproduce. In checkpoints of
+    earlier lockstep versions, `probe` is empty."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. Checkpoints of
-    earlier lockstep versions have an empty dict here."""
+    """For each recipe key that names a model: the `path` of the model and the digests of its `files`. In checkpoints of
+    earlier lockstep versions, `models` is empty."""
     version: int = VERSION
 
 
@@ -210,7 +210,7 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
         if step == steps[0]:
             raise Refusal.at(
                 str(checkpoints),
-                f"every checkpoint in it is damaged ({damage})",
+                f"every checkpoint in this folder is damaged ({damage})",
                 "start again with another run.name",
                 code="damaged-checkpoint",
             )
@@ -282,7 +282,7 @@ def read(path: Path) -> Checkpoint:
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
                 str(path),
-                f"was written in format {version}, but this version reads the formats {VERSION} and {SHARDED_VERSION}",
+                f"the checkpoint has format {version}; this version reads the formats {VERSION} and {SHARDED_VERSION}",
                 code="unsupported-version",
             )
         _refuse_paths(values.get("files", {}), path / STATE)
@@ -298,7 +298,7 @@ def _refuse_paths(files: Any, where: Path) -> None:
     for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
         plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
         if not plain or name in ("", ".."):
-            why = f"its files contain {name!r:.80}, which is not a plain file name with a text"
+            why = f"its entry `files` has {name!r:.80}, which is not a plain file name with a text"
             raise Refusal.at(
                 str(where),
                 why,

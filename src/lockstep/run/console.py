@@ -309,7 +309,7 @@ class PlainConsole(Console):
 
     def _eta(self, line: str, step: int) -> str:
         """Returns the text with the remaining time, which follows the metrics on the same line. If the line is too
-        long, the text is on a new line, but not after every step."""
+        long, the text is on a new line, and it is omitted if the last such line is less than 10 seconds old."""
         assert self._pace is not None
         left = self._pace.left()
         if left is None or step == self._pace.total:

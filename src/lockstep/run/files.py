@@ -27,7 +27,7 @@ def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> It
         yield aside
         take_name(aside, path, over=over, durable=durable)
     except BaseException:
-        with contextlib.suppress(OSError):  # on a read-only disk, there is no temporary file
+        with contextlib.suppress(OSError):  # fails on a read-only disk, which has no temporary file
             _remove(aside)
         raise
 

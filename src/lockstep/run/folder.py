@@ -149,8 +149,8 @@ class RunFolder:
 
     @property
     def trackers(self) -> Path:
-        """The path of the file with the run ids of the experiment trackers, such as wandb. A resumed run reuses these
-        ids."""
+        """The path of the file with the run ids of the experiment trackers, such as wandb. A resumed run reuses the
+        stored run ids."""
         return self.path / "trackers.json"
 
     def create(self) -> None:

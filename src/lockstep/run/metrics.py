@@ -71,7 +71,7 @@ def append_text(path: Path, text: str) -> None:
                     content = content[file.write(content) :]
                 os.fsync(file.fileno())
             except OSError:
-                with contextlib.suppress(OSError):  # otherwise `rewind_lines` removes the line
+                with contextlib.suppress(OSError):  # if this fails too, a later `rewind_lines` removes the line
                     os.ftruncate(file.fileno(), before)
                 raise
         if new:

@@ -179,7 +179,7 @@ def _data(env: dict[str, Any]) -> list[str]:
             for file in source.get("files", []):
                 digest = f"`{str(file['sha256'])[:16]}`"
                 if file["rows"] is None:
-                    streamed = ("streamed", f"{digest} of size, start and end")
+                    streamed = ("streamed", f"{digest} of the size, the start and the end of the file")
                     rows.append((part, _short(file["name"]), *streamed))
                 else:
                     rows.append((part, _short(file["name"]), f"{file['rows']:,}", digest))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from lockstep.masking import without_concealed
 
-# Text of dataset rows, responses and files may contain escape sequences, which a terminal would execute. So `write`
-# prints escape sequences as visible text. No other module may print; a test checks this.
+# Text of dataset rows, responses and files may contain escape sequences, which a terminal would execute. For this
+# reason `write` prints escape sequences as visible text. No other module may print; a test checks this.
 #
 # The pattern matches control characters except line break and tab, separators at which some terminals break lines, and
 # lone surrogates, which cannot be encoded. The pattern also matches characters that change the writing direction,
@@ -31,7 +31,7 @@ def _escaped(code: int) -> str:
 def write(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Prints to stdout or stderr and flushes."""
     stream = sys.stderr if error else sys.stdout
-    stream.write(visible(without_concealed(text)) + end)  # one call, so that lines of two threads do not mix
+    stream.write(visible(without_concealed(text)) + end)  # a single call, so that lines of two threads do not mix
     stream.flush()
 
 
@@ -104,8 +104,8 @@ def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[
 
 
 def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
-    """Formats the metrics of a step as one line. The line has as many columns as fit in `width`. The gaps are narrower
-    if more columns then fit."""
+    """Formats the metrics of a step as one line. The line has as many columns as fit in `width`. The gaps between
+    columns are one space wide if this makes room for more columns, else two."""
     wide = _line(columns, metrics, width, "  ")
     close = _line(columns, metrics, width, " ")
     return close if len(close.split()) > len(wide.split()) else wide

@@ -125,8 +125,8 @@ class Runtime:
 def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
     """Opens the device of the recipe and joins the process group. Leaves the process group when the context ends."""
     device, sentence = explain(recipe.device)
-    # The device libraries read the deterministic settings only once. So this call must come before the first tensor and
-    # the process group are created.
+    # The device libraries read the deterministic settings only once. So `device.deterministic` must be called before
+    # the first tensor and the process group are created.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
     seconds = recipe.parallel.stall_seconds
     stall = None if seconds is None else Stall(seconds, Path(recipe.run.folder) / recipe.run.name)

@@ -102,7 +102,7 @@ def add_tensors(folder: Path, sources: Sequence[Path], names: Sequence[str]) -> 
 
 
 def _copy(sources: Sequence[Path], names: set[str], out: Path) -> int:
-    """Writes the named tensors of the source files to `out`. Returns their size in bytes."""
+    """Writes the named tensors of the source files to `out`. Returns the size of the written tensors in bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     parts: list[tuple[Path, int, int]] = []
     end = 0

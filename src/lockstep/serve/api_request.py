@@ -40,7 +40,7 @@ class ServedModel:
     """The model that the server serves. `max_model_len` limits the tokens of prompt and answer together."""
 
     names: tuple[str, ...]
-    """The model names that a request may use. Replies contain the first name."""
+    """The model names that a request may use. Replies contain the first of these model names."""
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
     stop_ids: tuple[int, ...]
@@ -148,7 +148,7 @@ def _sampling(fields: BodyReader, served: ServedModel) -> Sampling:
         raise bad_value("temperature", f"{temperature} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}")
     top_p = fields.number("top_p", 1.0, 0, 1)
     if top_p == 0:
-        raise bad_value("top_p", "0 leaves no token; use temperature 0 for greedy decoding")
+        raise bad_value("top_p", "0 leaves no token to sample; use temperature 0 for greedy decoding")
     top_k = fields.integer("top_k", 0, -1) or 0
     stop_ids = fields.take("stop_token_ids", [])
     if not is_token_ids(stop_ids):

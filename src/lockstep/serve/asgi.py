@@ -47,7 +47,7 @@ HEAD_BYTES = 2**16
 LINGER_SECONDS = 2.0
 # After SIGINT or SIGTERM, running requests get this many seconds to finish.
 SHUTDOWN_SECONDS = 5
-# A request that repeats one of these headers is rejected, because a proxy and this server could use different values.
+# Headers that a request may contain only once, because a proxy and this server could use different values.
 _SINGLE_HEADERS = ("host", "origin", "authorization", "content-length", "transfer-encoding")
 
 
@@ -119,7 +119,7 @@ def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Ends the server after a signal with exit status 0. The method of uvicorn would raise the signal again."""
+        """Ends the server after a signal with exit status 0. uvicorn's own method would raise the signal again."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -169,8 +169,8 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
 
 def _check_framing(scope: Scope) -> None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
-    # The HTTP parser limits the size of request heads that arrive in several packets. The check here limits the size of
-    # request heads that arrive in one packet.
+    # The HTTP parser limits the size of request heads that arrive in several packets. `_check_framing` limits the size
+    # of request heads that arrive in one packet.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
         raise _head_too_long()
     for name in _SINGLE_HEADERS:
@@ -308,7 +308,8 @@ class LimitedProtocol(H11Protocol):
         cycle = self.cycle
         if cycle is not None and not cycle.more_body and self._answered_cycle is not cycle:
             self._answered_cycle = cycle
-            # The handler may take up to `limits.seconds`. A slow client gets the same time to receive the answer.
+            # The handler may take up to `limits.seconds`. A slow client has another `limits.seconds` to receive the
+            # answer.
             self._close_after(2 * self.limits.seconds + self.limits.idle_seconds)
 
     def on_response_complete(self) -> None:

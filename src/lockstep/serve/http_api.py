@@ -170,7 +170,7 @@ def check_caller(request: HttpRequest, api_key: str | None) -> None:
     for name in ("host", "origin"):
         value = request.headers.get(name)
         if value is not None and not is_loopback(_host_name(value)):
-            raise ApiError(403, f"the header {name} {value[:80]!r} is not this machine; set --api-key to allow it")
+            raise ApiError(403, f"the header {name} {value[:80]!r} names another machine; set --api-key to allow it")
 
 
 def _host_name(text: str) -> str:

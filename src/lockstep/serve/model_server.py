@@ -55,7 +55,7 @@ class ServeSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that a request may use for the model. Replies contain the first name."""
+        """The names that a request may use for the model. Replies contain the first of these names."""
         default = Path(self.model).resolve().name if Path(self.model).exists() else self.model
         return tuple(dict.fromkeys([self.name or default, default, self.model]))
 

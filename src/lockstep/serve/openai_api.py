@@ -91,7 +91,7 @@ class LanguageModelApp:
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._encoder, parse, request.body, self.served)
         response = ApiResponse(parsed, self.served, chat=chat)
-        # The request is queued before a stream begins. So a full queue gives an HTTP error status in place of an error
+        # The request is queued before its stream begins, so that a full queue gives an HTTP error status, not an error
         # event.
         pending = self.worker.submit(parsed.generation)
         if parsed.stream:

@@ -2,8 +2,8 @@
 
 `/v1/rewards` accepts the requests that a run with `reward.remote` sends: `{"items": [{prompt, response, ...}, ...]}`.
 The reply is `{"scores": [...]}`. `/v1/rewards` also accepts requests in the format of OpenRLHF's `serve_rm`: `{"query":
-[...], ...}`. The reply to such a request is `{"rewards": [...]}`. The path `/get_reward`, which OpenRLHF uses, is the
-same as `/v1/rewards`.
+[...], ...}`. The reply to an OpenRLHF request is `{"rewards": [...]}`. The path `/get_reward`, which OpenRLHF uses, is
+the same as `/v1/rewards`.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class RewardModelApp:
             if not math.isfinite(score):
                 raise ApiError(500, f"the score of response {number} is {score}", code="score_not_finite")
         if key == "rewards":
-            # These are the keys that the clients of OpenRLHF read.
+            # Clients of OpenRLHF read the keys `rewards`, `scores` and `extra_logs`.
             return as_json({"rewards": scores, "scores": scores, "extra_logs": {}})
         return as_json({key: scores})
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# Decoders return this character for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma)
-# return this character once for each byte.
+# Decoders return U+FFFD for an incomplete character. Tokenizers with byte tokens (Llama 2, Mistral, Gemma) return
+# U+FFFD once for each byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # With each new token, the last tokens (the window) are decoded again. `_MAX_WINDOW` and `_MIN_WINDOW` are the maximum
 # and minimum number of tokens in the window. A window is sufficient, because the text of a token depends only on the
@@ -25,8 +25,8 @@ class TextStream:
         self.stopped: str | None = None
         self._window: list[int] = []
         self._complete: list[int] = []
-        """The positions in the window after which the text is a complete character. `_shorten` cuts the window at such
-        a position."""
+        """The positions in the window after which the text is a complete character. `_shorten` cuts the window after a
+        complete character."""
         self._seen = ""
         """The text of the window that was already returned or is in `_pending`."""
         self._pending = ""
@@ -59,7 +59,7 @@ class TextStream:
 
     def _take(self, settled: str) -> None:
         if self._seen.startswith(settled):
-            return  # No new text; the text is shorter than before if the next character is incomplete.
+            return  # no new text, for example because the next character is incomplete
         # Text that was already returned is not changed, even if the decoder now returns a different text for these
         # tokens.
         pairs = zip(self._seen, settled, strict=False)

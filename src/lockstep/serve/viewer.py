@@ -77,8 +77,8 @@ class RunViewer:
         self.port = asgi.listen(self._sockets)
         self.data = RunData(folder)
         self.token = secrets.token_urlsafe(24)
-        # The script of a report can read the address of the report. So the token of reports differs from the token of
-        # the page.
+        # The script of a report can read the address of the report. For this reason, the token of reports differs from
+        # the token of the page.
         self.report_token = secrets.token_urlsafe(24)
         self.assets: dict[str, tuple[str, bytes]] = {
             "": ("text/html", resource("viewer.html").encode()),
@@ -211,7 +211,7 @@ class RunData:
 
     def curves(self, query: Query) -> dict[str, Any]:
         """Returns the curves of the requested metrics and runs between two steps. The default range covers all steps of
-        these runs."""
+        the requested runs."""
         names = query.get("run", [])[:MAX_RUNS]
         metrics = query.get("metric", [])[:MAX_METRICS]
         buckets = _integer(query, "buckets", 300, 1, MAX_BUCKETS)

@@ -91,7 +91,7 @@ class Curves:
         self.last_step = step
         curves, finite = self.curves, math.isfinite
         for name, logged in data.items():
-            if type(logged) is float:  # a fast path for the common case
+            if type(logged) is float:  # most values are floats and need no conversion
                 value = logged
             else:
                 try:

@@ -47,7 +47,7 @@ def open_inside(root: Path, path: Path) -> BinaryIO:
     if not inside(root, path):
         raise Missing(f"{path.name} is a link out of the viewed folder")
     try:
-        # O_NONBLOCK prevents that the open of a named pipe blocks.
+        # With O_NONBLOCK, opening a named pipe does not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Missing(f"{path.name} cannot be read: {error.strerror}") from error
@@ -107,7 +107,7 @@ def last_line(file: BinaryIO) -> LogLine | None:
 
 
 def line_before(file: BinaryIO, offset: int) -> LogLine | None:
-    """Returns the line that ends at the byte offset `offset`. Returns None at the beginning of the file."""
+    """Returns the line that ends at the byte offset `offset`. Returns None if `offset` is 0."""
     return line_at(file, _after_newline_before(file, offset - 1)) if offset > 0 else None
 
 
@@ -150,8 +150,8 @@ def _last_step(file: BinaryIO) -> int | None:
 
 
 def first_of_step(file: BinaryIO, step: int) -> int:
-    """Returns the byte offset of the first line whose step is at least `step`. Returns the end of the file if there is
-    no such line. The function uses a binary search, because the lines of a file are in the order of their steps."""
+    """Returns the byte offset of the first line whose step is at least `step`. Returns the end of the file if all steps
+    are smaller. The function uses a binary search, because the lines of a file are in the order of their steps."""
     low, high = 0, complete_end(file)
     while low < high:
         start = max(low, _after_newline_before(file, (low + high) // 2))
@@ -169,8 +169,8 @@ def first_of_step(file: BinaryIO, step: int) -> int:
 
 
 def _after_newline_before(file: BinaryIO, offset: int) -> int:
-    """Returns the start offset of the line that contains the byte before `offset`. If that byte is a newline, returns
-    `offset`."""
+    """Returns the start offset of the line that contains the byte before `offset`. If the byte before `offset` is a
+    newline, returns `offset`."""
     while offset > 0:
         start = max(0, offset - BLOCK)
         file.seek(start)

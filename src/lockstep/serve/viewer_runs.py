@@ -30,8 +30,8 @@ RESCAN_SECONDS = 1.0
 FileStates = tuple[tuple[int, int, int], ...]
 RunCache = dict[Path, tuple[FileStates, dict[str, Any]]]
 """The summary of each run, and the state (time, size, inode) of the files that the summary was read from."""
-# The index file is written when this many runs have changed. If fewer runs have changed, the file is not written, and
-# the next start reads these runs again.
+# The index file is written when this many runs have changed. If fewer runs have changed, the index file is not written,
+# and the next start reads the changed runs again.
 WRITE_AFTER = 20
 MAX_SHOWN = 2_000
 """The maximum number of characters of a value in a list of differences."""
@@ -320,7 +320,7 @@ def _shown_text(text: str) -> str:
     """Returns the text of a recipe with masked secrets."""
     try:
         values = loaded(text)
-        flat(values)  # raises if anchors expand without limit
+        flat(values)  # raises if YAML anchors expand the recipe without limit
     except Missing:
         return masked(text)
     clean = masked_tree(values)
@@ -365,15 +365,15 @@ def flat(value: Any) -> dict[str, str]:
         walk(value, "")
     except RecursionError:
         raise Missing("the file is nested too deeply to show") from None
-    except ValueError as error:  # for example a number with thousands of digits
+    except ValueError as error:  # raised for example by a number with thousands of digits
         raise Missing(f"cannot be shown: {error}") from None
     return values
 
 
 def setup_difference(root: Path, run: Path, other: Path) -> dict[str, Any]:
     """Compares the recipes and environments of two runs. `differences` has the values as JSON; differences that make
-    the comparison invalid come first. `unknown` describes what is unknown about one of the runs. If the files cannot be
-    compared, the result has only the key `problem`."""
+    the comparison invalid come first. `unknown` lists facts that the files of a run do not contain, so that they cannot
+    be compared. If the files cannot be compared, the result has only the key `problem`."""
     try:
         return _compared(root, run, other)
     except Missing as problem:
@@ -389,7 +389,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
     try:
         differences, unknown = setup_differences(a, b)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        # This error happens only if a user has changed the files.
+        # `setup_differences` fails in this way only if a user has changed the files.
         raise Missing(
             f"recipe.yaml or env.json differs from the format that a run writes: {type(error).__name__}: {error}"
         ) from error
@@ -429,7 +429,7 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     recipe = loaded(text)
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} does not contain a mapping of keys to values")
-    flat(recipe)  # Raises if anchors expand without limit.
+    flat(recipe)  # raises if YAML anchors expand the recipe without limit
     # The import is here to make the list of runs faster.
     from lockstep.recipe.renamed_keys import stored_recipe
 

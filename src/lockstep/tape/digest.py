@@ -9,8 +9,8 @@ A digest has three parts.
   squares. In the sums of a profile, rounding errors average out, but a systematic error does not
   (`parity/replay/tolerances.py`).
 
-The random signs of the projections depend only on the shape of the tensor. So every device and every version computes
-the same digest for a tensor. Tapes of earlier lockstep versions have digests without profiles.
+The random signs of the projections depend only on the shape of the tensor. This makes the digest of a tensor the same
+on every device and in every version. Tapes of earlier lockstep versions have digests without profiles.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(profile_NP: torch.Tensor, marks_PM: torch.Tensor) -> torch.Tensor:
-    """Returns the projections of each profile on every column of `marks_PM`, computed without a matrix product."""
+    """Projects each profile on every column of random signs in `marks_PM`, without a matrix product."""
     return (profile_NP[:, None] * marks_PM.T).sum(2)
 
 

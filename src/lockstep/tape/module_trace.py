@@ -1,7 +1,7 @@
 """Module traces: digests of the inputs and outputs of every module in a forward and backward pass.
 
-A few sequences run in one packed micro-batch. The trace does not depend on the micro-batches and devices of the run, so
-the traces of two runs can be compared module by module.
+A trace runs a few sequences in one packed micro-batch. The trace does not depend on the micro-batches and devices of
+the run, so the traces of two runs can be compared module by module.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class _Tracer:
         def seen(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.numel():
                 tensors.append(tensor)
-            # Each module gets a separate alias of the tensor. So the gradient of the alias contains only the
-            # contribution of this module.
+            # Each module gets a separate alias of the tensor, whose gradient contains only the contribution of this
+            # module.
             return self._aliased(name, tensor, self._left_backwards)
 
         given = mapped((args, kwargs), seen)
@@ -192,8 +192,8 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def public_name(name: str) -> str:
-    """Returns the name of a module in the Hugging Face model. The classes of lockstep wrap that model as the attribute
-    `model`."""
+    """Returns the name of a module in the Hugging Face model. The classes of lockstep wrap the Hugging Face model as
+    the attribute `model`."""
     return name.removeprefix("model.") or ROOT
 
 
@@ -231,7 +231,7 @@ def trace_modules(
     the `fixed_sum` of the numbers that `forward` returns.
 
     After tracing, the parameter gradients are cleared, because tracing happens between two updates. All ranks trace the
-    same sequences, and a sharded model sums the gradients of the ranks. So gradients are divided by `ranks`.
+    same sequences, and a sharded model sums the gradients of the ranks, so the sums are divided by `ranks`.
     """
     patterns, whole_patterns = list(patterns), list(whole_patterns)
     tracer = _Tracer(lambda name: _matches(name, patterns), lambda name: _matches(name, whole_patterns))

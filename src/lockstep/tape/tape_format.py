@@ -124,7 +124,7 @@ class TapeFolder:
         if version != VERSION:
             raise Refusal.at(
                 str(self.manifest_file),
-                f"has format {version}; this version of lockstep reads format {VERSION}",
+                f"the tape has format {version}; this version of lockstep reads format {VERSION}",
                 "record the run again, or use the lockstep version that recorded it",
                 code="unsupported-version",
             )
@@ -207,13 +207,16 @@ def _write(file: Path, save: Callable[[Path], None]) -> None:
 
 def _unwritten(file: Path, error: Exception) -> Refusal:
     remedy = "free disk space, or lower tape.steps or tape.modules"
-    return Refusal.at(str(file), f"could not be written: {error}", remedy, code="unwritable")
+    return Refusal.at(str(file), f"the file could not be written: {error}", remedy, code="unwritable")
 
 
 def _unread(file: Path, error: Exception) -> Refusal:
     if isinstance(error, FileNotFoundError):
         return Refusal.at(
-            str(file), "is not on the tape", "check tape.steps and tape.every in the recipe", code="missing-on-tape"
+            str(file),
+            "the file is not on the tape",
+            "check tape.steps and tape.every of the run",
+            code="missing-on-tape",
         )
     return Refusal.at(
         str(file), f"cannot be read: {error}", "copy the tape again, or record it again", code="unreadable"

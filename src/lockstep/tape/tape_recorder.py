@@ -16,7 +16,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import fetched
 from lockstep.errors import Refusal
 from lockstep.model.weights import restore_weights, trained_weights
-from lockstep.parallel.sharding import fill, reshard, whole
+from lockstep.parallel.sharding import reshard, whole
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_parallel import Tape
 from lockstep.tape.digest import digests, on_host
@@ -64,8 +64,8 @@ class Observer:
 @dataclass
 class _Passed:
     """A processed micro-batch. `index_K` are the indices of the micro-batch's target tokens. `answers`, `received` and
-    `pulls` are functions that return the outputs, the inputs and the gradients of the outputs. These functions wait
-    until the copy to the CPU is complete."""
+    `pulls` are functions that return the outputs, the inputs and the gradients of the outputs. Each function waits
+    until its copy to the CPU is complete."""
 
     index_K: torch.Tensor
     answers: Callable[[], torch.Tensor]
@@ -85,7 +85,8 @@ class UpdateObserver(Observer):
         self.begin(detailed=False)
 
     def begin(self, *, detailed: bool) -> None:
-        """Starts a training step. In a detailed step, the first update is recorded with digests of every parameter."""
+        """Starts a training step. If `detailed`, the first update of the step is recorded with digests of every
+        parameter."""
         self.detailed = detailed
         self.info: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -123,8 +124,8 @@ class UpdateObserver(Observer):
         self._summed.append((self._key, targets, scale, passed))
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Returns all recorded tensors of the step on the CPU. All ranks must call this function. Only this function
-        waits for the device."""
+        """Waits until the device has computed all recorded tensors of the step, and returns them on the CPU. All ranks
+        must call this function."""
         for key, targets, scale, passed in self._summed:
             answers_K, pulls_K, owner_K = torch.zeros(targets), torch.zeros(targets), torch.zeros(targets)
             for one in passed:
@@ -459,12 +460,7 @@ def restore_learner(learner: Taped, weights: dict[str, torch.Tensor], where: str
     # Recorded master weights are preferred, because the weights of this run may have a higher precision than the
     # recorded weights.
     restore_weights(module.stored, {**model, **masters}, where)
-    if any(name.startswith("exp_avg/") for name in state):
-        optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
-    else:
-        optimizer.adamw.state.clear()
-        for name, master in optimizer.master_weights.items():
-            fill(master, masters.get(name, model[name]))
+    optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
     optimizer.forget()
 
 

@@ -31,7 +31,7 @@ from lockstep.types import (
 # The names of the values that a tape stores for each target token of an update.
 RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
-# The names that the types of training items have on a tape. These names are part of the tape format.
+# The names that the types of training items have on a tape. The names are fixed by the tape format.
 KINDS: dict[type, str] = {Ranking: "Ranking", LabeledResponse: "Judged", StepLabels: "Steps"}
 # Conversions of parquet types that JSON does not have: the Python type, a function that converts a value to text, and a
 # function that converts the text back. The order matters, because a datetime is also a date.
@@ -213,7 +213,7 @@ class RecordedExample(Example):
 
 
 def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
-    """Returns the input sequences of the model as tensors. `fed_examples` converts these tensors back."""
+    """Returns the input sequences of the model as tensors. `fed_examples` converts the tensors back to sequences."""
     ids, scored, targets = _scored_tokens(examples) if _plain(examples) else _scored_tokens_each(examples)
     columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": scored, "targets": targets}
     return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}

@@ -53,7 +53,7 @@ def estimate_advantages(
     """Computes the advantages of a step. `seed` is the seed of the random resampling of PF-PPO."""
     algorithm, sequence_K, reduce = recipe.algorithm, experience.sequence_K, experience.reduce
     metrics: dict[str, float] = {}
-    # Parts of the score may be assigned to earlier tokens. The rest of the score is the reward of the last token.
+    # `token_rewards_K` may assign parts of a score to earlier tokens. The last token gets the rest of the score.
     earlier_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
     rewards_K = experience.token_rewards_K.clone()
     rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
@@ -91,7 +91,7 @@ def estimate_advantages(
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None
     if algorithm.pf_ppo.method != "none":
-        # Every rank has all scores, so every rank samples the same repeats.
+        # Every rank has all scores, so every rank samples the same number of repeats per response.
         repeats_S = draw_repeats(experience.scores_S, **algorithm.pf_ppo.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
     rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K

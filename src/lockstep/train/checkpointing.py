@@ -75,7 +75,7 @@ def write_export(
     """Exports a checkpoint with a model card. Returns messages for the user, and the result of the check of the
     exported model."""
     state, messages = found.state, [f"exported the model to {out}"]
-    if not state.kind:  # saved by an earlier lockstep version
+    if not state.kind:  # the checkpoint is from an earlier lockstep version
         state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     verified = export_checkpoint(
@@ -83,7 +83,8 @@ def write_export(
     )
     if state.kind == "value" and STATS not in state.files:
         messages.append(
-            "its scores are not normalised: there were no validation rows (data.val) to compute mean and std"
+            "the scores of the exported model are not normalised: there were no validation rows (data.val) to compute "
+            "mean and std"
         )
     return messages, verified
 
@@ -207,7 +208,7 @@ class Checkpointer:
                 _layout(state.world_size, tensor, context),
             ]
             self.run.console.warn(
-                f"resuming on {layouts[0]} a run of {layouts[1]}: "
+                f"resuming a run of {layouts[1]} on {layouts[0]}: "
                 "the rows of each update stay the same, but dropout masks differ"
             )
 

@@ -225,7 +225,7 @@ def _refuse_empty(metas: Sequence[RolloutMeta], prompts: Mapping[int, Prompt]) -
     problems = [
         Problem(
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin}",
-            "has no token of the policy, so its score cannot be assigned to a token",
+            "the response has no token of the policy, so its score cannot be assigned to a token",
             "the engine must return at least the token that ended the response; the last checkpoint is untouched",
             code="empty-response",
         )
@@ -258,7 +258,7 @@ def make_example(rollout: Rollout) -> Example:
     return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.loss_mask), rollout.prompt.question.origin)
 
 
-# This part splits a step into mini-batches, and computes the models' log-probs and values before the first update.
+# The code below splits a step into mini-batches, and computes log-probs and values before the first update.
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,7 @@ class UpdateRows:
 
     responses: slice
     rows_by_rank: list[list[PackedRow]]
-    """The packed rows of each data-parallel rank. In these rows, responses are numbered from the first response of the
-    update."""
+    """The packed rows of each data-parallel rank. A row refers to a response by its index within the update."""
 
     def owners(self) -> Iterator[tuple[int, int]]:
         """Yields for each response the data-parallel rank that trains on it, and the index of the response in the
@@ -283,7 +282,7 @@ class UpdatePlan:
 
     responses: slice
     tokens: slice
-    """The range of the update in the vectors over the tokens of this rank."""
+    """The slice of the update's tokens in the token vectors of this rank."""
     batches: list[MicroBatch]
     local_only = True
 
@@ -316,8 +315,8 @@ def pack_minibatches(experience: Experience, models: Models, batch: Batch) -> li
 
 
 def plan_updates(experience: Experience, updates: Sequence[UpdateRows], models: Models) -> list[UpdatePlan]:
-    """Returns the micro-batches of this rank, which must have the responses of these micro-batches. Old and new
-    log-probs are computed in the same micro-batches, so their ratio is exactly 1 before an update."""
+    """Returns the micro-batches of this rank. The rank must already have the responses of its micro-batches. Old and
+    new log-probs are computed in the same micro-batches, so their ratio is exactly 1 before an update."""
     return [_plan(experience, update, models) for update in updates]
 
 

@@ -27,7 +27,7 @@ from lockstep.run.files import written_aside
 from lockstep.types import Example, Item
 
 MANIFEST = "manifest.json"
-# The number of rows that are computed together. A large number allows dense packing.
+# The number of rows that are computed together. A large number of rows allows dense packing.
 GROUP = 256
 
 Columns = dict[str, torch.Tensor]
@@ -94,7 +94,7 @@ def open_cache(
             _write(folder, identity, shapes, targets, parts)
         else:
             for _ in parts:
-                pass  # every rank computes a part; only rank 0 writes
+                pass  # every rank computes a part of the rows; only rank 0 writes files
         world.barrier()
     return LogprobCache(folder, list(shapes), sequences(items))
 

@@ -112,8 +112,8 @@ class TargetBatches(Protocol):
 
 @dataclass
 class Models:
-    """The models of a run. `module` is the policy or the trained reward model. `learner` trains this module; it is None
-    if nothing is trained."""
+    """The models of a run. `module` is the policy or the trained reward model. `learner` trains `module`, or is None if
+    nothing is trained."""
 
     module: nn.Module
     packing: Packing
@@ -125,8 +125,8 @@ class Models:
     the policy without its adapter."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
-    """The cached outputs of a reference model or teacher for all rows. If this cache is set, the model itself is not
-    used."""
+    """The cached outputs of a reference model or teacher for all rows. If `cache` is set, the reference model or
+    teacher itself is not used."""
     longest: int = 0
     """The maximum length of a sequence of this run in tokens."""
     reference_outputs: list[torch.Tensor] | None = None
@@ -150,7 +150,8 @@ class Models:
         return self.packing(items)
 
     def pack(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
-        """Returns the packed rows of each data-parallel rank. All models of the run can process these rows."""
+        """Returns the packed rows of each data-parallel rank. Responses share a prompt only if every model allows
+        it."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]
         return self.packing.pack(responses, min((limit for limit in limits if limit is not None), default=None))

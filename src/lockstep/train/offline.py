@@ -53,8 +53,8 @@ CAUSES = {
 def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
-    """Raises `Refusal` if the policy and the reference differ before the first update. In a replay of a tape, the run
-    continues, because the replay finds the cause."""
+    """Raises `Refusal` if the policy and the reference differ before the first update. A replay of a tape continues
+    after a difference, because it finds the cause."""
     kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return
@@ -93,8 +93,8 @@ def assert_identity(
 
 
 def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
-    """Returns whether all log-probs agree. If some log-probs differ, raises `Refusal`; only a replay of a tape
-    continues."""
+    """Returns whether all log-probs agree. If some log-probs differ, raises `Refusal`, or returns False in a replay of
+    a tape."""
     difference = (policy - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:

@@ -62,7 +62,7 @@ class Online:
 
 @contextmanager
 def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False) -> Iterator[Online]:
-    """Loads data and models. A replay of a tape sets `keeps` to False. `accept` resumes even if models have changed."""
+    """Loads data and models. A replay of a tape sets `keeps` to False. `accept` allows a resume with changed models."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
         with (

@@ -15,6 +15,8 @@ from lockstep.parallel.sharded_files import fill_all
 from lockstep.parallel.sharding import by_mesh, total_norm, whole
 from lockstep.recipe.schema import Optim
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def learning_rate(step: int, total: int, settings: Optim) -> float:
     """Returns the learning rate of update `step` (counted from 0) of `total` updates. The learning rate rises linearly
@@ -66,9 +68,9 @@ class Optimizer:
     """AdamW on the parameters, or on fp32 master weights that are copied to the parameters.
 
     With master weights, the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` is the name of
-    the fused AdamW kernel of the device. The kernel accepts the gradient of a single micro-batch in the dtype of the
-    gradient. Parameters in `spared` and one-dimensional parameters have no weight decay, unless `settings.decay_all` is
-    set.
+    the fused AdamW kernel of the device. If an update has one micro-batch, the kernel reads its gradients without a
+    conversion to fp32. Parameters in `spared` and one-dimensional parameters have no weight decay, unless
+    `settings.decay_all` is set.
     """
 
     def __init__(
@@ -85,10 +87,9 @@ class Optimizer:
         self.masters = masters
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._grads: dict[str, torch.Tensor] = {}
-        """The gradients for the fused kernel. The gradients are converted to fp32 when the second micro-batch is
-        added."""
+        """The gradients that the fused kernel reads. They become fp32 when the second micro-batch is added."""
         self._ready: Any = None
-        """The prepared update of the fused kernel. `gradient_norm` sets it."""
+        """The update that the fused kernel runs in `step`, prepared by `gradient_norm`."""
         self.master_weights = (
             {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         )
@@ -219,17 +220,30 @@ class Optimizer:
         return {name: whole(value).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores the optimizer state. Each rank reads only its shards from the files."""
+        """Restores the optimizer state. Each rank reads only its shards from the files.
+
+        AdamW has no state of a parameter before its first update. So a checkpoint from the warm-up of the critic has no
+        moments of the policy."""
+        stored = set(tensors)
         targets = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
+            if not has_moments(name, stored):
+                self.adamw.state.pop(parameter, None)
+                continue
             state = self.adamw.state[parameter]
             # AdamW creates its state in the first step, but restoring needs the state before that step. The fused AdamW
             # of torch keeps its step count on the device.
             state["step"] = torch.zeros((), device=parameter.device if self.adamw.defaults["fused"] else None)
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS:
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
             targets |= {f"{key}/{name}": value for key, value in state.items()}
         fill_all(targets, tensors)
+
+
+def has_moments(name: str, stored: Collection[str]) -> bool:
+    """Returns whether the stored state has AdamW's state of a parameter. A part of it counts, so that the missing part
+    is an error."""
+    return any(f"{key}/{name}" in stored for key in (*MOMENTS, "step"))
 
 
 def weight_decays(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:

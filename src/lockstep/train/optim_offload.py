@@ -1,8 +1,8 @@
 """AdamW whose state, or whose weights and gradients, are offloaded to the CPU.
 
 The results are the same as without offload. The update is computed on the device with the same operators, a few
-parameters at a time. The tensors of these parameters are copied to the device and back. The operators are elementwise,
-so the number of parameters that are updated together does not change the results.
+parameters at a time. Offloaded tensors of these parameters are copied to the device before their update, and back after
+it. The operators are elementwise, so the number of parameters that are updated together does not change the results.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from lockstep.parallel.sharded_files import fill_all
 from lockstep.parallel.sharding import total_norm
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.schema import Optim
-from lockstep.train.optim import Optimizer, device_kernel, weight_decays
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from lockstep.train.optim import MOMENTS, Optimizer, device_kernel, has_moments, weight_decays
 
 
 class HostOptimizer(Optimizer):
@@ -199,7 +197,13 @@ class HostOptimizer(Optimizer):
         }
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        fill_all(self.local_state(), tensors)
+        stored = set(tensors)
+        fresh = [name for name in self.parameters if not has_moments(name, stored)]
+        unset = {f"{key}/{name}" for name in fresh for key in (*MOMENTS, "step")}
+        targets = self.local_state()
+        for name in unset:
+            targets.pop(name).zero_()
+        fill_all(targets, tensors)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

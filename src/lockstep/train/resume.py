@@ -63,7 +63,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     # Secrets are masked before the comparison.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
-    # An earlier lockstep version does not know a newer key, whose default is the behaviour of that version.
+    # Earlier lockstep versions do not have newer keys. The default of a newer key is the behaviour of these versions.
     newer = {key for key in new.keys() - old.keys() if is_default(key, new[key])}
     unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in newer]
     return [Changed(key, old.get(key), new.get(key)) for key in unlike]
@@ -101,7 +101,8 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
 
 def _stopped_before(change: Changed) -> bool:
     """Returns whether the old value is `error`, which stops a run at the first row that the new value would change. So
-    no row of the checkpoint was such a row. A run that streams its rows can continue after such a row."""
+    the new value changes no row before the checkpoint. A run that streams its rows can continue after the row at which
+    it stopped."""
     return change.key in ("data.overlong", "data.bad_rows") and change.before == "error"
 
 
@@ -309,7 +310,7 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
 
 
 # `lockstep train --resume-from` creates a new run folder with a copy of a checkpoint of another run. The new folder
-# also gets the metrics, samples and recipes up to that checkpoint. Then training continues in the new folder from this
+# also gets the metrics, samples and recipes up to that checkpoint. Training continues in the new folder from the copied
 # checkpoint. The source run is not changed.
 
 ORIGIN = "resumed_from.json"
@@ -358,7 +359,7 @@ def checkpoint_at(path: Path) -> Path:
     else:
         steps = checkpoints.steps_in(RunFolder(path).checkpoints)
         if not steps:
-            why = "is neither a checkpoint nor a run folder with a checkpoint"
+            why = "this path is neither a checkpoint nor a run folder with a checkpoint"
             raise Refusal.at(
                 where,
                 why,

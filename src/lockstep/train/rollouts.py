@@ -30,7 +30,7 @@ class Rollouts:
     position: int
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
-    """Only in a replay of a tape: the generated responses, if the step trains on the recorded responses."""
+    """In a replay of a tape that trains on the recorded responses: the responses that this run generated."""
     rescored_S: torch.Tensor | None = None
     """Only in a replay of a tape: the scores that this run computed for the recorded responses."""
 
@@ -55,7 +55,7 @@ def take_rollouts(
             (kept if max_batches == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
     # If the limit of generation batches is reached, groups with equal scores fill the step to its full size.
     filled = kept + uniform[: wanted - len(kept)]
-    # Until here, `prompt_index` is a position in the dataset. From here on, it is the index of the prompt in the step.
+    # In `filled`, `prompt_index` is a position in the dataset. In `rollouts`, it is the prompt's index in the step.
     index = {group[0].prompt_index: number for number, group in enumerate(filled)}
     rollouts = [replace(one, prompt_index=index[one.prompt_index]) for group in filled for one in group]
     local = [replace(one, prompt_index=index[one.prompt_index]) for one in collector.local if one.prompt_index in index]

@@ -121,8 +121,8 @@ class Run:
             for change in code_changes(self.folder.read_env().get("own_code"), code) if step else []:
                 self.console.warn(change)
             self._unwritten = partial(self._write_evidence, step, switches, fused, code)
-            # A resumed run writes these files when it logs its first step. So resuming a finished run does not change
-            # its files.
+            # A resumed run writes recipe.yaml and env.json when it logs its first step, so resuming a finished run
+            # changes no file.
             if step == 0 or not self.folder.recipe.is_file():
                 self._write_pending()
             for tracker in self.trackers:
@@ -306,7 +306,7 @@ def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experienc
 
 # By default, a tape stores weights and optimizer states if the model has at most this many trained parameters.
 SMALL = 16_000_000
-# Weights, two moments and master weights, each with 4 bytes per parameter.
+# A tape stores the weight, two moments and the master weight of each parameter, with 4 bytes each.
 BYTES_A_PARAMETER = 16
 
 
@@ -365,7 +365,7 @@ def record_rollouts(
     generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
     tape.rollouts(generated, judged_S, experience.baseline_S)
     tape.examples([example for _, example in every])
-    # The names of these vectors are part of the tape format.
+    # The names of the recorded vectors are part of the tape format.
     vectors = {
         "old": outputs.old_K,
         "reference": outputs.reference_K,

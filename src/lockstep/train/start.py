@@ -25,13 +25,13 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
     """
     file = running_file()
     if file is not None:
-        why = "was imported to get one of its functions, but the import starts a training run"
+        why = "this file was imported to get one of its functions, but the import starts a training run"
         raise Refusal.at(file, why, 'start the run only under: if __name__ == "__main__":', code="import-side-effect")
     return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
 
 def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
-    """Runs the training loop of the recipe's method. The recipe must be checked."""
+    """Runs the training loop of the recipe's method. The recipe must have passed its checks."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:

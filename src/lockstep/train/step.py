@@ -67,7 +67,7 @@ class Balance:
 
 def token_weights(batch: MicroBatch) -> torch.Tensor:
     """Returns for each token of a micro-batch the number of sequences that contain it. A token of a shared prefix is in
-    several sequences. Padding and the dummy token of an empty micro-batch have 0."""
+    several sequences. For padding and for the dummy token of an empty micro-batch, the number is 0."""
     rows, width = batch.input_ids_NT.shape
     if not batch.tokens:
         return torch.zeros(rows * width)
@@ -177,7 +177,7 @@ class Learner:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
-                # With fp16, an overflow means that the loss scale is too large. The update is skipped and counted.
+                # With fp16, an overflow means that the loss scale is too large. The overflowed update is skipped.
                 self.skipped += 1
                 self.optimizer.forget()
                 return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}

@@ -144,7 +144,7 @@ class Training:
 
     @property
     def carried(self) -> dict[str, float]:
-        """The values that the training loop keeps between steps. These values are stored in checkpoints and tapes."""
+        """The values that the training loop keeps between steps. Checkpoints and tapes store `carried`."""
         return self.position.carried
 
     @property
@@ -358,9 +358,9 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        # The signal may arrive while this thread writes to the same stream, which does not allow a nested write. So
-        # another thread prints the message. `threading.Thread` is not used, because it needs locks that this thread may
-        # hold.
+        # The signal may arrive while this thread writes to the same stream, which does not allow a nested write. For
+        # this reason another thread prints the message. `threading.Thread` is not used, because it needs locks that
+        # this thread may hold.
         text = "stopping after this step; a checkpoint will be saved; press Ctrl-C again to stop immediately"
         _thread.start_new_thread(console.warn, (text,))
 

@@ -72,8 +72,9 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
         raise Refusal.at(
             "rollout.max_probs_diff",
             f"the token probabilities of engine and trainer differ by {mean:.3g} on average, and the limit is {most:g}",
-            "use fp32 or the hf engine to find out which one is wrong, or set algorithm.rollout_correction; with "
-            "rollout.max_staleness, some difference is normal. The last checkpoint is untouched",
+            "use fp32 or the hf engine to find out whether the engine or the trainer is wrong, or set "
+            "algorithm.rollout_correction; with rollout.max_staleness, some difference is normal. The last checkpoint "
+            "is untouched",
             code="logprobs-differ",
         )
 
@@ -92,7 +93,7 @@ def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
 def select_tokens(
     algorithm: Algorithm, batch: TrainBatch, plan: UpdatePlan, seed: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Returns the tokens of the update that the losses `clip_cov` or `kl_cov` select. Returns None for other losses."""
+    """Returns the tokens that the loss `clip_cov` or `kl_cov` selects in an update, or None for every other loss."""
     keys = loss_row(algorithm.loss).selection_keys
     if keys is None:
         return None

@@ -1,7 +1,7 @@
 """Runs OpenRLHF's `batch_inference`: generates answers to prompts, or scores answers with a reward model.
 
-The next command of an OpenRLHF script reads the output file, so its rows have OpenRLHF's columns: `input`, `output`,
-and, after scoring, `reward`. Texts are rendered as in OpenRLHF.
+The next command of an OpenRLHF script reads the output file, so its rows have OpenRLHF's columns (`input`, `output`
+and, after scoring, `reward`). Texts are rendered as in OpenRLHF.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def prompt_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def _opens(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Returns whether to prepend a BOS token: only for `generate_vllm`, and never a second one."""
+    """Returns whether to prepend a BOS token: only for `generate_vllm`, if the text does not start with one."""
     return order.task == "generate_vllm" and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 

@@ -20,7 +20,7 @@ _FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
 
 
 def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Converts `openrlhf.cli.PROGRAM WORDS`. `locations` has the place of each word in a script."""
+    """Converts `openrlhf.cli.PROGRAM WORDS`. `locations` has the script line of each word."""
     tables = load_tables("openrlhf")
     if (name := program.rsplit(".", 1)[-1]) in tables["inference"]:
         refuse_training(name, words, locations)
@@ -37,7 +37,7 @@ def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str
 
 
 def flags_of(rows: Iterable[KeyRow], dotted: bool) -> dict[str, Flag]:
-    """Returns the flags of a style (dotted or flat), by the name that commands use."""
+    """Returns a mapping from the flag names of one style (dotted or flat) to the flags."""
     return {name: Flag(row.key, *FLAG_TYPES[row.type]) for row in rows if (name := row.name(dotted)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""Conversion rules of OpenRLHF's `train_ppo_ray`: PPO, GRPO, REINFORCE++, RLOO, rollout correction."""
+"""Conversion rules of OpenRLHF's `train_ppo_ray`, for PPO, GRPO, REINFORCE++, RLOO and rollout correction."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def algorithm_rule(done: Conversion) -> None:
     _kl(done)
     _correction(done)
     if done["dynamic_filtering"]:
-        note = "lockstep fills the step with filtered groups after 10 generation batches; OpenRLHF has no such limit"
+        note = "after 10 generation batches, lockstep adds groups that failed the filter; OpenRLHF has no such limit"
         done.write("algorithm.dynamic_sampling.max_gen_batches", 10, "dynamic_filtering", note=note)
         bounds = "dynamic_filtering_reward_range"
         done.write("algorithm.dynamic_sampling.between", done.numbers(bounds), bounds)
@@ -112,7 +112,7 @@ def _kl(done: Conversion) -> None:
         done.ignore("OpenRLHF reads this flag only with kl_target", "kl_horizon")
 
 
-# Rollout correction: OpenRLHF 0.7.5 has token weights, 0.11 `is_correction_type`, 0.11.2 `is_correction_level`.
+# Rollout correction of OpenRLHF: 0.7.5 has token weights, 0.11 `is_correction_type` and 0.11.2 `is_correction_level`.
 
 
 def _correction(done: Conversion) -> None:
@@ -211,7 +211,7 @@ def data_and_model_rule(done: Conversion) -> None:
 
 
 def _lengths(done: Conversion) -> None:
-    drop = "lockstep drops and counts longer prompts; OpenRLHF truncates their end"
+    drop = "lockstep drops and counts prompts over the limit; OpenRLHF truncates their end"
     keys = [key for key in ("prompt_max_len", "max_len") if done.is_set(key)]
     done.write("data.overlong", "drop", *keys, note=drop)
     if not is_dotted_command(done):

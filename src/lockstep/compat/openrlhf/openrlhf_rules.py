@@ -1,4 +1,4 @@
-"""Rules that OpenRLHF's trainers share, and the rules of its offline trainers: SFT, DPO, KTO, RM, PRM, distillation."""
+"""Rules that all OpenRLHF trainers share, and rules of its offline trainers (SFT, DPO, KTO, RM, PRM, distillation)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def dataset_names(names: Any) -> list[str]:
 
 
 def sources(names: str, probs: str | None, split: str) -> list[dict[str, Any]]:
-    """Returns the sources of names `a,b` with weights `0.4,0.6`. A name that is no file is a Hugging Face data set."""
+    """Returns data sources from names such as `a,b` and weights such as `0.4,0.6`. A name that is no file is a hub data
+    set."""
     paths = dataset_names(names)
     weights = [float(weight) for weight in probs.split(",")] if probs else []
     found: list[dict[str, Any]] = []
@@ -103,7 +104,7 @@ def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
         keys.append("max_samples")
         found = [{**source, "rows": done.integer("max_samples")} for source in found]
         if count > 1:
-            note = "lockstep uses the first rows of each data set; OpenRLHF the first rows of the mixture"
+            note = "lockstep uses the first rows of each data set; OpenRLHF uses the first rows of the mixture"
     done.write(
         "data.train", [source["path"] if set(source) == {"path"} else source for source in found], *keys, note=note
     )
@@ -124,7 +125,7 @@ def template_rule(done: Conversion) -> None:
     if form and "{}" in form:
         done.write("data.prompt_format", form, "input_template")
     elif form:
-        done.ignore("the template has no {} for the prompt; OpenRLHF does not use it either", "input_template")
+        done.ignore("the template has no {} for the prompt; OpenRLHF ignores such a template, too", "input_template")
 
 
 # Offline trainers ----------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Converts command lines of verl 0.4 and 0.9: `main_ppo` and the SFT trainers."""
+"""Converts command lines of `main_ppo` and of the SFT trainers, for verl 0.4 and 0.9."""

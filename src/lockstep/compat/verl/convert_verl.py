@@ -17,7 +17,7 @@ _CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer
 
 
 def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Converts `verl PROGRAM WORDS`. `locations` has the place of each word in a script."""
+    """Converts `verl PROGRAM WORDS`. `locations` has the script line of each word."""
     tables = load_tables("verl")
     name = program_name("verl", program, tables)
     trainer = tables["programs"][name]

@@ -17,9 +17,9 @@ BYPASS, BYPASS_LOSS = f"{GROUP}.bypass_mode", f"{GROUP}.loss_type"
 
 _ADVANTAGE_NOTES = {
     "optimal_token_baseline": "the response of a group of one has advantage 0; in verl its advantage is its return",
-    "gpg": "the scale factor counts sequences in groups with unequal scores; verl counts non-zero scores",
+    "gpg": "the scale factor N / M counts M sequences in groups with unequal scores; verl counts non-zero scores",
 }
-# verl averages these losses over sequences, whatever loss_agg_mode is; KL and entropy follow loss_agg_mode.
+# Whatever loss_agg_mode is, verl averages sapo and geo_mean over sequences. KL and entropy follow loss_agg_mode.
 _BY_SEQUENCE = ("sapo", "geo_mean")
 _GSPO = "verl 0.9 aggregates GSPO by loss_agg_mode (default: over tokens); earlier releases always over sequences"
 _SUM_NORM = {
@@ -42,8 +42,8 @@ _LOSS_PARAMETERS = {
 # Values of verl's filter_groups.metric that mean the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# For each of verl's rejection criteria: how lockstep combines the statistic over tokens, and its name in lockstep.
-# verl's k1 becomes a range of the ratio in lockstep; `_band` inverts its bounds.
+# `CRITERIA` maps a rejection criterion of verl to lockstep's aggregation over tokens and lockstep's name of the
+# statistic. verl's k1 becomes a range of the ratio in lockstep; `_band` inverts its bounds.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {
@@ -264,7 +264,7 @@ def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> Non
     if done.lookup(BYPASS_LOSS) is None:
         return
     if done[NORMALIZE]:
-        done.refuse(NORMALIZE, "verl's mean weight per micro-batch depends on the batch size", f"{NORMALIZE}=false")
+        done.refuse(NORMALIZE, "division by the mean of a micro-batch depends on the batch size", f"{NORMALIZE}=false")
     if floor is not None:
         done.refuse(BOUND, "bypass_mode has no lower bound of weights", "write one number, the largest weight")
     if kind is None:

@@ -27,8 +27,8 @@ def run_name(value: Any) -> str:
 
 
 def first_set(done: Conversion, keys: Sequence[str]) -> str:
-    """Returns the first of `keys` that the command sets. If it sets none, returns the first with a default, or else the
-    first."""
+    """Returns the first of `keys` that the command sets. If the command sets none of `keys`, returns the first key with
+    a default, or else the first key."""
     return next((key for key in keys if done.is_set(key)), next((key for key in keys if done[key]), keys[0]))
 
 
@@ -84,7 +84,7 @@ def keep_rule(done: Conversion, key: str) -> None:
 
 
 def group_rule(done: Conversion, to: str, group: str) -> None:
-    """Converts all keys of the command below `group` to one mapping, the recipe key `to`."""
+    """Converts all keys `group.NAME` of the command to one mapping of NAME to value, for the recipe key `to`."""
     if keys := done.below(group):
         done.write(to, {key[len(group) + 1 :]: done[key] for key in keys}, *keys)
 

@@ -1,8 +1,9 @@
 """The built-in chat templates, and which of them is the append-only version of a tokenizer's template.
 
-A template is append-only if a chat with one more message is rendered as the same text with an addition. Templates of
-reasoning models are not: they remove the `<think>` block of an assistant turn when a later user message follows. The
-built-in version of such a template keeps the block, and renders the same text wherever the original is append-only.
+A template is append-only if a further message only adds text at the end. Templates of reasoning models are not
+append-only: they remove the `<think>` block of an assistant turn when a later user message follows. The built-in
+version of a reasoning template keeps `<think>` blocks. If the original template is append-only for a chat, the built-in
+version gives the same text.
 
 A training template must also render the end token of every assistant turn, and all tool calls. Built-in versions exist
 for a template without end tokens (GLM) and for a template that drops tool calls (SmolLM3), too.
@@ -41,9 +42,9 @@ class Builtin:
     variant: str = ""
     """A variable that selects a variant of the template in the file."""
     rewrites: str = ""
-    """What the original template of the models changes in earlier turns: `thoughts`, or the `system` message and tools,
-    which it moves to the last user turn. `drops`: the original drops tool calls and reasoning fields of any turn. Empty
-    if the original is append-only."""
+    """If `thoughts`, the original template removes reasoning from earlier turns. If `system`, the original template
+    moves the system message and the tools to the last user turn. If `drops`, the original template drops tool calls and
+    reasoning fields of every turn. If empty, the original template is append-only."""
     closings: tuple[str, ...] = ()
     """Tokens of which one ends an assistant turn, if the original has no end token: it writes this token at the
     beginning of the next message."""
@@ -100,7 +101,7 @@ _TOOL = {
 
 
 def append_only_version(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns the name of the built-in append-only version of the tokenizer's template; None if there is none."""
+    """Returns the name of the built-in append-only version of the tokenizer's template, or None if there is none."""
     if not tokenizer.chat_template:
         return None
     return _version_of(tokenizer.get_chat_template(), tuple(sorted(tokenizer.special_tokens_map.items(), key=str)))
@@ -126,7 +127,7 @@ def closing_version(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def version_note(rows: Mapping[str, int], *, turns: str = "all") -> str:
-    """Describes for the data report how many rows each append-only version rendered; `rows` has other keys, too."""
+    """Describes how many rows each append-only template rendered. `rows` maps template and other names to counts."""
     return "".join(
         f"; {rows[name]:,} rows use the append-only template {name}, because the tokenizer's template "
         + _reason(builtin, turns)
@@ -168,7 +169,8 @@ def without_dropped(chat: Sequence[Message]) -> list[Message]:
 
 
 def _is_version(name: str, original: str, special: Mapping[str, Any]) -> bool:
-    """Compares two templates on sample chats: equal where the original is append-only, else equal without thoughts."""
+    """Returns whether two templates agree on sample chats. For a chat that the original does not render append-only,
+    the texts may differ in `<think>` blocks and white space."""
     compared, drops = 0, BUILTIN[name].rewrites == "drops"
     for sample, inputs in _samples():
         if drops and inputs.get("tools"):
@@ -188,7 +190,7 @@ def _is_version(name: str, original: str, special: Mapping[str, Any]) -> bool:
 
 
 def _is_append_only(template: str, chat: list[Message], inputs: Mapping[str, Any], special: Mapping[str, Any]) -> bool:
-    """Returns whether every assistant turn of a chat follows its generation prompt and stays as it is."""
+    """Returns whether each assistant turn follows its generation prompt and is the same text in the full chat."""
     full = _rendered(template, chat, inputs, special) or ""
     for number, message in enumerate(chat):
         if message["role"] == "assistant":

@@ -121,10 +121,11 @@ def render_turn(
     append_only: bool = False,
     where: str = "",
 ) -> Spans:
-    """Renders a chat up to the assistant turn `index` and trains only this turn, in the context of its generation.
+    """Renders a chat up to the assistant turn `index` and trains only this turn, in the context in which it is
+    generated.
 
-    The tokenizer's template renders the context. If it does not render the turn as the model generates it (for example,
-    without its reasoning), and `append_only` is set, the append-only version of the template renders the turn.
+    The tokenizer's template renders the context. If this template does not render the turn as the model generates it
+    (for example, without its reasoning), and `append_only` is set, its append-only version renders the turn.
     """
     messages = [
         {**turn, "weight": 0} if turn["role"] == "assistant" and number < index else turn
@@ -155,7 +156,7 @@ def _turn_of_version(
     version: str,
     original: ChatText,
 ) -> str | None:
-    """Returns the text of the last turn in the append-only version; None if it does not fit the original's prompt."""
+    """Returns the last turn in the append-only version, or None if it does not fit the original generation prompt."""
     chat, count = ChatText(tokenizer, messages, origin, inputs, builtin_text(version)), len(messages)
     before, after = chat.upto(count - 1, open_turn=True), chat.upto(count, open_turn=False)
     prompts = [_generation_prompt(one, count - 1) for one in (original, chat)]
@@ -177,8 +178,8 @@ def _rendered(
     version: str = "",
     remedy: str | None = LATER,
 ) -> Spans:
-    """Renders a chat with the tokenizer's template or its append-only version. Without `remedy`, a refusal of a turn
-    that the template changes gives no advice, because finding advice takes time."""
+    """Renders a chat with the tokenizer's template or its append-only version. If `remedy` is None, the error about a
+    changed turn has no advice, because finding advice takes time."""
     numbers, template = trained_messages(messages, roles), builtin_text(version) if version else None
     marked = not version and tuple(roles) == ASSISTANT and has_markers(tokenizer)
     if marked:
@@ -192,7 +193,8 @@ def _rendered(
 
 
 def trained_messages(messages: Sequence[Message], roles: Sequence[str] = ASSISTANT) -> list[int]:
-    """Returns the indices of the messages that are trained: of the given roles, with text, without a weight of 0."""
+    """Returns the indices of trained messages, which have one of `roles` and no weight of 0. Messages other than
+    assistant turns must also have text."""
     return [
         number
         for number, message in enumerate(messages)
@@ -326,8 +328,7 @@ def _content_span(
     inputs: TemplateInputs,
     template: str | None,
 ) -> tuple[int, int]:
-    """Returns where the content of a message that is no assistant turn stands in the text, with the special token after
-    it.
+    """Returns the character range of a non-assistant message's content, including the special token after it.
 
     The message is replaced by a mark, because its words may also occur in other messages or in the template.
     """

@@ -136,7 +136,7 @@ def _near_word(name: str, template: str) -> str:
 def with_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, bool | int | float | str]
 ) -> PreTrainedTokenizerBase:
-    """Sets variables at the beginning of the tokenizer's template. An exported model does not include the variables."""
+    """Sets variables at the beginning of the tokenizer's template. An exported template does not set them."""
     if not arguments:
         return tokenizer
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""

@@ -17,8 +17,8 @@ from lockstep.types import Message, Origin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Names that a row or a request must not pass to a chat template: they are no variables, or other columns or keys set
-# them.
+# Names that a row or a request must not pass to a chat template as variables. These names are arguments of
+# `apply_chat_template`, or other columns or keys set them.
 RESERVED = frozenset(
     {"messages", "conversation", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
@@ -45,9 +45,9 @@ NO_INPUTS = TemplateInputs()
 class ChatText:
     """One chat, rendered by the tokenizer's template up to any of its messages.
 
-    `apply_chat_template` is slow for this, because it copies every message and rebuilds the template context in each
-    call, and a chat is rendered once per turn. Messages that have only role and content are therefore rendered directly
-    by the compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
+    A chat is rendered once per turn. `apply_chat_template` would be slow, because each call copies every message and
+    rebuilds the template context. Messages that have only role and content are therefore rendered directly by the
+    compiled template. The output of the compiled template is compared with `apply_chat_template` on first use.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ChatText:
         return text
 
     def first_refused(self) -> int:
-        """Returns the number of the first message with which the template fails, beginning with the first user
+        """Returns the number of the first message at which the template fails. The test starts at the first user
         message."""
         roles = [str(message["role"]) for message in self._messages]
         first = roles.index("user") + 1 if "user" in roles else 1
@@ -112,7 +112,7 @@ class ChatText:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, inputs: TemplateInputs, origin: Origin) -> str:
-    """Returns the text of the tokenizer's template. Some tokenizers have another one for chats with tools."""
+    """Returns the text of the tokenizer's template. Some tokenizers have a separate template for chats with tools."""
     try:
         return tokenizer.get_chat_template(tools=list(inputs.tools) or None)
     except Exception as error:  # the tokenizer has no template, or is of a class with its own code
@@ -120,7 +120,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase, inputs: TemplateInputs, orig
 
 
 def refused_by_template(error: Exception, origin: Origin, number: int = 0) -> Refusal:
-    """Returns the refusal of a chat for which the template fails. `number` is the message at which it fails."""
+    """Returns the refusal of a chat for which the template fails. `number` is the message at which the template
+    fails."""
     why = f"the chat template refuses this chat{f' at message {number}' if number else ''}: {error}"
     return Refusal.at(
         origin, why, "fix or remove the row, or use another template (data.template)", code="template-error"
@@ -171,7 +172,7 @@ class _FastTemplate:
 
 
 def _fast_template_of(tokenizer: PreTrainedTokenizerBase, template: str) -> _FastTemplate | None:
-    """Returns the compiled template; None if the tokenizer overrides `apply_chat_template`."""
+    """Returns the compiled template, or None if it cannot replace the tokenizer's `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase

@@ -37,7 +37,7 @@ class ExtraColumns:
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
-        """Finds the extra columns of a source. Columns in `used` are ignored.
+        """Finds the extra columns of a source. Columns in `used` are skipped, because they have another use.
 
         Input and history columns are found only if the prompt column is `instruction`.
         """
@@ -207,7 +207,7 @@ class ColumnFinder:
         return given or self.first_column((*PROMPTS, *CHATS))
 
     def extra_columns(self, prompt: str, *used: str) -> ExtraColumns:
-        """Returns the columns that extend the prompt. If `data.prompt_key` is set, there is no input or history."""
+        """Returns the columns that extend the prompt. If `data.prompt_key` is set, input and history are empty."""
         named = bool(self.setting("prompt_key"))
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 

@@ -67,7 +67,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """Converts a dialogue that is one text with "Human:" and "Assistant:" to a chat. Returns None for anything else.
+    """Converts a dialogue that is one text with "Human:" and "Assistant:" to a chat. Returns None for other values.
 
     Without this conversion, a chat template would put the full dialogue into one user message.
     """
@@ -167,8 +167,8 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """Returns how many messages of a full chat are the prompt. If the prompt is a text, it ends with the last user turn
-    that has this text."""
+    """Returns how many messages of a full chat are the prompt. If the prompt is a text, the last user turn with this
+    text is the last message of the prompt."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [
@@ -202,7 +202,7 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
     else:
         cut = next((i for i in range(len(common), 0, -1) if common[i - 1].isspace()), 0)
     rests = [text[cut:] for text in texts]
-    # If another answer follows the common prefix, the dialogues differ before their last answer.
+    # If the text after the common prefix has another answer mark, the dialogues differ before their last answer.
     if not common[:cut].strip() or any(ANSWER_MARK in rest for rest in rests):
         raise _different_prompts(names, origin)
     return common[:cut], rests
@@ -230,8 +230,8 @@ def _listed(names: Sequence[str]) -> str:
 class SpecialText:
     """Finds special tokens of a tokenizer in texts.
 
-    The tokenizer converts such text to special tokens: an `<|im_end|>` in a user's text ends the user's turn. Rows that
-    contain special tokens are counted and reported.
+    The tokenizer converts text that spells a special token: an `<|im_end|>` in a user's text ends the user's turn. Rows
+    that contain special tokens are counted and reported.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):

@@ -32,7 +32,7 @@ class OverLimit(Refusal):
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
     """Returns the range of tokens that `data.overlong` keeps, or None if the row is dropped.
 
-    If `overlong` is `error`, raises `over`.
+    If `overlong` is `error`, raises the given error `over`.
     """
     if tokens <= limit:
         return slice(0, tokens)
@@ -74,8 +74,9 @@ def split_text(example: Example, limit: int) -> list[Example]:
     """Cuts a long text into consecutive pieces of at most `limit` tokens. Every target of the text is a target of
     exactly one piece.
 
-    A later piece starts with the last token of the piece before it. This token is only context: it was trained at the
-    end of the piece before. No BOS token is added to later pieces, and only the last piece has the end token.
+    A later piece starts with the last token of the piece before it. The repeated token is only context in the later
+    piece, because the earlier piece trains it. No BOS token is added to later pieces, and only the last piece has the
+    end token.
     """
     pieces = [example.cut(slice(0, limit))]
     for first in range(limit - 1, len(example) - 1, limit - 1):

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The conversion is needed, because chat templates drop or wrongly render some formats: ShareGPT's keys `from` and
-# `value` and its role names, contents that are null or a list of text parts, and tool arguments that are JSON strings.
+# The conversion is needed, because chat templates drop or wrongly render some formats. Examples are ShareGPT's keys
+# `from` and `value` and its role names, contents that are null or a list of text parts, and tool arguments that are
+# JSON strings.
 
 # Role names of other projects, mapped to the standard roles. A message with role `function_call` is an assistant turn.
 ROLES = {
@@ -40,7 +41,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-# Keys of images, video and audio. Rows with such inputs are refused, because the model would not see them.
+# Keys of images, video and audio. Rows with images, video or audio are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 # Keys of a chat message that hold its reasoning, separately from its content.
@@ -58,7 +59,7 @@ def as_messages(turns: Sequence[Any], origin: Origin) -> list[Message]:
 
 def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     if len(turn) == 2 and turn.get("role") in ROLE_NAMES and isinstance(turn.get("content"), str):
-        return turn  # fast path: already in the standard form
+        return turn  # The turn is already in the standard form.
     # In a table (parquet), every message has the keys of all messages, with null values for unused keys.
     fields = {key: value for key, value in turn.items() if value is not None}
     written = fields.pop("from", None) if "role" not in fields else fields["role"]
@@ -88,7 +89,7 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
 
 
 def _read_reasoning(fields: dict[str, Any], where: str, origin: Origin) -> None:
-    """Writes the reasoning of a message as text. Templates would ignore anything else."""
+    """Converts the reasoning of a message to text, because templates ignore other types."""
     for key in fields.keys() & set(REASONING):
         fields[key] = _content(fields[key], where, origin)
         if not isinstance(fields[key], str):
@@ -267,7 +268,8 @@ def _parsed(text: Any, what: str, origin: Origin) -> Any:
 
 
 # Most chat templates take the arguments of a tool call as an object, some as JSON text. A template that takes JSON text
-# fails for an object, or renders a Python repr (`{'city': 'Rome'}`), which would train unparsable calls.
+# fails for an object, or renders the object as a Python repr, which is not valid JSON, so the model would learn invalid
+# tool calls.
 
 _TRIED = {"city": "Rome"}
 # Errors that a template raises if it gets an unexpected type or does not support tool calls.

@@ -157,7 +157,7 @@ class RankingRows(ResponseRows):
 
     @property
     def scored_by(self) -> str:
-        """The column of the scores. Empty if the responses have no scores and are listed best first."""
+        """The column of the scores, or an empty string if the responses have no scores and are listed best first."""
         return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:

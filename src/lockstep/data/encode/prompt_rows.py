@@ -281,7 +281,7 @@ _WORKED = {
     "": "full text",
     GSM8K: f"after its {MARK}",
     MATH: r"in its last \boxed{}",
-    MATH_500: r"the full text, next to a solution with \boxed{}",
+    MATH_500: r"the full text, in rows with a solution in \boxed{}",
 }
 
 
@@ -322,7 +322,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
-            "set data.template, or use a model whose tokenizer has one",
+            "set data.template, or use a model whose tokenizer has a chat template",
             code="no-chat-template",
         )
     if question.prompt[-1]["role"] == "assistant":

@@ -40,7 +40,7 @@ class ResponseEncoder:
         inputs: TemplateInputs = NO_INPUTS,
         tally: Counter[str] | None = None,
     ) -> list[Example]:
-        """Encodes the responses to a prompt. Counts the append-only templates that are used in `tally`."""
+        """Encodes the responses to a prompt. `tally` counts the rows that each append-only template rendered."""
         texts = all(isinstance(turns, str) for turns in (prompt, *responses))
         if texts and not inputs and not self.encoding.templated:
             before = self.encoding.unseparated

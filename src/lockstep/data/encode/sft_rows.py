@@ -249,6 +249,6 @@ class SupervisedRows:
 
 
 def _trained_turns(example: Example) -> int:
-    """Returns the number of trained messages. Between two of them are tokens of the template, which are not trained."""
+    """Returns the number of trained messages. Untrained tokens of the template separate trained messages."""
     mask = bytes(example.loss_mask)
     return mask.count(b"\0\1") + mask.startswith(b"\1")

@@ -242,8 +242,7 @@ class StepWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
         self.tokenizer, self.marks = tokenizer, marks
-        # Some tokenizers join a placeholder with the word before it. These tokenizers need a space before the
-        # placeholder.
+        # Some tokenizers join a placeholder with the word before it, so they need a space before the placeholder.
         sticks = self._ids("x" + marks.placeholder)[-1] != marks.placeholder_id
         self.before_placeholder = " " if sticks else ""
 

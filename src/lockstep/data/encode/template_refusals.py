@@ -76,7 +76,7 @@ def not_after_prompt(
     elif same < len(closed):
         remedy = "use a template that only appends (data.template)"
     elif opening.strip() not in content and all(works({**turn, "content": text + content}) for text in openings):
-        remedy = f"begin the answer with {opening!r}, or use a template with the same text in both (data.template)"
+        remedy = f"begin the answer with {opening!r}, or use a template that adds it to assistant turns (data.template)"
     else:
         remedy = _KEEPS if "<think>" in before[same - len("<think>") :] else _ALIKE
     return Refusal.at(origin, why, remedy, code="template-unstable")

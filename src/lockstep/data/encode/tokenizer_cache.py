@@ -1,20 +1,20 @@
 """Fast tokenisation: each distinct piece of text is tokenised once and cached.
 
 Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. The text
-can be cut at positions where a word ends regardless of its context. The tokens of the text are then the concatenated
-tokens of its pieces. A chat consists of hundreds of pieces, and most pieces occur in many chats. Looking up a cached
-piece is many times faster than tokenising it. A piece that is not cached is tokenised by the tokenizer. An uncached
-ASCII piece is split into words, and only the words that are not cached are tokenised. This module does no BPE merges
-itself. A text that cannot be cut safely is tokenised as a whole.
+can be cut at positions where a word ends regardless of its context. The tokens of a text that is cut there are the
+concatenated tokens of its pieces. A chat consists of hundreds of pieces, and most pieces occur in many chats. Looking
+up a cached piece is many times faster than tokenising it. A piece that is not cached is tokenised by the tokenizer. An
+uncached ASCII piece is split into words, and only the words that are not cached are tokenised. This module does no BPE
+merges itself. A text that cannot be cut safely is tokenised as a whole.
 
 Positions where a text can safely be cut, for the word patterns in `_CUTS`:
 
 - A text can be cut before white space that follows a character other than white space, because words contain white
-  space only at their start. Exception: in all patterns except GPT-2's, newlines after punctuation belong to the
-  punctuation.
-- A text can be cut after the last newline in a run of white space. GPT-2's pattern is an exception, because it splits a
-  run of white space before the last character of the run. A "/" after the newline is another exception, in patterns
-  that let newlines and slashes follow punctuation.
+  space only at their start. A cut between punctuation and a newline is not safe, because all patterns except GPT-2's
+  join the newline to the punctuation.
+- A text can be cut after the last newline in a run of white space. A cut after the newline is not safe with GPT-2's
+  pattern, which splits a run of white space before the last character of the run. A cut between newline and "/" is not
+  safe if the pattern lets newlines and slashes follow punctuation.
 
 The word patterns have no lookbehind, and their lookahead covers only white space.
 """
@@ -225,8 +225,8 @@ class Pieces(dict[str, bytes]):
 
     def _agrees(self, letter: str) -> bool:
         """Returns whether the tokenizer and Python agree on whether the character is white space. The Unicode versions
-        of Python and the tokenizer may differ. The test uses the tokenizer's word pattern: white space starts a new
-        word after "!", and does not end a word before a newline."""
+        of Python and the tokenizer may differ. A character is white space for the tokenizer if its word pattern starts
+        a new word at the character after "!", and does not end a word between the character and a newline."""
         if letter in "\r\n":
             return True
         words = self._backend.pre_tokenizer.pre_tokenize_str
@@ -408,7 +408,7 @@ _TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDi
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Returns the cached `TokenFacts` of a tokenizer. Computes the facts again after tokens were added."""
+    """Returns the cached `TokenFacts` of a tokenizer, which are computed again if the vocabulary size changed."""
     facts = _TOKEN_FACTS.get(tokenizer)
     if facts is None or facts.size != len(tokenizer):
         facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)

@@ -24,7 +24,7 @@ class Spans:
     text: str
     trained: tuple[tuple[int, int], ...]
     marked: bool = False
-    """Whether the template's generation markers delimit the ranges."""
+    """Whether the template's generation markers delimit the ranges, which then end with the end token of the turn."""
     version: str = ""
     """Name of the built-in append-only template that rendered the text instead of the tokenizer's template."""
 
@@ -45,7 +45,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Returns the tokens and a trained flag per token; None if tokens cannot be counted per trained range."""
+    """Returns the tokens and a trained flag per token, or None if the text cannot be tokenised range by range."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
     # Some tokenizers report no offset for a token of spaces, or add its range to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):

@@ -353,8 +353,9 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns a KTO row for each distinct response. Its label is true if its reward is at least `threshold`, which by
-    default is the mean reward of the question's responses. Returns the reason if there is no row."""
+    """Returns a KTO row for each distinct response. The label of a row is true if the reward of the response is at
+    least `threshold`, which by default is the mean reward of the question's responses. Returns the reason if there is
+    no row."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -398,8 +399,8 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """Returns the remedy for the most frequent reason why questions are left out. If questions lack usable responses,
-    returns the remedy for the most frequent reason why responses are unused."""
+    """Returns the remedy for the most frequent reason why questions give no row. If the reason is a lack of usable
+    responses, returns the remedy for the most frequent reason why responses are not usable."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]

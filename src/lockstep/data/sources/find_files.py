@@ -31,7 +31,7 @@ TEXT_FORMATS = ("jsonl", "json", "csv", "tsv", "txt")
 SUPPORTED = ".parquet, .arrow, .jsonl, .ndjson, .json, .csv, .tsv, .txt (the text formats also with .gz)"
 # Metadata and cache files of the package datasets.
 _ABOUT_ROWS = re.compile(r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow")
-# Words in file names, and the data set split that they name.
+# Maps words in file names to the data set split that they name.
 _SPLITS = {
     "train": "train",
     "training": "train",

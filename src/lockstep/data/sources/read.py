@@ -1,7 +1,7 @@
 """Reads the rows of a source: a file, a folder, a pattern of files, or a hub data set.
 
-All files are checked before the first row is used, and all problems are reported together. Without this check a
-truncated last file could stop a run after hours.
+All files are checked before the first row is used, and all problems are reported together. Without a check of all
+files, a truncated last file could stop a run after hours.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_rows(
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. If `reader` is given,
     that user function reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
-    `sample_by` is the part of a .txt file that is one row.
+    `sample_by` says which part of a .txt file is one row (a line, a paragraph or the full file).
     """
     if reader is not None:
         return read_user_rows(path, reader)
@@ -260,7 +260,7 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """If `only` is true, the package datasets uses its local cache and no network inside the block."""
+    """If `only` is true, the package datasets uses only its local cache, and no network, inside the `with` block."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]

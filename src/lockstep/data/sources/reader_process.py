@@ -1,7 +1,7 @@
 """The process that runs a user's reader function and sends the rows. This module imports no heavy packages.
 
 Each message is a line: one byte for the kind of message, then JSON. The parent process hashes the lines that contain
-rows. This hash is the fingerprint of the data.
+rows, and the hash is the fingerprint of the data.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Shard:
         return self.file.name
 
     def rows(self, first: int = 0) -> Iterator[OriginRow]:
-        """Yields the rows with their origins, from row number `first` on. The rows before it are skipped."""
+        """Yields the rows with their origins, from row number `first` on. Rows before `first` are skipped."""
         if self.file.format == "parquet":
             return self._parquet(first)
         if self.file.format == "arrow":
@@ -106,7 +106,7 @@ class Shard:
             try:
                 table = pa.ipc.open_file(source)
                 batches: Iterator[Any] = map(table.get_batch, range(table.num_record_batches))
-            except pa.ArrowInvalid:  # a stream, which the package datasets writes
+            except pa.ArrowInvalid:  # an Arrow stream, as the package datasets writes it
                 source.seek(0)
                 batches = iter(pa.ipc.open_stream(source))
             yield from self._from_batches(batches, 0, 0)

@@ -56,7 +56,7 @@ class UserReader:
 
 
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
-    """Reads all rows of `path` with the user's function. The hash of the rows replaces the hash of a file.
+    """Reads all rows of `path` with the user's function. The rows are identified by their hash.
 
     If something other than the user's function kills or stops the reader's process, the process is restarted once. If
     the process is lost a second time, raises `LostProcess`. The cause of `LostProcess` is not the user's function (the

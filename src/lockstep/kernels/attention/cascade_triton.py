@@ -1,7 +1,7 @@
 """Cascade attention in Triton: merges the attention over a shared prefix with the attention over the other keys.
 
-The plain-torch references are `merge_` and `add_rows_` in `flash.py`. The suffixes of tensor names mean T tokens, R
-rows to merge, H heads, D head size.
+The plain-torch references are `merge_` and `add_rows_` in `flash.py`. Tensor names end with their dimensions, which are
+T tokens, R rows to merge, H heads, D head size.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 # Attention sinks only rescale the output of attention without sinks: the keys keep the fraction sigmoid(lse - sink) of
-# the probability. The value vector of a sink is 0, so the gradient of a sink is -probability * (upstream . output). The
-# suffixes of tensor names mean T tokens and H heads.
+# the probability. The value vector of a sink is 0, so the gradient of a sink is -probability * (upstream . output).
+# Tensor names end with their dimensions, which are T tokens, H heads.
 
 
 def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,8 +25,9 @@ def sink_gradient(
     return -(p_sink_HT * delta_HT).sum(1).to(sinks_H.dtype)
 
 
-# The suffixes of tensor names mean N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A
-# soft cap c replaces a score s by c * tanh(s / c). A sink is one extra logit per head whose value vector is 0.
+# Tensor names end with their dimensions, which are N sequences, H query heads, G key/value heads, Q queries, K keys, D
+# head size. A soft cap c replaces a score s by c * tanh(s / c). A sink is one extra logit per head whose value vector
+# is 0.
 
 # Maximum memory of one block of fp32 scores. Queries are processed in blocks, so that no (heads, T, T) tensor is
 # allocated.
@@ -44,8 +45,8 @@ def masked_attention(
     softcap: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes softmax attention in fp32 or a wider dtype. `mask` is added to the capped scores. Its shape is (N, Q, K)
-    or, if heads have different masks, (N, H, Q, K)."""
+    """Computes softmax attention in fp32 or a wider dtype. `mask` is added to the capped scores. The shape of `mask` is
+    (N, Q, K) or, if heads have different masks, (N, H, Q, K)."""
     heads, queries, groups = query_NHQD.shape[1], query_NHQD.shape[2], key_NGKD.shape[1]
     wide = torch.promote_types(query_NHQD.dtype, torch.float32)
     # The query heads of one key/value head are stacked as rows of one matrix, so keys are not repeated in memory.

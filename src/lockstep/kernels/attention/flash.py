@@ -14,8 +14,8 @@ from lockstep.kernels.attention.partial_attention import Gradients, PartialKerne
 # Cascade attention over sequences that share a prefix, without copying the prefix. One part is the attention of a token
 # to the unshared tokens of its sequence, and the other part is its attention to the shared prefix, if there is one. The
 # two parts are merged by their log-sum-exp (lse). Given the merged output and lse, the backward of each part returns
-# its exact contribution to the gradients. The suffixes of tensor names mean T tokens of the packed row, of which R
-# follow a shared prefix, H query heads, G key/value heads, D head size.
+# its exact contribution to the gradients. Tensor names end with their dimensions, which are T tokens of the packed row,
+# R tokens that follow a shared prefix, H query heads, G key/value heads, D head size.
 
 
 def cascade_attention(
@@ -105,8 +105,8 @@ def add_rows_(total_THD: torch.Tensor, rows_R: torch.Tensor, more_RHD: torch.Ten
     total_THD.index_add_(0, rows_R, more_RHD)
 
 
-# Torch's varlen flash attention. The suffixes of tensor names mean T tokens, H query heads, G key/value heads, D head
-# size. The plain-torch reference is in `varlen.py`.
+# Torch's varlen flash attention. Tensor names end with their dimensions, which are T tokens, H query heads, G key/value
+# heads, D head size. The plain-torch reference is in `varlen.py`.
 
 # The largest head size that torch's flash attention kernel supports.
 LARGEST_HEAD = 256

@@ -164,8 +164,8 @@ def _refuse_more(
 
 
 def register_attention() -> None:
-    """Registers `attn_implementation="lockstep"` with transformers. No mask function is registered, so transformers
-    builds no masks."""
+    """Registers `attn_implementation="lockstep"` with transformers, but no mask function, so that transformers builds
+    no masks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, transformers_attention)

@@ -1,11 +1,11 @@
 """Multi-head latent attention (MLA): the KV cache holds one compressed latent and one rotary key per token.
 
-The modules of transformers expand the latents to keys and values of every head (`expand_kv`). In a pass of the engine
-they do not: attention gets latents and rotary keys. Decoding uses absorbed products: a query is multiplied by the key
-part of `kv_b_proj`, so that it attends to latents directly, and the attended latent by the value part.
+The modules of transformers expand the latents to keys and values of every head (`expand_kv`). In the rollout engine,
+the modules pass latents and rotary keys to attention instead. Decoding uses absorbed products: a query is multiplied by
+the key part of `kv_b_proj`, so that it attends to latents directly, and the attended latent by the value part.
 
-Shapes: T tokens, H query heads, R latent size, P size of the rotary key, N size of a key without its rotary part, V
-value size.
+Tensor names end with their dimensions, which are T tokens, H query heads, R latent size, P size of the rotary key, N
+size of a key without its rotary part, V value size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ TRIAL_TOKENS = 7
 
 
 def latent_modules(attentions: Iterable[nn.Module]) -> list[nn.Module]:
-    """Returns the attention modules whose KV cache can hold latents. They are found by their projections. A module
-    whose absorbed products differ from its own keys and values keeps full keys and values, with a warning."""
+    """Returns the attention modules whose KV cache can hold latents. These modules are recognised by the names of their
+    projections. If absorbed products give wrong results for a module, it caches full keys and values, with a
+    warning."""
     found = []
     tried: dict[tuple[Any, ...], str | None] = {}
     for module in dict.fromkeys(attentions):
@@ -60,8 +61,9 @@ def _looks_latent(module: Any) -> bool:
 
 @torch.no_grad()
 def _trial(module: Any) -> str | None:
-    """Compares absorbed products with the keys and values of the module itself, in fp32. Returns the difference, or
-    None. The weights are random, because those of the module may be sharded or on another device."""
+    """Compares absorbed products with the keys and values of the module itself, in fp32. Returns a description of the
+    difference, or None if there is none. The weights are random, because those of the module may be sharded or on
+    another device."""
     generator = torch.Generator().manual_seed(0)
     heads, rank = getattr(module, HEADS), module.kv_lora_rank
 
@@ -92,12 +94,12 @@ def _trial(module: Any) -> str | None:
     for absorbed, own in pairs:
         off = float((absorbed - own).abs().max() / own.abs().max())
         if not off <= TRIAL_ERROR:
-            return f"absorbed products are off by {off:.2g}"
+            return f"absorbed products have a relative error of {off:.2g}"
     return None
 
 
 def _weights(module: Any) -> torch.Tensor:
-    """Returns the weight of `kv_b_proj` as (H, N + V, R). An adapter on it is included."""
+    """Returns the weight of `kv_b_proj` as (H, N + V, R). A LoRA adapter of `kv_b_proj` is included."""
     projection, size = module.kv_b_proj, module.qk_nope_head_dim + module.v_head_dim
     if type(projection) is nn.Linear and projection.bias is None:
         return projection.weight.view(-1, size, module.kv_lora_rank)
@@ -167,7 +169,7 @@ def latent_attention(
     rows_T1L = torch.cat((latent_TR, rope_TP), -1)[:, None]
     if isinstance(step, PrefillPass) and isinstance(step.where, Layout):
         store_keys(rows_T1L, step, call)
-        # A prefill pass is limited by arithmetic, and keys and values of every head need less of it.
+        # A prefill pass is limited by arithmetic, and attention over full keys and values needs fewer operations.
         key, value = type(module).expand_kv(module, latent_TR[None, None], rope_TP[None, None])
         key_THD, value_THV = (tensor[0].transpose(0, 1) for tensor in (key, value))
         chunk = limits.pop("chunk")

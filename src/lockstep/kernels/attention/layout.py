@@ -23,7 +23,8 @@ BUCKET_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """`count` sequences of similar length, padded to `width`, in the regrouped buffer from slot `start` on."""
+    """A group of `count` sequences of similar length, padded to `width`. The group begins at slot `start` of the
+    buffer."""
 
     start: int
     count: int
@@ -36,9 +37,9 @@ class Layout:
 
     `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, and `tokens_of_slots` is the
     inverse. Padding slots point at token 0, and their output is never read. `slots_of_tokens` and `tokens_of_slots` are
-    None if all sequences have the same length, because regrouping is then a view. Both are built on first use, because
-    varlen kernels do not need these maps. A prefix that several sequences share is stored once in the packed row (see
-    `Sharing`).
+    None if all sequences have the same length and share no prefix, because regrouping is then a view. The two maps are
+    built on first use, because varlen kernels do not need them. A prefix that several sequences share is stored once in
+    the packed row (see `Sharing`).
     """
 
     kernel: str
@@ -94,7 +95,7 @@ class Layout:
     @cached_property
     def cascade(self) -> Cascade | None:
         """The two parts of cascade attention. None if no prefix is shared, or if a token belongs to two shared
-        prefixes. None for chunks, because a prefix can have several."""
+        prefixes. None for chunked attention, because a prefix can span several chunks."""
         return (
             None
             if self.packed_index_E is None or self.in_chunks

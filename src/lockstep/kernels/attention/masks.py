@@ -1,8 +1,8 @@
-"""Reads the attention window of each layer from the model's masks: causal, or causal within a window.
+"""Reads the attention window of each layer from the model's masks: causal, or causal within a window or chunk.
 
 In transformers, a model may pass a window to attention as a keyword, as a mask, or as both. Lockstep builds no masks.
-Instead, lockstep runs the model once after loading (the probe pass), and stores the window on each attention module.
-Only causal and sliding-window masks are accepted.
+After loading, lockstep runs the model once (the probe pass), and stores the window on each attention module. Only
+causal, sliding-window and chunked masks are accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, Plane
 
 PROBE = "lockstep_probe"
 # Names of attributes that are set on an attention module. WINDOW is the module's window, or None if a token sees all
-# earlier tokens. SHAPE is the shape of its keys and values as (heads, key size, value size).
+# earlier tokens. SHAPE is the shape of the module's keys and values as (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
 # Further attributes: HEADS is the number of query heads. SOFTCAP is the soft cap of the scores, or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
@@ -27,20 +27,21 @@ HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
 CALLS = "lockstep_calls"
 # CHUNK is the chunk size of an attention module whose tokens see only the tokens of their own chunk, or None.
 CHUNK = "lockstep_chunk"
-# ROWS says whether the module derives its own mask, and so runs on right-padded rows (`rows.py`).
+# ROWS says whether the module derives its own mask from the causal mask, and so runs on right-padded rows (`rows.py`).
 ROWS = "lockstep_rows"
 # Keywords with which modules pass the tokens, or blocks of tokens, that their indexer has selected.
 SELECTIONS = ("indices", "block_indices")
 # A token position so far from the start that every window is shorter.
 FAR = 10_000_019
+HOST = torch.device("cpu")
 
 
 class BeyondCausal(NotImplementedError):
-    """Raised if a model's attention is neither causal nor causal within a sliding window."""
+    """Raised if a model's attention is not causal, causal within a sliding window, or causal within chunks."""
 
 
 class OwnMask(BeyondCausal):
-    """Raised if modules derive their own mask from the causal one. `seen` is what the causal mask shows."""
+    """Raised if modules derive their own mask from the causal one. `seen` says which tokens the causal mask shows."""
 
     def __init__(self, seen: Seen):
         super().__init__("it derives its own mask from the causal one")
@@ -89,7 +90,7 @@ class MaskProbe:
         return CacheLayout(tuple(self.planes), tuple(self.calls))
 
     def add(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Records an attention call. Keys or values that an earlier call had too are cached once."""
+        """Records an attention call. Keys or values of an earlier call are not cached again."""
         keys, new_keys = self._plane(key)
         values, new_values = self._plane(value)
         setattr(module, CALLS, (*(getattr(module, CALLS) if module in self.called else ()), len(self.calls)))
@@ -100,7 +101,7 @@ class MaskProbe:
         """Returns the index of the tensor's plane, and whether the plane is new."""
         for index, (earlier, content) in enumerate(self._tensors):
             same = earlier.data_ptr() == tensor.data_ptr() and earlier.shape == tensor.shape
-            # A tensor that was changed in place since then is another tensor.
+            # A tensor that was changed in place since the earlier call is a new tensor.
             if same and earlier.stride() == tensor.stride() and torch.equal(content, tensor):
                 return index, False
         # The tensor is kept, so that its memory is not reused during the pass.
@@ -109,14 +110,19 @@ class MaskProbe:
         return len(self.planes) - 1, True
 
 
-def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
+def read_mask(mask_function: Callable[..., torch.Tensor], heads: int, device: torch.device = HOST) -> Seen:
     """Returns the window of a transformers mask function `(batch, head, query, key) -> seen`, which takes index
-    tensors.
+    tensors. These tensors are on `device`, the device of the model, because a mask function may hold tensors of its
+    own.
 
     Lockstep has one window for all `heads` of a layer, so a mask that shows different tokens to different heads is an
     error.
     """
+    with device:
+        return _read_mask(mask_function, heads)
 
+
+def _read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         nothing = torch.zeros(1, dtype=torch.long)
         query, key = torch.broadcast_tensors(query, key)
@@ -139,7 +145,7 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
 
 
 def _mismatch(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], found: Seen) -> str | None:
-    """Returns the first difference between a mask and what was found about it, or None."""
+    """Returns the first difference between a mask and the window or chunk that was found for it, or None."""
     size = found.window or found.chunk
     queries = _queries(size)
     steps = torch.arange(-3, 4)
@@ -188,8 +194,8 @@ def _chunk(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | 
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the size
-    that was found."""
+    """Returns positions at which the edge of a window, chunk or block of any size can be detected. `window` is the
+    window or chunk size that was found."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
@@ -228,8 +234,8 @@ def _probe_attention(
     probe: MaskProbe | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Records the window and the shapes of an attention module. Returns the values, as if each token saw only
-    itself."""
+    """The attention function of the probe pass, which records the window and the shapes of the module. Returns the
+    values, as if each token saw only itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
     if not isinstance(attention_mask, torch.Tensor) and any(extra.get(name) is not None for name in SELECTIONS):
@@ -239,7 +245,8 @@ def _probe_attention(
         if ((attention_mask != 0) & (attention_mask != lowest)).any():
             # The scores do not depend on positions, so repeated tokens have equal scores.
             raise BeyondCausal("it selects tokens by scores that are equal for repeated tokens, which is ambiguous")
-    seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
+    is_mask = isinstance(attention_mask, Mask)
+    seen = read_mask(attention_mask.function, query.shape[1], query.device) if is_mask else None
     window, chunk = (seen.window, seen.chunk) if seen is not None else (sliding_window, None)
     if seen is not None and sliding_window and window is not None and sliding_window != window:
         raise BeyondCausal(
@@ -279,7 +286,8 @@ def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
         if Mask.__name__ not in str(error):
             raise
         heads = model.config.get_text_config(decoder=True).num_attention_heads
-        seen = {read_mask(mask.function, heads) for mask in probe.masks}
+        device = model.get_input_embeddings().weight.device
+        seen = {read_mask(mask.function, heads, device) for mask in probe.masks}
         if len(seen) != 1:
             raise BeyondCausal("it derives its own masks from several masks") from error
         raise OwnMask(seen.pop()) from error

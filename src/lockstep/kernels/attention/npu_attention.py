@@ -25,7 +25,7 @@ UNBOUNDED = 2**31 - 1
 
 @cache
 def corner(device: torch.device) -> torch.Tensor:
-    """Returns the fixed-size causal mask on a device. One copy is used for all sequence lengths."""
+    """Returns the fixed-size causal mask on a device, of which one copy is used for all sequence lengths."""
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
 
 

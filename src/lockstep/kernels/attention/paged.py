@@ -1,8 +1,8 @@
 """Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
-The suffixes of tensor names mean T tokens of a forward pass, B sequences that decode one token each, M block-table
-entries per sequence, H query heads, G key/value heads, D head size. A slot holds the key and value of one token. The
-index of a slot is block * block size + position in the block.
+Tensor names end with their dimensions, which are T tokens of a forward pass, B sequences that decode one token each, M
+block-table entries per sequence, H query heads, G key/value heads, D head size. A slot holds the key and value of one
+token. The index of a slot is block * block size + position in the block.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def paged_attention(
     stored: bool = False,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """Stores new keys and values in the KV cache, unless `stored` says that this was done. Computes causal attention
+    """Stores new keys and values in the KV cache, unless they are already stored (`stored`). Computes causal attention
     within each token's sequence, or within its chunk of `chunk` tokens."""
     keys, values = step.cache.layer(call)
     planes = step.cache.layout.calls[call]

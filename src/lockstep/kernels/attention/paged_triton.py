@@ -1,7 +1,7 @@
 """Paged decode attention in Triton: one query token per sequence attends to its KV cache blocks, with split-KV.
 
-The plain-torch reference is `gathered_decode` in `paged.py`. The suffixes of tensor names mean B sequences, H query
-heads, G key/value heads, D key size, V value size, S splits of a sequence.
+The plain-torch reference is `gathered_decode` in `paged.py`. Tensor names end with their dimensions, which are B
+sequences, H query heads, G key/value heads, D key size, V value size, S splits of a sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lockstep.kernels.triton_math import tanh
 
 
 class Launch(NamedTuple):
-    """Launch parameters: KV tokens per tile (BLOCK_N), num_warps, num_stages and query heads per program (BLOCK_H)."""
+    """Launch parameters, which are KV tokens per tile (BLOCK_N), num_warps, num_stages and query heads per program
+    (BLOCK_H)."""
 
     tile: int
     warps: int
@@ -28,7 +29,8 @@ class Launch(NamedTuple):
 # Launch parameters for head sizes up to 64 (NARROW), up to 256 (WIDE) and above (WIDEST). Tiles larger than these
 # would leave no shared memory for other programs.
 NARROW, WIDE, WIDEST = Launch(64, 2, 3), Launch(32, 4, 3), Launch(16, 4, 2)
-# Launch parameters for latents (MLA), whose heads share one wide key. More rows would spill the accumulator.
+# Launch parameters for latents (MLA), whose heads share one wide key. With more rows, the accumulator would not fit
+# into registers.
 LATENT = Launch(32, 4, 2, 16)
 # BUSY is the number of programs that fill one multiprocessor. If there are fewer programs than fill the device, each
 # sequence is split. A split has at least PIECE tokens, because merging smaller splits costs more time than it saves.
@@ -81,9 +83,10 @@ def _decode(  # type: ignore[no-untyped-def]
     """Computes decode attention. Each Triton program handles one sequence and up to ROWS of the SHARED query heads of
     one key/value head.
 
-    A key has MAIN columns and, if the KV cache holds latents, REST further columns. The values are then the first MAIN
-    columns of the keys, which are read once. With SPLITS > 1, a program reads one split of the sequence, and `_merge`
-    combines the splits. With CHUNKED, `window` is a chunk size: a token sees only tokens of its own chunk.
+    A key has MAIN columns and, if the KV cache holds latents, REST further columns. The values of latents are the first
+    MAIN columns of the keys, so these columns are read only once. With SPLITS > 1, a program reads one split of the
+    sequence, and `_merge` combines the splits. With CHUNKED, `window` is a chunk size: a token sees only tokens of its
+    own chunk.
     """
     # Neighbouring programs read neighbouring memory, because they handle the heads of a token and the samples of one
     # prompt.
@@ -233,7 +236,7 @@ def paged_decode(
     chunk: int | None = None,
 ) -> torch.Tensor:
     """Computes paged decode attention. `new` has the keys (B, G, D) and values (B, G, V) of each sequence's last token
-    if they are not cached yet. The kernel then writes them to the cache. If `values` are the first columns of `keys`
+    if they are not cached yet. The kernel writes `new` to the cache. If `values` are the first columns of `keys`
     (latents), the kernel reads them once."""
     batch, heads, _ = query_BHD.shape
     groups, sizes = keys.shape[1], _sizes(keys, values)
@@ -293,8 +296,8 @@ def paged_decode(
 
 
 class _Sizes(NamedTuple):
-    """Columns of a key that the values share or that have no values (`main`), further columns of a latent key
-    (`rest`), and columns of a value."""
+    """Numbers of columns. A key has `main` columns, and a latent key has `rest` further columns that are not part of
+    the value."""
 
     main: int
     rest: int

@@ -16,8 +16,8 @@ from lockstep.kernels.fused_modules import Answers, KernelTrial, drawn
 from lockstep.kernels.npu_limits import part_problem
 
 # Before its first use, a kernel is compared with the reference on three sequences. The trial merges one causal part and
-# one full part, and computes the gradients of each part. The trial detects a different output order, causal alignment
-# at the start of a sequence, and gradients that ignore the merged output.
+# one full part, and computes the gradients of each part. The trial detects kernels with a different output order, with
+# causal alignment at the start of a sequence, or with gradients that ignore the merged output.
 QUERIES, SEEN_CAUSALLY, SEEN_FULL = (3, 1, 70), (5, 1, 90), (4, 9, 33)
 WINDOW = 7
 
@@ -61,7 +61,8 @@ def same_parts(
     )
 
 
-# The suffixes of tensor names mean T queries, S keys, H query heads, G key/value heads, D key size, E value size.
+# Tensor names end with their dimensions, which are T queries, S keys, H query heads, G key/value heads, D key size, E
+# value size.
 
 
 def partial_kernel(

@@ -4,7 +4,8 @@ The attention over one subset of keys (a part) returns its output and its log-su
 over different keys by their lse. The backward pass of a part takes the merged output and lse, so that the gradients of
 the parts add up. Queries and keys of a causal sequence are aligned at their end, so the last query sees every key.
 
-The suffixes of tensor names mean T queries, S keys, H query heads, G key/value heads, D key size, E value size.
+Tensor names end with their dimensions, which are T queries, S keys, H query heads, G key/value heads, D key size, E
+value size.
 """
 
 from __future__ import annotations

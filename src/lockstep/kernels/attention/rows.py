@@ -1,10 +1,12 @@
 """Attention of modules that derive their own mask from the causal one, for example by the top-k of an indexer.
 
-Such modules select tokens by their index in the row, so a packed row would mix sequences. They run on right-padded rows
-instead, one per sequence, with the causal mask of transformers. In the engine they read and write the KV cache through
-the cache interface of transformers, because their indexers cache keys too. Attention is dense with the module's mask.
+An indexer selects tokens by their index in the row, so a packed row would mix sequences. These modules therefore run on
+right-padded rows, one per sequence, with the causal mask of transformers. In the rollout engine, these modules use the
+KV cache through the cache interface of transformers, because their indexers also cache keys. Attention itself is dense,
+with the module's mask.
 
-Shapes: N rows, L tokens of a row, K cached tokens of a row, H query heads, G key/value heads, D key size.
+Tensor names end with their dimensions, which are N rows, L tokens of a row, K cached tokens of a row, H query heads, G
+key/value heads, D key size.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def row_attention(
 ) -> torch.Tensor:
     """Computes attention with the module's mask. Inputs are (N, H or G, L or K, D), the output is (N, L, H, D).
 
-    `selected` has the selection of the module's indexer, if the module did not add it to the mask itself.
+    `selected` has the tokens or blocks that the module's indexer selected, if the module did not add them to the mask.
     """
     if (tokens := selected.get(TOKENS)) is not None:
         hidden = torch.ones(*tokens.shape[:2], key.shape[2], dtype=torch.bool, device=mask.device)
@@ -92,11 +94,13 @@ def row_attention(
 
 @dataclass
 class RowProbe(MaskProbe):
-    """The result of a probe pass of a model whose modules build their own masks. It stands in for the cache."""
+    """The result of a probe pass of a model whose modules build their own masks. In the probe pass, the model uses this
+    object as its cache."""
 
     seen: Seen = field(default_factory=lambda: Seen(None))
     events: dict[tuple[str, int], int] = field(default_factory=dict)
-    """The index in the cache layout of each write to the cache, by its kind and layer."""
+    """Maps each write to the cache, given by its kind (`keys` or `index`) and layer, to its index in the cache
+    layout."""
     repeated: list[tuple[str, int]] = field(default_factory=list)
 
     @property
@@ -107,7 +111,7 @@ class RowProbe(MaskProbe):
         return super().layout
 
     def add(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
-        # What is cached is written before attention.
+        # Keys and values are not recorded here, because `update` has already recorded them.
         self.called.append(module)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> Any:
@@ -219,13 +223,13 @@ def padded_rows(
     return PaddedRows(ids.view(-1, width), positions.view(-1, width), tokens_T.to(device))
 
 
-# -- rows of a pass of the engine
+# -- right-padded rows of an engine pass
 
 
 @dataclass(frozen=True)
 class RowKVCache:
-    """The KV cache of the engine behind the cache interface of transformers. It writes the new tokens of every row, and
-    returns all tokens of every row, padded on the right."""
+    """Gives the engine's KV cache the cache interface of transformers. An update writes the new tokens of every row,
+    and returns all tokens of every row, padded on the right."""
 
     step: PrefillPass | DecodePass
     events: dict[tuple[str, int], int]
@@ -256,7 +260,7 @@ class RowKVCache:
 def engine_rows(
     decoder: Any, ids_T: torch.Tensor, at_T: torch.Tensor, step: PrefillPass | DecodePass, probe: RowProbe
 ) -> torch.Tensor:
-    """Runs a pass of the engine over right-padded rows. Returns the hidden states of its tokens."""
+    """Runs a pass of the engine over right-padded rows. Returns the hidden states of the tokens `ids_T`."""
     if isinstance(step, DecodePass):
         block, width = step.cache.block, step.table_BM.shape[1]
         within = torch.arange(width * block, device=ids_T.device)

@@ -68,8 +68,8 @@ def _buckets(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Reference implementation: right-pads sequences of similar length to a grid. Plain causal attention is exact on a
-    right-padded grid."""
+    """Reference implementation: right-pads sequences of similar length to a grid. Padding on the right does not change
+    causal attention."""
     query, key, value = (to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
     # The backward of `split` concatenates the gradients of the buckets. The backward of slicing would zero-fill and add
     # a full row for each bucket.
@@ -210,7 +210,8 @@ def _expand(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
 
 
 def to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Regroups the tokens of a packed row by sequence length (see `Layout`). Its backward sums copies of a prefix."""
+    """Regroups the tokens of a packed row by sequence length (see `Layout`). The backward pass sums the gradients of
+    all copies of a prefix."""
     if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
         return rows_T
     if layout.sharing is not None:

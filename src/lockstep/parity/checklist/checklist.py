@@ -42,8 +42,8 @@ MARKS = {True: "passed", False: "FAILED", None: "-"}
 class Checklist(Replay):
     """Runs the first step twice from the recorded weights, to see whether its results repeat. Then runs the trials.
 
-    Both runs of the step train on the recorded responses. Only the first run also generates responses, which test the
-    engine.
+    Both runs of the step train on the recorded responses. Only the first of the two runs also generates responses, to
+    test the engine.
     """
 
     def __init__(self, tape: TapeFolder):
@@ -120,7 +120,8 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
 
 
 def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
-    """Runs all checklist items. `overrides` are changed recipe keys. Ranks other than 0 get an empty list."""
+    """Runs all checklist items. `overrides` are changed recipe keys. Returns their results on rank 0, and an empty list
+    on other ranks."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()

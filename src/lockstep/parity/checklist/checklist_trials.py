@@ -282,7 +282,7 @@ def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
         whose = max(drifts, key=lambda name: drifts[name])
         failed.append(
             f"weights of `{whose}` change at learning rate 0: master weights that differ from the weights, decay or "
-            "momentum that ignores the rate, a buffer that counts, or dropout left on may be the cause"
+            "momentum that ignores the rate, a counter in a buffer, or dropout left on may be the cause"
         )
     if before is not None:
         after = generate_and_score(bench)

@@ -1,7 +1,8 @@
 """Aligns the curves of two runs: finds common steps, averages over logging intervals, and detects shifted step counts.
 
 transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. If one run
-logs such means and the other logs every step, the values of the other run are averaged over the same steps.
+logs means over several steps and the other logs every step, the values of the other run are averaged over the same
+steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Pair:
 
     @property
     def finite(self) -> np.ndarray:
-        """A mask of the steps at which the values of both curves are finite. The error metrics use these steps."""
+        """A mask of the steps at which the values of both curves are finite. The error metrics use only these steps."""
         return np.isfinite(self.a) & np.isfinite(self.b)
 
     @property
@@ -156,8 +157,8 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
     first, last = np.searchsorted(cell_ends, starts, "right"), np.searchsorted(cell_ends, ends, "right")
     upto = np.concatenate([[0], np.cumsum(lengths)])
     covered = (last > first) & (upto[last] - upto[first] == ends - starts)
-    # The cells (steps of one value of `fine`) do not overlap. If the cells have as many steps as an interval of
-    # `coarse` and start where the interval starts, they cover the interval.
+    # A cell is the range of steps of one value of `fine`. Cells do not overlap. So cells cover an interval of `coarse`
+    # if they start where it starts and have as many steps as the interval.
     covered[covered] = cell_starts[first[covered]] == starts[covered]
     if not covered.any():
         return None
@@ -187,8 +188,8 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
-    """Tests whether the values of `coarse` are means of several steps of `fine`. If they are means, returns a text with
-    the errors against means and against single steps, otherwise None."""
+    """Tests whether the values of `coarse` are means of several steps of `fine`. If the values are means, returns a
+    text with the errors of `coarse` against means and against single steps of `fine`; otherwise returns None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
@@ -200,7 +201,7 @@ def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
 
 
 def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarray:
-    """Returns for each step whether it belongs to an interval of `coarse` that was compared."""
+    """Returns for each step whether it belongs to a logging interval of `coarse` whose last step is in `covered`."""
     starts, ends = intervals(coarse)
     index = np.searchsorted(ends, steps, "left")
     inside = index < len(ends)
@@ -334,7 +335,7 @@ def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
     fewer steps, shifts of the averaged other curve are included, because the sparse curve may consist of means."""
     if any(int(one.steps[-1] - one.steps[0]) >= LONGEST_SHIFTED for one in (a, b)):
         return {0}
-    level = float(a.values[np.isfinite(a.values)].mean())  # subtracted to keep precision in sums of squares
+    level = float(a.values[np.isfinite(a.values)].mean())  # subtracted from all values for precise sums of squares
     in_a, in_b = _Dense.of(a, level), _Dense.of(b, level)
     found = _nearest_shifts(in_a, in_b, needed)
     gap_a, gap_b = int(usual_gap(a)), int(usual_gap(b))
@@ -352,8 +353,8 @@ def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Returns the cross-correlation: at index s the sum over i of left[i + s] x right[i]. Negative s are at the end
-        of the array."""
+        """Returns the cross-correlation: at index s the sum over i of left[i + s] x right[i]. The entries for negative
+        s are at the end."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
     positions = np.arange(-(len(b.values) - 1), len(a.values))

@@ -111,7 +111,7 @@ def _power(power: Power) -> str:
         return "the repeats have no noise, so the test would find any difference"
     steps = f"{power.collapse_steps:,} steps" if power.collapse_steps > 1 else "step"
     late = f"a collapse of {power.collapse:.2g} in the last {steps}"
-    latest = f", one of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
+    latest = f", a drop of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
     return f"found with 95 %: a drift of {power.drift:.2g}, {late}{latest}"
 
 

@@ -92,7 +92,7 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
     """Shows the comparison of the curves, then the comparison of the stages and modules of all recorded updates.
-    Returns whether the recorded updates of A and B are in step."""
+    Returns whether the recorded updates of A and B are in step (within the tolerances)."""
     # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
@@ -246,7 +246,7 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
             yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
-            yield f"{whose}: {lacking} of its repeats {verb} too many steps in a row, so only the others are used"
+            yield f"{whose}: {lacking} of its repeats {verb} too many consecutive steps, so only the others are used"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
@@ -309,7 +309,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
     if not len(pair.steps):
         return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
     if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
-        return f"{choice.name} is a number in both A and B at none of the {len(pair.steps):,} common steps"
+        return f"at none of the {len(pair.steps):,} common steps, {choice.name} is finite in both A and B"
     return matched
 
 

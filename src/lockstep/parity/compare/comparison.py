@@ -130,7 +130,7 @@ class Metric:
 @dataclass(frozen=True)
 class PhaseTimes:
     """Tokens per second of both runs in one phase of a step, over the steps at which both runs have equal response
-    lengths (offline: token counts). If there are no such steps, the rates are computed over all common steps."""
+    lengths (offline: token counts). If no step has equal lengths, the rates are computed over all common steps."""
 
     name: str
     a: float

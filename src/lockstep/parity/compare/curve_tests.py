@@ -61,8 +61,8 @@ other statistics together have a false-alarm probability of 4.6 %."""
 FEWER_MOVES = 1.5
 """The number of step-to-step moves is divided by this factor, because moves are correlated. Neighbouring moves share a
 step, so their correlation is -1/2 if the noise is uncorrelated. With a correlation of -1/2, n moves have the
-information of n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, n moves have more
-information than this."""
+information of n / (1 + 2 / 4) independent moves (Bartlett 1935). If the noise is autocorrelated, n moves have the
+information of more than n / 1.5 independent moves."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
 """The reported power assumes that a late collapse affects this fraction of all steps, at the end of the run."""
@@ -135,8 +135,8 @@ def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
-    """Returns a finding if the curves significantly move in opposite directions. The test for opposed moves needs no
-    repeats, because noise does not make curves move in opposite directions."""
+    """Returns a list with one `Finding` if the curves significantly move in opposite directions, else an empty list.
+    The test for opposed moves needs no repeats, because noise does not make curves move in opposite directions."""
     correlation, excess = opposition(a, b)
     first, last = int(steps[0]), int(steps[-1])
     return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []

@@ -125,7 +125,8 @@ class Compressed:
 def windows_for(steps: int) -> Windows:
     """Returns the tested windows of a run of N = `steps` steps. The shortest windows have N/64 steps (at least 4), and
     each further length is twice the previous one. Windows overlap by half, and one window of each length ends at the
-    last step. After these windows, the result contains the ends of the run, all steps, and the trend."""
+    last step. After the overlapping windows, the result contains windows at the end of the run, a window of all steps,
+    and the trend."""
     lengths = [max(4, round(steps / 64))]
     while lengths[-1] * 2 <= steps / 2:
         lengths.append(lengths[-1] * 2)

@@ -20,8 +20,8 @@ MAX_STEPS = 2_000
 STORED_DIGITS = 7
 UNKNOWN = "unknown"
 
-# Matches the folders of an absolute path, without the last name. The pattern does not match slashes in metric names,
-# fractions and web addresses.
+# Matches the folders of an absolute path, without its last component. The pattern does not match slashes in metric
+# names, fractions and web addresses.
 _FOLDERS = re.compile(r"(?<![\w./:~-])~?(?:/[^\s/:;,()'\"]+)*/(?=[^\s/])")
 _PATH = re.compile(r"(?:~?/|[A-Za-z]:[\\/]).*")
 
@@ -100,7 +100,7 @@ def slug(comparison: Comparison) -> str:
 
 def evidence_of(comparison: Comparison) -> dict[str, Any]:
     """Returns the comparison as strict JSON values. Long curves are reduced to every n-th step, and paths to their last
-    name."""
+    component."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
     for metric, values in zip(comparison.metrics, data["metrics"], strict=True):
@@ -145,7 +145,7 @@ def _throughput(comparison: Comparison) -> str:
 
 
 def _machines(comparison: Comparison) -> tuple[str, str]:
-    """Returns a text with the hardware and dtype of A, and one of B."""
+    """Returns two texts: the hardware and dtype of A, and those of B."""
     pairs = (_pair(comparison, "hardware"), _pair(comparison, "dtype"))
     a, b = (", ".join(side) for side in zip(*pairs, strict=True))
     return a, b
@@ -192,7 +192,7 @@ def _without_folders(value: Any, names: dict[str, str]) -> Any:
 
 
 def _name_of_path(value: Any) -> Any:
-    """Returns the last name of a path. A value that is not a path is returned unchanged."""
+    """Returns the last component of a path. A value that is not a path is returned unchanged."""
     if isinstance(value, list):
         return [_name_of_path(item) for item in value]
     return _name(value) if isinstance(value, str) and _PATH.fullmatch(value) else value

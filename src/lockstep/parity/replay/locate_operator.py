@@ -101,8 +101,8 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
-        # In the replay a fused operator replaces these children. So the log of the clean copy must also contain the
-        # operators of these children.
+        # In the replay, a fused operator replaces the child modules `fused`. So the log of the clean copy must also
+        # contain the operators of these child modules.
         same = log(clean.module, batch, given=replayed.border, through=fused)
     case = _case(run.recipe, clean, tape, step, diverged, batch)
     return judge_module(replayed, same, which_side(case, replayed, same, record), diverged, run)
@@ -176,7 +176,7 @@ class SideVerdict:
 
 @dataclass(frozen=True)
 class SideCase:
-    """What the float64 reference of a module needs in addition to the module's inputs."""
+    """The values that the float64 reference of a module is computed from, in addition to the module's inputs."""
 
     diverged: DivergedModule
     config: Mapping[str, Any]
@@ -321,8 +321,8 @@ def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable
 def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
-    """Returns the gradient at the module's output in the replay. If the replay has no such gradient, returns the
-    gradient of the clean copy of the module if that agrees with the recorded gradient, otherwise None."""
+    """Returns the gradient at the module's output in the replay. If the replay did not record it, returns the gradient
+    of the module's clean copy if this agrees with the recorded run, otherwise None."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])

@@ -66,7 +66,8 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
 
     If results of the module differ, only the operators that contribute to these results are compared. Where both
     modules run the same operators, the operators are compared one by one. Where the modules run different operators
-    (such as one fused operator instead of many), only the results that leave the group of operators are compared.
+    (such as one fused operator instead of many), only the results that are used outside the group of operators are
+    compared.
     """
     ours, theirs = OperatorGraph(calls), OperatorGraph(clean)
     wrong = [(end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None]
@@ -145,8 +146,8 @@ def _instead(found: OperatorResult, value: Array) -> WrongOperator:
 def _differing_counterpart(
     end: OperatorResult, theirs: OperatorGraph, tolerance: Tolerance
 ) -> OperatorResult | Literal[False] | None:
-    """Returns the result of the clean copy of the module that `end` should equal. Returns None if both results agree,
-    or False if the clean copy has no such result."""
+    """Returns the result of the module's clean copy that the replayed result `end` should equal. Returns None if the
+    two results agree, or False if the clean copy has no corresponding result."""
     error, near = _nearest(end.tensor, theirs.ends())
     if near is None:
         error, _ = _nearest(end.tensor, theirs.results())
@@ -167,9 +168,9 @@ def _compared(call: Operator, clean: Operator, theirs: OperatorGraph, tolerance:
     index = errors.index(error_in)
     alone = len(errors) == 1 or min(errors) <= tolerance.module
     if not alone or _source(call, index) or _source(clean, index):
-        return None  # an unrelated call of the same operator
+        return None  # the two calls of the operator are unrelated
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
-        return None  # The clean copy also computes this result.
+        return None  # the clean copy of the module also computes this result
     # No operator produced this input: it is a weight, a buffer or a constant.
     why = (
         f"its input number {index + 1} (a weight, a buffer or a constant) differs from that of the clean CPU copy of "
@@ -186,10 +187,10 @@ def _other_part(
     ours: OperatorGraph, theirs: OperatorGraph, mine: range, wanted: range, tolerance: Tolerance
 ) -> WrongOperator | None:
     """Compares a group of operators of the replayed module with a different group of operators of its clean copy. The
-    difference is harmless if the results that leave the groups agree."""
+    difference is harmless if the results that are used outside the groups agree."""
     if not mine:
-        # Only the clean copy of the module runs operators here. A missing operator is harmless if it changes nothing,
-        # or if the replayed module computes its result elsewhere.
+        # At this point only the clean copy of the module runs operators. A missing operator is harmless if it changes
+        # nothing, or if the replayed module computes its result elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None
@@ -248,7 +249,7 @@ def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tupl
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
     """Returns the operator of the group `part` that most likely caused a differing result. A cast to lower precision is
     the first choice. The second choice is an operator that exists only on the device and cannot be tested. The last
-    choice is `end`."""
+    choice is `end`, which computed the differing result."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)

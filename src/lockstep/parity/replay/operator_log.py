@@ -2,8 +2,8 @@
 
 Every tensor that enters the module (crosses its "border") is recorded too: its inputs and its children's outputs, and
 in the backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run
-with the same border tensors. Then the operators of the module and of its clean copy have equal inputs, so rounding
-before the module has no effect.
+with the same tensors at its border. The operators of the module and of its clean copy then have equal inputs, so
+rounding before the module has no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.tape.digest import digest
 from lockstep.tape.module_trace import BACKWARD, FORWARD, fixed_sum, module_hooks, public_name
 
-# The key of the logged module itself in `seen`. No child module can have this name.
+# The name under which the log counts calls of the logged module itself. No child module has an empty name.
 SELF = ""
 CallResult = tuple[int, int]
 """The index of a call in the log, and the index of one of its results."""
@@ -271,7 +271,7 @@ class _ModuleLogger:
             if change is not None:
                 leaf = change(name, leaf)
             if leaf.requires_grad and (change_gradient or keep_gradient):
-                leaf = leaf.view_as(leaf)  # its gradient is only this module's contribution
+                leaf = leaf.view_as(leaf)  # the gradient of this view is only this module's contribution
                 if change_gradient is not None:
                     leaf.register_hook(lambda g, name=name: change_gradient(f"{name}/gradient", g))
                 if keep_gradient is not None:

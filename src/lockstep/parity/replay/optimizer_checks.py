@@ -152,7 +152,7 @@ def formula_error(
     """Compares the first update of a step with AdamW's formula, which uses the recipe's `optim` keys.
 
     `no_decay` names the biases and norms with more than one dimension, which have no weight decay. `no_decay` is empty
-    for older recordings, whose runs decayed these parameters.
+    for older recordings, because those runs applied weight decay to these parameters.
     """
     samples = below(record.tensors, f"{learner}/0/sample/")
     clip = optim["clip"]
@@ -165,7 +165,7 @@ def formula_error(
         # By default biases and norms have no weight decay.
         matrix = len(shapes[name]) >= 2 and name not in no_decay
         decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
-        decay = optim.get("decays", {}).get(name, decay)  # from another framework's parameter groups
+        decay = optim.get("decays", {}).get(name, decay)  # the decay in another framework's parameter groups
         expected = _adamw(kept, factor, lr, optim, decay)
         movement = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
@@ -253,7 +253,7 @@ def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -
 
 def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
     """Returns the relative difference between the recorded and the replayed gradient of a parameter, at most 1. A
-    separate gradient check tests this difference.
+    separate check tests whether the gradients agree.
 
     AdamW's step depends more on the sign of a gradient than on its size. If gradients nearly cancel, as for key biases,
     two correct updates may have opposite directions.

@@ -119,8 +119,8 @@ class Replay:
         """Returns the recorded responses of a step, with rewards that are computed again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
-        # A forced replay also generates responses, to test the rollout engine. The generated responses should equal the
-        # recorded responses, because the step starts from the recorded weights.
+        # In the mode forced, the replay also generates responses, to test the rollout engine. The generated responses
+        # should equal the recorded responses, because the step starts from the recorded weights.
         generates = self.mode == "forced" and not self._other_noise(recipe)
         generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
@@ -155,7 +155,7 @@ class Replay:
 
     def steps(self) -> Iterable[int]:
         """Returns the steps to replay, counted from 0."""
-        # If the recording has no weights, a forced replay runs only the first step, which starts from the model folder.
+        # If the recording has no weights, the mode forced runs only the first step, which starts from the model folder.
         complete = self.tape.steps()
         recorded = (self.tape.weighed() or [1]) if self.mode == "forced" else _from_the_start(complete)
         wanted = [step for step in recorded if step in set(complete) and (not self.only or step in self.only)]
@@ -173,8 +173,8 @@ class Replay:
             training.carried.update(self.tape.read_step(number).info["carried"])
 
     def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
-        """Returns the recorded weights of a step. If the recording has no weights, returns those of the model folder. A
-        forced replay keeps a copy of them."""
+        """Returns the recorded weights of a step. If the step has no recorded weights, the mode forced returns a copy
+        of the weights from the model folder, and other modes return an empty dictionary."""
         kept = number in self.tape.weighed()
         if not kept or training.run.recipe.model.lora is not None:
             refuse_other_weights(self.tape, training.run)
@@ -314,7 +314,7 @@ def steps_by_part(
 ) -> list[tuple[RunPart, list[int]]]:
     """Returns the parts of the run to replay, each with its steps. An empty list of steps means all recorded steps.
 
-    A forced replay starts each step from recorded weights. The modes chained and free continue with the replay's
+    In the mode forced, each step starts from recorded weights. The modes chained and free continue with the replay's
     weights, so they stop at the first change of the recipe.
     """
     parts = parts_of(source)

@@ -65,7 +65,8 @@ def case_of(wrong: WrongOperator) -> FaultCase | None:
         torchs = in_torch(call)
         if torchs is not None and _difference(torchs[index], wrong.expected) <= SEEN:
             return _shown(FaultCase(call, wrong.actual, call, wrong.expected, index))
-        # torch's float64 operator is wrong too, or cannot run. So the script contains the expected values.
+        # torch's float64 operator is no reference: it is wrong too, or cannot run. So the script contains the expected
+        # values.
         return _shown(FaultCase(call, wrong.actual, None, wrong.expected.to(wrong.actual.dtype), index))
     judge = with_settings(call, wrong.clean)
     wanted = in_double(judge) if judge is not None else None
@@ -78,7 +79,8 @@ def case_of(wrong: WrongOperator) -> FaultCase | None:
         and (case := _shown(FaultCase(call, again, judge, wanted[index], index))) is not None
     ):
         return case
-    # The inputs differ, or a fused operator replaces several operators. So the script contains the expected values.
+    # No single operator call is a reference: the inputs differ, or a fused operator replaces several operators. So the
+    # script contains the expected values.
     literal = wrong.expected
     if any(wrong.actual is one for one in call.inputs) and wrong.clean and wrong.clean.outputs:
         literal = wrong.clean.outputs[index]

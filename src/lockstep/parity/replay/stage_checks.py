@@ -302,8 +302,8 @@ def bf16_share(numbers: torch.Tensor) -> float | None:
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """Fails if the values of run B are rounded to bf16 and those of run A are not. The size of the error does not show
-    one additional rounding, which is too small."""
+    """Fails if the values of run B are rounded to bf16 and those of run A are not. A limit on the size of the error
+    would not detect this, because one additional rounding changes the values too little."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return
@@ -389,8 +389,8 @@ class _Update:
         """Returns how far the gradients of the loss with respect to the log-probs may differ because the inputs of the
         loss differ. The loss itself is computed in fp32.
 
-        A loss over whole sequences, such as a preference loss, sums the rounding errors of their tokens. The sum of
-        these errors grows with the square root of the sequence length.
+        A loss over whole sequences, such as a preference loss, sums the rounding errors of their tokens. The sum of the
+        tokens' rounding errors grows with the square root of the sequence length.
         """
         other = max((c.error for c in checks if c.stage == "log-probs" and c.what in LOSS_INPUTS), default=0.0)
         estimated = max((c.error for c in checks if c.stage == "advantages"), default=0.0)
@@ -454,7 +454,7 @@ def _sampled_gradients(record: StepRecord, learner: str) -> torch.Tensor:
 
 def _before_updates(record: StepRecord, learner: str, number: int) -> torch.Tensor | None:
     """Returns the model's outputs for the targets of an update, computed before the first update of the step. Returns
-    None if these outputs were not computed."""
+    None if the step did not compute outputs before its first update."""
     every = record.tensors.get("step/values" if learner == "critic" else "step/old")
     counts = [update["targets"] for update in record.info["updates"] if update["learner"] == learner]
     if every is None or not len(every):

@@ -3,7 +3,7 @@
 Tolerances are relative to the norm of the compared values. Only tolerances of log-probabilities are absolute.
 
 fp32: the tolerances are 5 to 30 times the largest difference of 50 correct replays of small models
-(`tests/e2e/test_clean_repeats.py`). These replays changed micro-batches, packing, threads, engines or the precision of
+(`tests/e2e/test_clean_repeats.py`). The 50 replays changed micro-batches, packing, threads, engines or the precision of
 sums, and each step started from recorded weights. The largest differences were: log-probs 2e-6, advantages 2e-6, loss
 2e-7, gradients of the loss with respect to log-probs 2e-6 (4e-5 at the second update of a step), parameter gradients
 8e-6, a weight's change compared with AdamW's formula 4e-7, weights 3e-3 of their change, module outputs 2e-6 forward
@@ -15,18 +15,18 @@ nearly cancel.
 bf16: rounding hides wrong computations, so systematic differences have separate limits (below). The output of a module
 may differ by 1.5 % or by 2.5 times the error of its input. In correct pairs of runs, the error grew 1.8 times forward,
 2.4 times backward, and 3.4 times in the log-probs of trained models. If only one of the two runs uses bf16, the output
-may differ by 5 % or by 8 times the error of the input.
+of a module may differ by 5 % or by 8 times the error of its input.
 
 Systematic differences. Rounding errors have random signs, so their mean over n values shrinks as 1/sqrt(n). The error
 of a wrong computation does not shrink with n. So five statistics of two tensors are compared in addition to their
 distance: slope, spread, offset, columns and rows (see `Systematic`). Each statistic is relative to the norm of the
-tensor. For example, a tensor that is 1.01 times as large has a slope of 0.01. A statistic may differ by
+tensor. For example, a tensor that is 1.01 times as large has a slope of 0.01. The tolerance of a statistic is
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
 where `rounding` is the difference of the two tensors without the systematic part, and `most` is the number of
-independent roundings. `most` limits n, because the same token or weight is rounded the same way each time. The values
-of `floor` and `most` were measured with pairs of correct runs (`docs/replay.md`).
+independent roundings. The formula limits n to `most`, because a token or weight that occurs several times is rounded in
+the same way each time. The values of `floor` and `most` were measured with pairs of correct runs (`docs/replay.md`).
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
             key,
             f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} "
             "depends on the sequence length (longrope or dynamic), so cached keys become invalid",
-            f"keep the sum of prompt and {key} within {fixed}",
+            f"keep the prompt length plus {key} within {fixed} tokens",
             code="rotary-limit",
         )
 
 
-# USUAL: number of tokens that a prefill pass may always have. SHARE: fraction of device memory that a longer pass may
-# use.
+# USUAL: number of tokens that a prefill pass may have on every device. SHARE: fraction of the device memory that a
+# prefill pass with more than USUAL tokens may use.
 USUAL, SHARE = 8192, 1 / 8
 
 
@@ -167,8 +167,8 @@ class NativeEngine(SharedWeights):
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # Tokens that the device has sampled ahead are dropped here. A later call samples the same tokens again,
-                # because the sampling noise depends only on the position.
+                # A pause drops the tokens that the device has sampled ahead. A later call samples the same tokens
+                # again, because the sampling noise depends only on the position.
                 yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)
@@ -231,7 +231,7 @@ class NativeEngine(SharedWeights):
         if kept is None or addresses != self._weights or not self._fits(kept, self._blocks(sequences, longest)):
             kept = None
             self.release_memory()
-        # A CUDA graph does not depend on these three sampling settings, which only the host uses.
+        # A CUDA graph does not depend on `max_tokens`, `seed` and `stop_strings`, which only the host uses.
         graph_sampling = replace(sampling, max_tokens=0, seed=0, stop_strings=())
         rows = self.settings.max_sequences
         runner = self._runners.get(graph_sampling)

@@ -26,7 +26,8 @@ from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.scheduler import CachedSpan, SequenceState, Work
 from lockstep.types import Sampling
 
-# Number of decode passes per round with CUDA graphs. The host does not synchronize between these passes.
+# Number of decode passes per round with CUDA graphs. The host does not synchronize with the device between the passes
+# of a round.
 AHEAD = 8
 # Capturing a graph takes as long as dozens of forward passes. So a batch that is slightly smaller than a captured graph
 # (by a factor below LITTLE) runs in that graph with idle rows. After PATIENCE rounds with the same batch size, a graph
@@ -93,7 +94,8 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
-        """For each (span of tokens, position) in `work`, computes and caches keys and values up to this position."""
+        """For each pair (`CachedSpan`, position) in `work`: computes and caches the keys and values of its tokens up to
+        this position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
         slots = np.concatenate([self._slots(part, part.cached, stop) for part, stop in work])

@@ -87,15 +87,15 @@ class BlockPool:
 
 
 class StatePool:
-    """Slots for the states of recurrent layers. `count` slots follow the reserved ones. A model without recurrent
-    layers has `count` None, and every part uses slot 0."""
+    """Slots for the states of recurrent layers. `count` is the number of slots after the reserved slots. For a model
+    without recurrent layers, `count` is None, and every sequence and prefix has slot 0."""
 
     def __init__(self, count: int | None):
         self.used = count is not None
         self._free = deque(range(RESERVED, RESERVED + (count or 0)))
 
     def has_room(self, beyond: int = 0) -> bool:
-        """Returns whether a slot is free besides `beyond` others."""
+        """Returns whether more than `beyond` slots are free."""
         return not self.used or len(self._free) > beyond
 
     def take(self) -> int:
@@ -118,8 +118,8 @@ class StatePool:
 
 @dataclass
 class Work:
-    """The work of one round: first the KV-cache blocks and states to copy, then the token spans to prefill up to a
-    position, then the sequences to decode."""
+    """The work of one round, in this order: KV-cache blocks and states to copy, sequences and prefixes to prefill up to
+    a position, and sequences to decode."""
 
     budget: int
     """Number of tokens that can still be prefilled in this round."""
@@ -188,7 +188,7 @@ class Scheduler:
     def next(self, tokens: int) -> Work:
         """Plans the next round, in which a sequence can produce up to `tokens` tokens."""
         work = Work(self.budget)
-        # The oldest sequences are scheduled first. Preemption then affects only younger sequences, so no sequence that
+        # The oldest sequences are scheduled first. Because preemption affects only younger sequences, no sequence that
         # is already scheduled loses its blocks.
         for sequence in list(self.running):
             if sequence.blocks and not sequence.ready:
@@ -198,7 +198,8 @@ class Scheduler:
         self._admit(work, tokens)
         if tokens > 1 and work.prefill:
             self._look_ahead(work)
-            # Decoding waits for the next round, which uses the blocks that this round allocates.
+            # This round only prefills. Decoding continues in the next round, which uses the blocks that this round
+            # allocates.
             work.decode.clear()
         assert work.prefill or work.decode, "the KV cache has room for a full sequence, so one sequence can always run"
         return work
@@ -304,7 +305,7 @@ class Scheduler:
         self._grow(sequence, stop)
         if self.states.used:
             sequence.slot = self.states.take()
-            # The states after an empty prefix are those before the first token.
+            # A sequence with an empty prefix starts with the initial states of the recurrent layers.
             work.state_copies.append((prefix.slot or EMPTY, sequence.slot))
         if partial:
             # The last block of the prefix is partly filled; each sequence continues in a copy.

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from lockstep.errors import Refusal
 from lockstep.kernels.mixer_states import RESERVED
 
-# Fraction of the memory for caches that the states may use. Keys and values use the rest.
+# Maximum fraction of the cache memory for the states of recurrent layers. The KV cache uses the other part.
 STATE_SHARE = 0.5
-# Slots for one sequence: its own, two for prompts, and one that stays free.
+# The minimum number of slots, with which one sequence can run: the reserved slots, one slot for the sequence, two for
+# prompts, and one that stays free.
 LEAST = RESERVED + 4
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """How many sequences run at once, and the number of slots for their states and those of their prompts. `slots` is
-    None for a model without recurrent layers."""
+    """How many sequences run at once, and the number of slots for the recurrent states of sequences and prompts.
+    `slots` is None for a model without recurrent layers."""
 
     rows: int
     slots: int | None = None
@@ -27,7 +28,7 @@ class StatePlan:
 
 def plan_states(size: int, room: float, rows: int, samples_per_prompt: int, key: str) -> StatePlan:
     """Plans slots of `size` bytes for at most `rows` sequences at once, within `room` bytes. If memory is short, fewer
-    sequences run at once. `key` is the setting of the memory limit."""
+    sequences run at once. `key` is the recipe key or option that sets the memory limit."""
     if not size:
         return StatePlan(rows)
     if math.isfinite(room):
@@ -37,7 +38,7 @@ def plan_states(size: int, room: float, rows: int, samples_per_prompt: int, key:
     if rows < 1:
         raise Refusal.at(
             key,
-            f"the states of recurrent layers need {size / 1e9:.3g} GB per sequence, and at least {LEAST} of them; "
+            f"a slot for the states of recurrent layers needs {size / 1e9:.3g} GB, and {LEAST} slots are the minimum; "
             f"{STATE_SHARE * room / 1e9:.3g} GB are available",
             "raise rollout.cache_gb, or use a device with more free memory",
             code="not-enough-memory",

@@ -81,7 +81,7 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
     if answer.ended == "aborted":
         return answer  # an aborted answer is dropped and requested again
     if len(ids) != len(logprobs):
-        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs; expected equal numbers")
+        raise ServerFailed(f"an answer has {len(ids)} tokens but {len(logprobs)} log-probs; expected equal numbers")
     if not 1 <= len(ids) <= wanted.max_tokens:
         raise ServerFailed(f"an answer of {len(ids)} tokens; the request allows 1 to {wanted.max_tokens}")
     for place, token in enumerate(ids):
@@ -94,9 +94,9 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
     if end is not None and end < len(ids) - 1:
         raise ServerFailed(f"an answer of {len(ids)} tokens continues after its end token {ids[end]} at position {end}")
     if answer.ended == "token" and end is None:
-        raise ServerFailed(f"an answer that ended with token {ids[-1]}, which is not an end token of the run")
+        raise ServerFailed(f"an answer ended with token {ids[-1]}, which is not an end token of the run")
     if answer.ended == "string" and not wanted.sampling.stop_strings:
-        raise ServerFailed("an answer that ended by a stop string, but the request has no stop strings")
+        raise ServerFailed("an answer ended by a stop string, but the request has no stop strings")
     return answer if end is None else replace(answer, ended="token")
 
 
@@ -183,7 +183,7 @@ class ServerMetadata:
     """The properties that a server reports; a property is None if the server does not report it."""
 
     engine: str
-    """Name and version, as in `vllm 0.32.0`."""
+    """Name and version of the engine, such as `vllm 0.32.0`."""
     vocabulary: int | None = None
     longest: int | None = None
     """Maximum sequence length in tokens."""

@@ -1,7 +1,7 @@
 """HTTP requests to serving engines: one thread sends all requests and combines simultaneous samples into one request.
 
-While a request is pending, `/health` of the server is polled (`HealthCheck`). So a busy server has the full time limit
-to answer, but a request to a dead server fails much earlier.
+While a request is pending, `/health` of the server is polled (`HealthCheck`). Because of the health checks, a busy
+server has the full time limit to answer, but a request to a dead server fails much earlier.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class _AnswerLines:
     def _set(self, line: Any) -> None:
         number = line["number"]
         if type(number) is not int or not 0 <= number < len(self._batch):
-            raise ServerFailed(f"an answer to sample {number!r}, but the request has {len(self._batch)} samples")
+            raise ServerFailed(f"the server answered sample {number!r}, but the request has {len(self._batch)} samples")
         waits = self._batch[number].answer
         if number in self._answered:
-            raise ServerFailed(f"a second answer to sample {number}")
+            raise ServerFailed(f"the server sent a second answer to sample {number}")
         self._answered.add(number)
         if waits.done():
             return  # the sample was cancelled

@@ -48,7 +48,7 @@ class ServerEngine:
         self.server_adapter, self.policy, self.settings = server_adapter, policy, settings
         self.world, self.decode = place.world, tokenizer.decode
         self.updates = 0
-        """The number of updates that the weights of the next `sync` have had; set by the caller."""
+        """The number of optimizer updates in the weights that the next `sync` sends; set by the caller."""
         self.sync_seconds = 0.0
         """Duration of the last sync in seconds, including the weight check."""
         self.sync_parts: dict[str, float] = {}
@@ -145,7 +145,7 @@ class ServerEngine:
                     if not (event.server.up or event.server.left_out):
                         self.fleet.watch(event.server)
                 else:
-                    self.world.progress()  # reports progress without a new text
+                    self.world.progress()  # tells the watchdog that the run is not stalled
                     self.manager.check_waits()
         finally:
             events.close()

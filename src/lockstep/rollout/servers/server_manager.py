@@ -45,7 +45,7 @@ class ServerManager:
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False
-        """Whether the start of the servers is complete. A server that is lost later may recover."""
+        """Whether the start of the servers is complete. A server that is lost after the start may recover."""
         self.clients = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
         self.fleet = Fleet(server_adapter, self.clients, [], settings.server.request_timeout, self.vocabulary)
@@ -130,7 +130,7 @@ class ServerManager:
         )
 
     def call(self, server: Server, verb: Callable[[Channel], T]) -> T:
-        """Calls `verb` with the client of a server; a failure raises `Refusal`, which ends the run."""
+        """Calls the function `verb` with the HTTP client of a server. A failed request raises `Refusal`."""
         try:
             return verb(server.client)
         except ServerFailed as error:
@@ -158,8 +158,8 @@ class ServerManager:
         server.process.restart()
 
     def check_wait(self, server: Server) -> None:
-        """Raises `Refusal` if a server has ended or does not respond in time. If lockstep started the server and the
-        start of the run was complete, a server that has ended is restarted instead."""
+        """Raises `Refusal` if a server has ended or does not respond in time. If the start of the servers was complete,
+        a server process of lockstep that has ended is restarted instead."""
         limit = self.settings.server.start_timeout
         self._log_wait(server)
         if server.process is not None and not server.process.alive:

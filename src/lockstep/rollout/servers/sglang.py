@@ -85,7 +85,7 @@ class Sglang:
         return {
             # SGLang shall return log-probs of the sampling distribution, after temperature scaling.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            # With 1, the health check would generate tokens, which fails while the server is paused.
+            # If this variable is 1, the health check generates tokens, which fails while the server is paused.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             **serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep),
         }
@@ -116,8 +116,8 @@ class Sglang:
             "repetition_penalty": 1.0,
             "min_new_tokens": 0,
             "sampling_seed": wanted.seed,
-            # `ignore_eos: true` would also disable `stop_token_ids`. So the model's end tokens stay active, and `read`
-            # checks which token ended the response.
+            # `ignore_eos: true` would also disable `stop_token_ids`. So a request with stop ids keeps the model's end
+            # tokens active, and `read` checks which token ended the response.
             "ignore_eos": not sampling.stop_ids,
             "stop_token_ids": list(sampling.stop_ids),
             "skip_special_tokens": False,
@@ -155,11 +155,13 @@ class Sglang:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         refuse_other_prompt(wanted, prompt)
         if length != len(wanted.ids):
-            raise ServerFailed(f"an answer to a prompt of {length} tokens; the request had {len(wanted.ids)}")
+            raise ServerFailed(f"an answer is for a prompt of {length} tokens, but the request has {len(wanted.ids)}")
         if named != ids or len(logprobs) != len(ids):
-            raise ServerFailed(f"an answer with {len(ids)} tokens, but its log-probs are of {len(named)} other tokens")
+            raise ServerFailed(
+                f"an answer has {len(ids)} tokens, but its log-probs belong to {len(named)} different tokens"
+            )
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):
-            raise ServerFailed("an answer with a log-prob that is not a finite number")
+            raise ServerFailed("an answer has a log-prob that is not a finite number")
         ended = "aborted" if kind == "abort" else _ended(kind, reason.get("matched"), ids, wanted)
         return Answer(ids, [float(each) for each in logprobs], ended, _one_version(meta))
 
@@ -173,7 +175,8 @@ class Sglang:
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
         """Sends weights by files. SGLang loads every file of the folder and silently keeps the old values of parameters
-        that no file has. So the names are checked before the push, and the weight check runs after the push."""
+        that no file has. Because of this behaviour, the names are checked before the push, and the weight check runs
+        after the push."""
         folder = _folder_of(weights)
         _refuse_other_names(weights)
         answer = client.post(
@@ -224,8 +227,8 @@ class Sglang:
         _succeeded(client, client.post("/init_weights_update_group", body, meeting.seconds), "message")
 
     def begin(self, client: Channel) -> None:
-        """Opens a weight update. Only a broadcast needs this call; an update from disk opens and closes the update
-        internally."""
+        """Opens a weight update. Only a broadcast of weights needs `begin`, because SGLang opens and closes an update
+        from disk internally."""
         try:
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
         except ServerFailed as error:
@@ -252,7 +255,8 @@ class Sglang:
         try:
             _succeeded(client, client.post("/update_weights_from_distributed", body), "message")
         except ServerFailed as error:
-            # This error means that the server was restarted and is no longer in the process group.
+            # The error that asks for `init_weights_update_group` means that the server was restarted and is no longer
+            # in the process group.
             lost = error.lost or "call `init_weights_update_group` first" in str(error)
             raise ServerFailed(str(error), lost=lost, status=error.status if error.lost else None) from error
 

@@ -138,9 +138,7 @@ class Vllm:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         if len(ids) != len(logprobs):
-            raise ServerFailed(
-                f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs; expected equal numbers"
-            )
+            raise ServerFailed(f"an answer has {len(ids)} tokens but {len(logprobs)} log-probs; expected equal numbers")
         refuse_other_prompt(wanted, prompt)
         # All tokens of a response come from the same weights, because a push of new weights aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None
@@ -236,7 +234,7 @@ class Vllm:
         except ServerFailed as error:
             if error.lost and error.status is None:
                 raise
-            raise ServerFailed(f"{error}; the server was not started for lockstep") from error
+            raise ServerFailed(f"{error}; the server was not started with lockstep's plug-ins") from error
         wrong = []
         if info["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")

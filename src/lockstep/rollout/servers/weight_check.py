@@ -144,8 +144,8 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
 
 def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
     """Returns whether the engine still has the previous weights. A small update may change log-probs by less than the
-    bounds of the check. But if the trainer's log-probs changed by more than 4 times `noise`, the engine's log-probs
-    must have changed by more than `noise` too."""
+    bounds of the check. So this function compares changes: if the trainer's log-probs changed by more than 4 times
+    `noise`, but the engine's log-probs by at most `noise`, the engine has the previous weights."""
     same = _common_tokens(now, before)
     if len(same) < sum(map(len, now.ids)):
         return False  # different tokens were sampled, so the weights have changed
@@ -155,7 +155,7 @@ def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
 
 
 def _common_tokens(a: CheckResult, b: CheckResult) -> torch.Tensor:
-    """Returns the indices of the tokens that are equal in both results, together with all tokens before them."""
+    """Returns the token indices of the common prefixes, up to the first response whose lengths differ."""
     indices: list[int] = []
     start = 0
     for one, other in zip(a.ids, b.ids, strict=True):

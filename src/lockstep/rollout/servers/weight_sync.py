@@ -51,7 +51,7 @@ class WeightSync:
         self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
         self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
         self.updates = 0
-        """The number of updates that the weights to be sent next have had."""
+        """The number of optimizer updates in the weights that are sent next."""
         self.pushes = 0
         self.checked: dict[str, CheckResult] = {}
         """The last weight check of each server, keyed by the server's address."""
@@ -122,8 +122,9 @@ class WeightSync:
                 self.manager.restart(server)
 
     def _lose(self, server: Server, error: ServerFailed) -> bool:
-        """Marks a server as lost. Returns True if the server gave no HTTP status; the run then continues with the other
-        servers. A server that fails during a push has undefined weights and gets no requests before the next push."""
+        """Marks a server as lost. Returns True if the failure is not an HTTP error status. In this case the run
+        continues with the other servers. A server that fails during a push has undefined weights and gets no requests
+        before the next push."""
         server.up, server.why, server.since = False, str(error), time.monotonic()
         return error.status is None
 

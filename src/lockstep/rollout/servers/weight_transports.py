@@ -119,8 +119,8 @@ KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
 # Maximum time limit of the rendezvous, in seconds.
 MEETING_SECONDS = 600.0
-# The run waits this many extra seconds after a time limit. After its own operation has failed, it waits equally long
-# for the server's error message.
+# The run waits this many seconds longer than the time limit of a collective. If the run's part of a collective has
+# failed, the run waits this many seconds for the error message of the server.
 _GRACE_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0

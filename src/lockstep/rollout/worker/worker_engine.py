@@ -150,7 +150,7 @@ class WorkerEngine:
             return self._busy + running
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Does nothing: `hand_over` sends the weights once per step."""
+        """Does nothing, because `hand_over` sends the weights once per step."""
 
     def release_memory(self) -> None:
         """Does nothing: the worker frees its cache itself."""

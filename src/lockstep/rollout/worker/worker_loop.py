@@ -1,8 +1,9 @@
 """The main loop of the rollout worker process: receives weights and requests, and generates responses.
 
-When a message from the run arrives, the engine pauses after the current decoding step. Unfinished responses then
-continue with the new weights: the prompt and the generated tokens are prefilled again. The sampling noise of a token
-depends only on its position. An engine that cannot pause (`hf`) finishes its running responses with the old weights.
+When a message from the run arrives, the engine pauses after the current decoding step. After a pause with new weights,
+unfinished responses continue with these weights: the prompt and the generated tokens are prefilled again. The sampling
+noise of a token depends only on its position. An engine that cannot pause (`hf`) finishes its running responses with
+the old weights.
 """
 
 from __future__ import annotations

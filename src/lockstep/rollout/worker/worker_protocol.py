@@ -22,7 +22,7 @@ from lockstep.recipe import Recipe
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 
-# This part sends weights to the rollout worker by shared memory or broadcast, and checks the weights of the worker.
+# The code below sends weights to the rollout worker by shared memory or broadcast, and checks the worker's weights.
 
 HERE = "127.0.0.1"
 WORKER = 1
@@ -89,7 +89,7 @@ class WeightGroup:
         def join() -> None:
             try:
                 self._group()
-            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            except BaseException as error:  # noqa: BLE001 - the waiting thread raises the error
                 failed.append(error)
 
         thread = threading.Thread(target=join, daemon=True, name="weights")
@@ -219,8 +219,8 @@ def refuse_other_weights(
     version: int, worker_K: torch.Tensor, trainer_K: torch.Tensor, before_K: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
     """Raises if the log-probs of the worker differ from those of the trainer. `before_K` are the log-probs of the
-    trainer at the previous weight sync. An update may change log-probs by less than the bound. So the log-probs of the
-    worker must also be closer to the current log-probs of the trainer than to `before_K`."""
+    trainer at the previous weight sync. An update may change log-probs by less than the allowed difference, so the
+    log-probs of the worker must also be closer to the current log-probs of the trainer than to `before_K`."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
     if not bool((off_K <= bound).all()):
@@ -270,7 +270,8 @@ class Opening:
 
 @dataclass(frozen=True)
 class Ask:
-    """Sends requests, by number. With `first`, the worker processes these requests before all other requests."""
+    """Sends requests, by number. With `first`, the worker processes the requests of this message before all other
+    requests."""
 
     requests: dict[int, Request]
     sampling: Sampling
@@ -280,7 +281,7 @@ class Ask:
 @dataclass(frozen=True)
 class HandOver:
     """Announces the weights after `version` steps, which are in the shared memory or follow by broadcast. The worker
-    generates the responses to `ask` with these weights or later ones."""
+    generates the responses to the requests in `ask` with the announced weights or later weights."""
 
     version: int
     ask: Ask | None

@@ -68,7 +68,7 @@ class MlflowSink:
         return store.as_uri()
 
     def _log_recipe(self, run_id: str, recipe: dict[str, Any]) -> None:
-        # mlflow rejects values that are longer than 6000 characters. The full recipe is in recipe.yaml.
+        # mlflow rejects values that are longer than 6000 characters. The file recipe.yaml has the full values.
         parameters = [
             self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in _flatten(recipe)
         ]

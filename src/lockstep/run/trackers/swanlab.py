@@ -38,7 +38,7 @@ class SwanlabSink:
         )
         remember_id(self._folder, "swanlab", run_id)
         self._step = resumed_at
-        if mode in ("local", "offline"):  # a local file has only the steps of its process
+        if mode in ("local", "offline"):  # local files have only the steps of their process, so earlier steps are added
             for step, metrics in earlier_steps(self._folder, resumed_at):
                 self.log(step, metrics)
 

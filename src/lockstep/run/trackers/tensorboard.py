@@ -24,8 +24,8 @@ class TensorboardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._folder.path / "tensorboard"))
-        # A resumed run writes the steps from here on again. The event START makes TensorBoard drop the earlier events
-        # of these steps.
+        # A resumed run writes the events of the steps after `resumed_at` again. The event START makes TensorBoard drop
+        # the earlier events of the repeated steps.
         self._step = resumed_at + 1 if resumed_at else 0
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, session_log=start))

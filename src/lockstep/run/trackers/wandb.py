@@ -35,8 +35,8 @@ class WandbSink:
             settings=settings,
         )
         remember_id(self._folder, "wandb", run_id)
-        # The wandb server may already have steps after the step of the checkpoint. These steps are not logged again,
-        # because the resumed run repeats them with the same values.
+        # The wandb server may already have steps after the step of the checkpoint. Steps that the server already has
+        # are not logged again, because the resumed run repeats them with the same values.
         self._next = self._run.step
         for step, metrics in earlier_steps(self._folder, resumed_at):
             self.log(step, metrics)

@@ -188,7 +188,8 @@ def tensorboard_points(path: Path) -> Points:
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise missing_extra("tensorboard", "track", f"reading {path}") from None
-    # With the size 0 it keeps every event. By default the tensorboard package keeps only a sample of the events.
+    # With the size 0 the package keeps every event. By default the tensorboard package keeps only a sample of the
+    # events.
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     # The tensorboard package logs warnings about repeated steps, which are normal in a resumed run.
     logger = logging.getLogger("tensorboard")

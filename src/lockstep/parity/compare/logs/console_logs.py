@@ -357,8 +357,8 @@ def deepspeed_points(text: str) -> Points:
             values = {f"time_ms/{name}": value for name, value in _pairs(_TIME, times.group(1)).items()}
             early |= {name: value for name, value in values.items() if name.startswith(_OPTIMIZER)}
             if step:
-                # Only the first times after a progress report belong to its step. Later times belong to steps without a
-                # report.
+                # Only the first times after a progress report belong to its step. Times that follow later belong to
+                # steps without a progress report.
                 new = {name for name in values if not name.startswith(_OPTIMIZER)} - timed
                 found.add(step, {name: values[name] for name in values if name in new})
                 timed |= new

@@ -72,8 +72,8 @@ class Log:
     planned: int | None = None
     """The last planned step, or None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)
-    """The metrics that have several values for one step although the run was not resumed there. For each of these
-    metrics, the text describes one such step."""
+    """The metrics that have several values for one step although the run was not resumed at this step, each with a text
+    that describes such a step."""
 
     def is_mean(self, metric: str) -> bool | None:
         return None if self.means is None else metric in self.means

@@ -60,8 +60,8 @@ _MINDSPEED_RL = {
 _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
 
 
-# Maps the name of a metric to a table like NAMES. If a log contains this metric, the entries of the table replace those
-# of NAMES.
+# Maps the name of a metric to a table like NAMES. If a log contains this metric, the entries of its table have priority
+# over NAMES.
 KINDS: dict[str, dict[str, str]] = {
     # metric names of TRL's online trainers such as GRPO and RLOO, and of OpenRLHF's PPO family
     "reward": {

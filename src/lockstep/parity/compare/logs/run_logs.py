@@ -106,8 +106,8 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. A damaged line elsewhere
-    is refused."""
+    """Reads the first training samples of samples.jsonl. An incomplete last line is skipped. Any other damaged line is
+    refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []

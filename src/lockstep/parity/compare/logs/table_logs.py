@@ -39,7 +39,7 @@ def has_step(names: Collection[str]) -> bool:
 
 
 def json_lines(file: str, text: str) -> Iterator[LogRow]:
-    """Yields the objects of a JSON lines file. An incomplete last line is skipped. A damaged line elsewhere is
+    """Yields the objects of a JSON lines file. An incomplete last line is skipped. Any other damaged line is
     refused."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -239,8 +239,8 @@ def refuse_cut_state(file: str, error: ValueError) -> Points:
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Returns the path of the trainer_state.json outside the checkpoint folders. If there is no such file, returns the
-    trainer_state.json of the last checkpoint. Returns None if the files belong to several runs."""
+    """Returns the path of the trainer_state.json outside the checkpoint folders. If all files are in checkpoint
+    folders, returns the trainer_state.json of the last checkpoint. Returns None if the files belong to several runs."""
     if not files or any(file.name != STATE_FILE for file in files):
         return None
     numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}

@@ -2,15 +2,15 @@
 requires an API key for every route except /health.
 
 vLLM's own routes take one request per prompt, create objects for every log-prob and produce output after every token.
-With a small model, this overhead takes longer than decoding. The route `/lockstep/samples` returns one line per sample
-when the sample is finished.
+With a small model, this overhead of vLLM's own routes takes longer than decoding. The route `/lockstep/samples` returns
+one line per sample when the sample is finished.
 
 vLLM's own API key protects only the OpenAI routes. The routes that a run needs (`/collective_rpc` and others of
 VLLM_SERVER_DEV_MODE) let any client load weights and open files, so the middleware requires the key for these routes
 too.
 
-The middleware runs in the server's Python, which may not have lockstep installed. So the middleware imports only files
-of this folder, and imports vLLM on the first request.
+The middleware runs in the server's Python, which may not have lockstep installed. So at its start the middleware
+imports only files of this folder. It imports vLLM on the first request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
     where `token_ids` is the index of a prompt. The response has one line of JSON per sample (`{number, answer}` or
-    `{number, status, error}`), in the order in which the samples finish. A GET request shows that the route exists.
+    `{number, status, error}`), in the order in which the samples finish. A GET request succeeds, which shows that the
+    server has this route.
 
     Every request except GET and HEAD of /health needs the key in the server's environment variable
     LOCKSTEP_SERVER_KEY."""
@@ -115,7 +116,7 @@ async def _sample(
 ) -> None:
     try:
         outcome: dict[str, Any] = {"answer": await _generated(state, name, **wanted)}
-    except Exception as error:  # noqa: BLE001 - reported to the run, which ends or retries
+    except Exception as error:  # noqa: BLE001 - the error is sent to the run, which ends or retries
         outcome = {
             "status": 400 if _is_client_error(error) else 500,
             "error": f"{type(error).__name__}: {error}"[:2000],
@@ -134,7 +135,7 @@ async def _generated(
     params = SamplingParams(**sampling_params, output_kind=kind, flat_logprobs=True, skip_clone=True)
     if params.stop:
         # vLLM's front end searches for stop strings and needs each token, so the output of this request must not be
-        # buffered. A name without the prefix SAMPLE disables the buffering.
+        # buffered. A request id without the prefix SAMPLE disables the buffering.
         name = f"text-{name}"
     final = None
     adapter = _adapter(state.openai_serving_models, model)
@@ -161,8 +162,8 @@ def prompt_digest(ids: list[int]) -> str:
 
 
 def _is_client_error(error: Exception) -> bool:
-    """Returns whether the error means that the request is invalid, so that a retry would fail too. Newer vLLM versions
-    have a base class for such errors; older versions raise ValueError."""
+    """Returns whether the error means that the request is invalid, so that a retry would fail too. For invalid
+    requests, newer vLLM versions raise subclasses of a special base class, and older versions raise ValueError."""
     from vllm import exceptions
 
     names = ("VLLMClientError", "VLLMValidationError", "VLLMNotFoundError")

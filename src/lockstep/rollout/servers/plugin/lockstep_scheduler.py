@@ -1,7 +1,7 @@
 """Scheduler extension for vLLM (`--scheduler-cls lockstep_scheduler.scheduler`): sends the output of a `SampleRoute`
 sample once, when the sample is finished.
 
-vLLM's engine sends every token with its log-prob to the HTTP process separately. With a small model, this overhead
+vLLM's engine sends every token with its log-prob to the HTTP process separately. With a small model, sending each token
 takes longer than decoding. This scheduler buffers tokens and log-probs until the sample is finished. Other requests are
 unchanged.
 

@@ -2,8 +2,9 @@
 broadcast in a process group of the run and all workers, or from shared memory.
 
 The extension runs in the server's Python, which may not have lockstep installed, so it may only import torch,
-safetensors, vLLM and files of this folder. The route `/collective_rpc` of vLLM calls a method with its arguments as one
-JSON string. The method returns a dict; if it fails, the dict has the key `error`.
+safetensors, vLLM and files of this folder. The route `/collective_rpc` of vLLM calls a method of the extension with its
+arguments as one JSON string. Each method of the extension returns a dict, which has the key `error` if the method
+failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _returns_errors(work: Callable[..., dict[str, Any]]) -> Callable[[Any, str],
     def method(self: Any, arguments: str = "{}") -> dict[str, Any]:
         try:
             return work(self, **json.loads(arguments))
-        except Exception as error:  # noqa: BLE001 - reported to the run, which ends
+        except Exception as error:  # noqa: BLE001 - the error is sent to the run, which ends
             return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
     return method
@@ -83,7 +84,7 @@ class WeightExtension:
             wrong = _wrong_checksums(names, tensors, sums)
             if wrong:
                 raise ValueError(f"{len(wrong)} tensors differ from those of the run, such as {wrong[:5]}")
-        except Exception as error:  # noqa: BLE001 - reported to the run, which uses files instead
+        except Exception as error:  # noqa: BLE001 - the error is sent to the run, which uses files instead
             _close_opened(self)
             return {"unopened": f"{type(error).__name__}: {error}"[:2000]}
         _load(self, iter(zip(names, tensors, strict=True)))
