@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from transformers.utils import get_json_schema
 
+from hang import HANG
 from lockstep.environments.json_schema import InvalidJson, Mismatch, fitted, fitted_arguments, read_json
 from lockstep.environments.parsers import parse_reply
 from lockstep.environments.tools import FunctionTool, InvalidArguments, load_tool, load_tools, result_text
@@ -91,12 +92,12 @@ def test_a_synchronous_tool_does_not_stop_the_others() -> None:
             text: The text.
         """
         started.set()
-        assert release.wait(60)
+        assert release.wait(HANG)
         return text
 
     async def both() -> list[str]:
         waiting = asyncio.create_task(FunctionTool.of(slow).call({"text": "slow"}))
-        await asyncio.to_thread(started.wait, 60)
+        await asyncio.to_thread(started.wait, HANG)
         quick = await FunctionTool.of(later).call({"text": "quick"})
         release.set()
         return [quick, await waiting]

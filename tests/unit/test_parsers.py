@@ -435,7 +435,7 @@ def test_no_text_raises_an_error(text: str, family: str, prompt: str) -> None:
 
 @pytest.mark.slow
 @given(text=TEXTS, family=st.sampled_from(list(FORMATS)))
-@settings(max_examples=20000, deadline=None)
+@settings(max_examples=6000, deadline=None)
 def test_no_text_of_many_raises_an_error(text: str, family: str) -> None:
     reply = parse_reply(text, None, family, TOOLS)
     assert bool(reply.parse_error) or reply.valid_calls == reply.calls

@@ -7,6 +7,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hang import HANG, wait_until
 from lockstep.data.dataset import Dataset, LoadedRows, RowRequest, load_rows
 from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
 from lockstep.data.encode.sft_rows import SupervisedRows
+from lockstep.data.parallel import BackgroundWorkers
 from lockstep.data.row_reader import Kept
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.shards import Shard, open_shards
@@ -219,7 +222,7 @@ def test_rows_are_encoded_by_workers_ahead_of_the_step(tmp_path: Path) -> None:
     assert isinstance(window, Window)
     assert window.submitted >= 12  # this update and the next two
     for _, encoded in window.ahead:
-        assert encoded.result(60)
+        assert encoded.result(HANG)
     assert os.getpid() not in writers([*first, *stream.between(4, 30)])
     assert streamed(tmp_path, reader=MarkedRows).take(0)[0].ids[2] == os.getpid()
 
@@ -235,6 +238,19 @@ def test_rows_of_a_killed_worker_are_encoded_here(tmp_path: Path) -> None:
     assert os.getpid() in writers(stream.between(90, 100))
 
 
+def test_a_task_that_fails_in_a_worker_has_no_result() -> None:
+    def work(task: Any) -> Any:
+        if task == "fails":
+            raise OSError("no file")
+        return (lambda: task) if task == "unsendable" else task
+
+    workers = BackgroundWorkers(work, 1)
+    tasks = ["fails", "unsendable", lambda: 0, 7]  # a lambda cannot be pickled
+    assert [workers.submit(task).result(HANG) for task in tasks] == [None, None, None, 7]
+    workers.close()
+    workers.close()
+
+
 def test_workers_end_with_the_stream(tmp_path: Path) -> None:
     before = set(multiprocessing.active_children())
     stream = streamed(write_numbers(tmp_path, FIVE_FILES), processes=2)
@@ -244,6 +260,35 @@ def test_workers_end_with_the_stream(tmp_path: Path) -> None:
     del stream
     gc.collect()
     assert not started & set(multiprocessing.active_children())
+
+
+def open_and_wait(folder: Path, report: Any) -> None:
+    """Main function of a process: opens a stream, reports its workers, and waits to be killed."""
+    before = set(multiprocessing.active_children())
+    stream = streamed(folder, processes=2)
+    stream.take(0)
+    report.send([worker.pid for worker in set(multiprocessing.active_children()) - before])
+    time.sleep(HANG)
+
+
+def test_workers_end_with_a_killed_run(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    run = context.Process(target=open_and_wait, args=(write_numbers(tmp_path, FIVE_FILES), theirs))
+    run.start()
+    assert ours.poll(HANG)
+    workers = ours.recv()
+    assert len(workers) == 2
+    run.kill()
+    run.join()
+    wait_until(lambda: not any(map(is_running, workers)))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_a_bad_row_is_refused_when_it_is_taken(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Reasoning(str):
     __slots__ = ()
 
 
-Parts = Iterator[str | RawCall]
+ReplyParts = Iterator[str | RawCall]
 """The text of a reply, in order: pieces of content, and calls. The consumer may stop early, so a reader is lazy."""
 
 
@@ -44,7 +44,7 @@ class CallFormat:
 
     marks: tuple[str, ...]
     """Texts of which a chat template of this format contains all."""
-    read: Callable[[str], Parts]
+    read: Callable[[str], ReplyParts]
     example: str
     """A call, for messages to the model."""
     ends: tuple[str, ...] = ()
@@ -76,7 +76,8 @@ def call_of_message(value: Any) -> RawCall:
     made = value.get("function", value)
     if not isinstance(made, dict):
         made = {**value, "name": made}
-    name, given = made.get("name"), next((made[key] for key in ("arguments", "parameters") if key in made), {})
+    name = made.get("name")
+    given: Any = next((made[key] for key in ("arguments", "parameters") if key in made), {})
     if not isinstance(name, str) or not name:
         return RawCall(error='has no "name"')
     identity = value.get("id")
@@ -118,7 +119,7 @@ _SOME_TEXT = re.compile(r"\S")
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
-def _between(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> Parts:
+def _between(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> ReplyParts:
     """Reads calls between two marks. A closing mark inside a JSON string belongs to the string."""
     at = 0
     while (start := text.find(opening, at)) >= 0:
@@ -141,7 +142,7 @@ def _between(text: str, opening: str, closing: str, read: Callable[[str], RawCal
 # -- Hermes: Qwen2.5, Qwen3, SmolLM3 -----------------------------------------------------------------------------------
 
 
-def _hermes(text: str) -> Parts:
+def _hermes(text: str) -> ReplyParts:
     return _between(text, "<tool_call>", "</tool_call>", _from_object)
 
 
@@ -165,7 +166,7 @@ class _Tags:
     wrapper: tuple[str, str] = ("", "")
     """Tags around a call that may both be missing."""
 
-    def read(self, text: str) -> Parts:
+    def read(self, text: str) -> ReplyParts:
         at = 0
         while found := self.opening.search(text, at):
             yield from self._outside(text[at : found.start()])
@@ -173,7 +174,7 @@ class _Tags:
             yield call
         yield from self._outside(text[at:])
 
-    def _outside(self, text: str) -> Parts:
+    def _outside(self, text: str) -> ReplyParts:
         """Returns text between calls. A call in another format is an error, and not content."""
         content, stray, _ = text.partition(self.stray)
         yield content
@@ -194,9 +195,9 @@ class _Tags:
             given[key] = value.removeprefix("\n").removesuffix("\n") if self.lines else value
             at = end + len(self.value_end)
         closing = self.closing.match(text, at)
-        before, end = self.wrapper
-        if closing is not None and before and found.group().startswith(before):
-            closing = re.compile(r"\s*" + re.escape(end)).match(text, closing.end())
+        wrapped, unwrapped = self.wrapper
+        if closing is not None and wrapped and found.group().startswith(wrapped):
+            closing = re.compile(r"\s*" + re.escape(unwrapped)).match(text, closing.end())
         if closing is None:
             after = self.opening.search(text, at)
             cut = after.start() if after else len(text)
@@ -244,7 +245,7 @@ _DSML = _Tags(
 )
 
 
-def _deepseek_tags(text: str) -> Parts:
+def _deepseek_tags(text: str) -> ReplyParts:
     return _DSML.read(re.sub(r"</?｜DSML｜function_calls>", "", text))
 
 
@@ -254,7 +255,7 @@ _LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters)"\s*:')
 _LLAMA_ARGUMENTS = re.compile(r'"(?:parameters|arguments)"\s*:')
 
 
-def _llama(text: str) -> Parts:
+def _llama(text: str) -> ReplyParts:
     """Reads JSON objects with a name and parameters. The model writes them without marks, or after `<|python_tag|>`.
     Other JSON is content."""
     content, tag, called = text.partition("<|python_tag|>")
@@ -265,7 +266,7 @@ def _llama(text: str) -> Parts:
         yield from _llama_objects(called.strip(), whole=True)
 
 
-def _llama_objects(text: str, *, whole: bool) -> Parts:
+def _llama_objects(text: str, *, whole: bool) -> ReplyParts:
     """`whole`: whether an object that is not closed is a call, and not content, if only calls stand before it."""
     at = 0
     while found := _LLAMA_CALL.search(text, at):
@@ -291,7 +292,7 @@ def _llama_objects(text: str, *, whole: bool) -> Parts:
 _MISTRAL_CALL = re.compile(r"(?P<name>[^\[\]{}\s]+)\s*(?:\[CALL_ID\](?P<id>[^\[\s]*)\s*)?\[ARGS\]\s*")
 
 
-def _mistral(text: str) -> Parts:
+def _mistral(text: str) -> ReplyParts:
     """Reads `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`, and `[TOOL_CALLS]name[ARGS]{...}`."""
     content, *sections = text.split("[TOOL_CALLS]")
     yield content
@@ -324,7 +325,7 @@ def _mistral_list(text: str) -> Iterator[RawCall]:
 # -- calls between special tokens: DeepSeek, Kimi K2 -------------------------------------------------------------------
 
 
-def _deepseek(text: str) -> Parts:
+def _deepseek(text: str) -> ReplyParts:
     text = re.sub(r"<｜tool▁calls▁(?:begin|end)｜>", "", text)
     return _between_tokens(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
 
@@ -341,7 +342,7 @@ def _deepseek_call(body: str) -> RawCall:
     return _with_arguments(name.strip(), arguments) if name.strip() else RawCall(error="has no name")
 
 
-def _kimi(text: str) -> Parts:
+def _kimi(text: str) -> ReplyParts:
     text = re.sub(r"<\|tool_calls?_section_(?:begin|end)\|>", "", text)
     return _between_tokens(text, "<|tool_call_begin|>", "<|tool_call_end|>", _kimi_call)
 
@@ -356,7 +357,7 @@ def _kimi_call(body: str) -> RawCall:
     return _with_arguments(name, arguments, identity)
 
 
-def _between_tokens(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> Parts:
+def _between_tokens(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> ReplyParts:
     """Reads calls between two tokens, which do not occur in JSON strings."""
     content, *sections = text.split(opening)
     yield content
@@ -376,7 +377,7 @@ def _between_tokens(text: str, opening: str, closing: str, read: Callable[[str],
 _HARMONY_END = re.compile(r"<\|(?:end|call|return|start)\|>")
 
 
-def _harmony(text: str) -> Parts:
+def _harmony(text: str) -> ReplyParts:
     """Reads messages: a header with channel and recipient, `<|message|>`, and the body up to a token that ends it."""
     if "<|message|>" not in text and "<|channel|>" not in text and "<|start|>" not in text:
         yield text

@@ -84,10 +84,10 @@ def parse_reply(
     special = _special_tokens(tokenizer) if found else ()
     calls, errors = list[ToolCall](), list[str]()
     for number, call in enumerate(found[:MOST_CALLS], 1):
-        error, given = _checked(call, number, schemas)
+        error, arguments = _checked(call, number, schemas)
         error = _without(special, error)
         if call.name:
-            calls.append(ToolCall(call.name, given, call.id or f"call{first_call + number:05}", error))
+            calls.append(ToolCall(call.name, arguments, call.id or f"call{first_call + number:05}", error))
         errors += [error] if error else []
     if len(found) > MOST_CALLS:
         errors.append(f"The turn has more than {MOST_CALLS} tool calls.")

@@ -42,12 +42,14 @@ class Builtin:
     variant: str = ""
     """A variable that selects a variant of the template in the file."""
     rewrites: str = ""
-    """What the original template of the models changes in earlier turns: `thoughts`, or the `system` message and tools,
-    which it moves to the last user turn. `drops`: the original drops tool calls and reasoning fields of any turn. Empty
-    if the original is append-only."""
+    """If `thoughts`, the original template removes reasoning from earlier turns. If `system`, the original template
+    moves the system message and the tools to the last user turn. If `drops`, the original template drops tool calls and
+    reasoning fields of every turn. If empty, the original template is append-only."""
     closings: tuple[str, ...] = ()
     """Tokens of which one ends an assistant turn, if the original has no end token: it writes this token at the
     beginning of the next message."""
+    call_end: str = ""
+    """The token that ends a turn with tool calls, if other turns end with another token."""
 
 
 BUILTIN = {
@@ -65,8 +67,10 @@ BUILTIN = {
     "gemma": Builtin(("<start_of_turn>", "<end_of_turn>"), "gemma"),
     "mistral": Builtin(_MISTRAL, "mistral", rewrites="system"),
     "mistral-nemo": Builtin(_MISTRAL, "mistral", "tekken", "system"),
-    "glm4.5": Builtin(_GLM, "glm4.5", rewrites="thoughts", closings=("<|user|>", "<|observation|>")),
-    "gpt-oss": Builtin(_HARMONY, "gpt-oss", rewrites="thoughts"),
+    "glm4.5": Builtin(
+        _GLM, "glm4.5", rewrites="thoughts", closings=("<|user|>", "<|observation|>"), call_end="<|observation|>"
+    ),
+    "gpt-oss": Builtin(_HARMONY, "gpt-oss", rewrites="thoughts", call_end="<|call|>"),
     "kimi-k2": Builtin(_KIMI, "kimi-k2"),
     "kimi-k2-thinking": Builtin(_KIMI, "kimi-k2", "thinks", "thoughts"),
     "smollm3": Builtin(_CHATML, "smollm3", rewrites="drops"),
@@ -123,7 +127,7 @@ def closing_version(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def version_note(rows: Mapping[str, int], *, turns: str = "all") -> str:
-    """Describes for the data report how many rows each append-only version rendered; `rows` has other keys, too."""
+    """Describes how many rows each append-only template rendered. `rows` maps template and other names to counts."""
     return "".join(
         f"; {rows[name]:,} rows use the append-only template {name}, because the tokenizer's template "
         + _reason(builtin, turns)
@@ -165,7 +169,8 @@ def without_dropped(chat: Sequence[Message]) -> list[Message]:
 
 
 def _is_version(name: str, original: str, special: Mapping[str, Any]) -> bool:
-    """Compares two templates on sample chats: equal where the original is append-only, else equal without thoughts."""
+    """Returns whether two templates agree on sample chats. For a chat that the original does not render append-only,
+    the texts may differ in `<think>` blocks and white space."""
     compared, drops = 0, BUILTIN[name].rewrites == "drops"
     for sample, inputs in _samples():
         if drops and inputs.get("tools"):
