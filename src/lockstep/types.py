@@ -274,7 +274,8 @@ class Request:
     """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the sample
     index of the first of these samples. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`.
     Only rollout functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished
-    samples; only engines that can pause use it."""
+    samples; only engines that can pause use it. All turns of a trajectory have the same `session`; the prompt of a
+    later turn extends the tokens of the turn before, so an engine can reuse the cache of that turn."""
 
     ids: Sequence[int]
     key: int
@@ -283,6 +284,7 @@ class Request:
     max_tokens: int | None = None
     question: Question | None = None
     partial_responses: Mapping[int, PartialResponse] | None = None
+    session: str | None = None
 
 
 # The stop reason of a completion that is unfinished, because the engine was paused.

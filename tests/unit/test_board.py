@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.rollout.native.decode_batch import DecodeBatch
-from lockstep.rollout.native.scheduler import SequenceState
+from lockstep.rollout.native.cached_spans import SequenceState
 
 SPARE = 99
 

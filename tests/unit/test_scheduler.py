@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.kernels.mixer_states import EMPTY, RESERVED
-from lockstep.rollout.native.scheduler import BlockPool, CachedSpan, Scheduler, SequenceState, SharedPrompt, Work
+from lockstep.rollout.native.cached_spans import BlockPool, CachedSpan, SequenceState, SharedPrompt
+from lockstep.rollout.native.scheduler import Scheduler, Work
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,8 @@ class _OpenShare(_OwnShare):
         finally:
             self.engine.further = None
 
-    def take(self, room: int) -> list[Request]:
+    def take(self, room: int, wait: bool = False) -> list[Request]:
+        # There is nothing to wait for: no prompt becomes available later.
         count = self._prompts(room)
         if count < 1:
             return []

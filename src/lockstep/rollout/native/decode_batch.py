@@ -13,7 +13,7 @@ import torch
 
 from lockstep.device.base import sent
 from lockstep.kernels.mixer_states import SPARE
-from lockstep.rollout.native.scheduler import SequenceState
+from lockstep.rollout.native.cached_spans import SequenceState
 
 
 @dataclass
@@ -21,6 +21,10 @@ class DecodeState:
     """The state of a decode batch in device tensors. Forward passes update these tensors without the host."""
 
     tokens_B: torch.Tensor
+    """Input token of the next pass. A sequence that is done keeps its last input, so that further passes write the same
+    keys and values again."""
+    drawn_B: torch.Tensor
+    """Token that the last pass sampled."""
     positions_B: torch.Tensor
     """Position of the input token in its sequence."""
     prompts_B: torch.Tensor
@@ -50,6 +54,7 @@ class DecodeState:
         numbers = _numbers(rows, device)
         return cls(
             tokens_B=numbers[:, 0].contiguous(),
+            drawn_B=numbers[:, 0].clone(),
             positions_B=numbers[:, 1].contiguous(),
             prompts_B=numbers[:, 2].contiguous(),
             limits_B=numbers[:, 3].contiguous(),
@@ -66,6 +71,7 @@ class DecodeState:
         zeros = torch.zeros(rows, dtype=torch.long, device=device)
         return cls(
             tokens_B=zeros.clone(),
+            drawn_B=zeros.clone(),
             positions_B=zeros.clone(),
             prompts_B=zeros.clone(),
             limits_B=zeros.clone(),

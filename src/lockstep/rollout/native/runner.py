@@ -18,12 +18,13 @@ from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
-from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
+from lockstep.kernels.mixer_states import SPARE, DecodeStates, PrefillStates, StateChunk
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
+from lockstep.rollout.native.cached_spans import CachedSpan, SequenceState
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import CachedSpan, SequenceState, Work
+from lockstep.rollout.native.scheduler import Work
 from lockstep.types import Sampling
 
 # Number of decode passes per round with CUDA graphs. The host does not synchronize between these passes.
@@ -144,7 +145,7 @@ class Runner:
         made = []
         for _ in range(self.passes):
             step()
-            made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
+            made.append((state.drawn_B.clone(), state.logprobs_B.clone()))
         tokens, logprobs = (fetched(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
         return Round(sequences, width, rows, tokens, logprobs)
 
@@ -164,16 +165,16 @@ class Runner:
                 temperature=self.sampling.temperature or 1.0,
                 truncation=truncation_of(self.sampling) if self.sampling.score_truncated else None,
             )
-        state.tokens_B.copy_(tokens)
+        state.drawn_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         if self.group is not None:
             # All ranks should have sampled the same tokens. Different tokens would make the ranks hang later, so all
             # ranks use the tokens of the first rank.
-            self.group.as_first_(state.tokens_B)
+            self.group.as_first_(state.drawn_B)
             self.group.as_first_(state.logprobs_B)
-            tokens = state.tokens_B
-        ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
+        ended = (state.drawn_B[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
         state.done_B.logical_or_(ended)
+        state.tokens_B.copy_(torch.where(state.done_B, state.tokens_B, state.drawn_B))
         state.positions_B.add_(~state.done_B)
 
     def _fed(self, state: DecodeState, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -182,7 +183,8 @@ class Runner:
         blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
         slots = blocks * block + state.positions_B % block
         held = self.cache.states
-        states = None if held is None else DecodeStates(held, state.slots_B)
+        # The states of a sequence that is done stay as they are, because the next turn of its session may use them.
+        states = None if held is None else DecodeStates(held, torch.where(state.done_B, SPARE, state.slots_B))
         layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B, states)
         run = self._hidden if self.layers is None else self.layers.decode
         return run(state.tokens_B, state.positions_B, layout)
