@@ -21,10 +21,6 @@ class DecodeState:
     """The state of a decode batch in device tensors. Forward passes update these tensors without the host."""
 
     tokens_B: torch.Tensor
-    """Input token of the next pass. A sequence that is done keeps its last input, so that further passes write the same
-    keys and values again."""
-    drawn_B: torch.Tensor
-    """Token that the last pass sampled."""
     positions_B: torch.Tensor
     """Position of the input token in its sequence."""
     prompts_B: torch.Tensor
@@ -54,7 +50,6 @@ class DecodeState:
         numbers = _numbers(rows, device)
         return cls(
             tokens_B=numbers[:, 0].contiguous(),
-            drawn_B=numbers[:, 0].clone(),
             positions_B=numbers[:, 1].contiguous(),
             prompts_B=numbers[:, 2].contiguous(),
             limits_B=numbers[:, 3].contiguous(),
@@ -71,7 +66,6 @@ class DecodeState:
         zeros = torch.zeros(rows, dtype=torch.long, device=device)
         return cls(
             tokens_B=zeros.clone(),
-            drawn_B=zeros.clone(),
             positions_B=zeros.clone(),
             prompts_B=zeros.clone(),
             limits_B=zeros.clone(),
@@ -81,6 +75,14 @@ class DecodeState:
             logprobs_B=torch.zeros(rows, device=device),
             slots_B=torch.full_like(zeros, SPARE),
         )
+
+    def idle_done_(self, block: int) -> None:
+        """Makes idle rows of the rows that are done. Further passes of the round then change nothing that the next turn
+        of a session reads."""
+        self.table_BM.masked_fill_(self.done_B[:, None], block)
+        self.slots_B.masked_fill_(self.done_B, SPARE)
+        for numbers in (self.positions_B, self.prompts_B):
+            numbers.masked_fill_(self.done_B, 0)
 
     def first(self, rows: int) -> DecodeState:
         """Returns a view of the first `rows` rows."""

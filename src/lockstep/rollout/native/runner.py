@@ -18,7 +18,7 @@ from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
-from lockstep.kernels.mixer_states import SPARE, DecodeStates, PrefillStates, StateChunk
+from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.cached_spans import CachedSpan, SequenceState
@@ -145,13 +145,13 @@ class Runner:
         made = []
         for _ in range(self.passes):
             step()
-            made.append((state.drawn_B.clone(), state.logprobs_B.clone()))
+            made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
         tokens, logprobs = (fetched(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
         return Round(sequences, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
-        """Runs one decode pass: one token per sequence through the model, then samples the next token. Finished
-        sequences stay unchanged."""
+        """Runs one decode pass: one token per sequence through the model, then samples the next token. The rows of
+        finished sequences become idle."""
         head = output_head(self.model)
         lengths = state.positions_B + 1
         projected = head.projected(self._fed(state, lengths))
@@ -165,17 +165,17 @@ class Runner:
                 temperature=self.sampling.temperature or 1.0,
                 truncation=truncation_of(self.sampling) if self.sampling.score_truncated else None,
             )
-        state.drawn_B.copy_(tokens)
+        state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         if self.group is not None:
             # All ranks should have sampled the same tokens. Different tokens would make the ranks hang later, so all
             # ranks use the tokens of the first rank.
-            self.group.as_first_(state.drawn_B)
+            self.group.as_first_(state.tokens_B)
             self.group.as_first_(state.logprobs_B)
-        ended = (state.drawn_B[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
+        ended = (state.tokens_B[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
         state.done_B.logical_or_(ended)
-        state.tokens_B.copy_(torch.where(state.done_B, state.tokens_B, state.drawn_B))
-        state.positions_B.add_(~state.done_B)
+        state.positions_B.add_(1)
+        state.idle_done_(self.cache.spare)
 
     def _fed(self, state: DecodeState, lengths_B: torch.Tensor) -> torch.Tensor:
         """Runs the decoder on one token per sequence, updates the cache, and returns the hidden states."""
@@ -183,8 +183,7 @@ class Runner:
         blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
         slots = blocks * block + state.positions_B % block
         held = self.cache.states
-        # The states of a sequence that is done stay as they are, because the next turn of its session may use them.
-        states = None if held is None else DecodeStates(held, torch.where(state.done_B, SPARE, state.slots_B))
+        states = None if held is None else DecodeStates(held, state.slots_B)
         layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B, states)
         run = self._hidden if self.layers is None else self.layers.decode
         return run(state.tokens_B, state.positions_B, layout)
