@@ -18,7 +18,9 @@ from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import PromptCounts
+from lockstep.rollout.native import native_engine as engine_module
 from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.native.runner import Round, Runner
 from lockstep.types import Completion, Request, Sampling
 from played_turns import Played, Script
 
@@ -45,13 +47,13 @@ def engine_of(policy: Policy, device: Device | None = None, **settings: Any) -> 
     return NativeEngine(policy, device or Cpu(), RolloutSettings(**settings), lambda ids: "")
 
 
-def assert_plain(policy: Policy, played: Played, turns: list[list[Completion]]) -> None:
+def assert_plain(policy: Policy, played: Played, turns: list[list[Completion]], sampling: Sampling = SAMPLING) -> None:
     """Every turn is what transformers' forward over all its tokens gives."""
     for number, (script, made) in enumerate(zip(played.scripts, turns, strict=True)):
         assert len(made) == len(script.observations) + 1
         for turn, one in enumerate(made):
             request = script.request(number, [before.ids for before in made[:turn]], MOST)
-            ids, logprobs = slow_sample(policy, request, 0, SAMPLING)
+            ids, logprobs = slow_sample(policy, request, 0, sampling)
             assert one.ids == ids
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(logprobs), atol=2e-4, rtol=1e-3)
 
@@ -78,6 +80,28 @@ def test_turns_are_those_of_transformers_and_only_new_tokens_are_computed(policy
     assert counts.reused > 100
     # Trajectories with the same first prompt share its prefill if they start together.
     assert new_tokens(played) / 2 < counts.computed <= new_tokens(played)
+
+
+def test_turns_over_several_rounds_start_while_other_rows_decode(policy: Policy) -> None:
+    """Rounds of eight passes on recorded graphs: the new tokens of a turn are computed between two rounds of others,
+    before the first of them is read."""
+    ahead: list[int] = []
+
+    class Counting(Runner):
+        def schedule_ahead(self, last: Round, sequences: Any) -> Round | None:
+            launched = super().schedule_ahead(last, sequences)
+            ahead.append(sum(s.session is not None and s.prompt == len(s.tokens) for s in sequences) if launched else 0)
+            return launched
+
+    long = Sampling(max_tokens=30, temperature=0.8, stop_ids=(7,), seed=3)
+    engine = engine_of(policy, Recorder(), max_sequences=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "Runner", Counting)
+        played = Played(engine, scripts(), 30)
+        turns = played.play(long)
+    assert_plain(policy, played, turns, long)
+    assert sum(ahead) > 2
+    assert engine.prompt_counts().computed <= new_tokens(played)
 
 
 def test_without_sessions_everything_is_computed_again(policy: Policy) -> None:

@@ -87,6 +87,8 @@ def prefill_bytes(config: Any, tokens: int, size: int) -> int:
 
 # Default fraction of the free device memory for the KV cache.
 FREE_SHARE = 0.5
+# Turns of trajectories start when 1/TOGETHER of the batch rows are free.
+TOGETHER = 32
 # A KV cache of at most this fraction of the device's total memory is kept between calls of `generate`, with its CUDA
 # graphs.
 KEPT_SHARE = 0.05
@@ -194,6 +196,8 @@ class NativeEngine(SharedWeights):
             # are not yet reused.
             work = scheduler.schedule_ahead(runner.passes)
             runner.copy(work)
+            if work.prefill:
+                runner.prefill(work.prefill)
             ahead = runner.schedule_ahead(now, work.decode)
             for sequence, tokens, logprobs in zip(now.sequences, *now.read(), strict=True):
                 if sequence.stop:
@@ -209,7 +213,9 @@ class NativeEngine(SharedWeights):
     def _filled(self, scheduler: Scheduler, intake: Intake) -> bool:
         """Adds requests from `further` if rows are free; returns whether unfinished sequences are left."""
         room = scheduler.rows - len(scheduler.running)
-        if self.further is not None and room > 0 and not scheduler.waiting:
+        # Each turn of a trajectory starts with a prefill, so turns start a few at a time.
+        least = max(1, scheduler.rows // TOGETHER) if isinstance(self.further, Conversations) else 1
+        if self.further is not None and room >= least and not scheduler.waiting:
             requests, ended = self._taken(self.further, room, wait=not scheduler.unfinished)
             for session in ended:
                 scheduler.end_session(session)

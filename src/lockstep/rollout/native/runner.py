@@ -14,7 +14,7 @@ import torch
 from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.attention.kv_cache import KVCache
-from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
+from lockstep.kernels.attention.layout import Chunks, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
@@ -201,14 +201,9 @@ class Runner:
         ]
         return PrefillStates(self.cache.states, chunks)
 
-    def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
-        chunks = []
-        first = 0
-        for part, stop in work:
-            slots = torch.from_numpy(self._slots(part, 0, stop)).to(self.torch_device)
-            chunks.append(Chunk(first, part.cached, stop, slots))
-            first += stop - part.cached
-        return tuple(chunks)
+    def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> Chunks:
+        slots = [self._slots(part, 0, stop) for part, stop in work]
+        return Chunks.of([(part.cached, stop) for part, stop in work], slots, self.policy.kernel, self.torch_device)
 
     def _slots(self, part: CachedSpan, start: int, stop: int) -> np.ndarray:
         positions, blocks = np.arange(start, stop), np.array(part.blocks, dtype=np.int64)

@@ -121,9 +121,9 @@ class Scheduler:
 
     def schedule_ahead(self, tokens: int) -> Work:
         """Plans the next round before the tokens of the current round are known: the sequences that continue, and new
-        sequences on rows that will be free. Returns empty work if the current round may change the schedule, because a
-        prompt needs prefill or blocks may run out."""
-        work = Work(0)
+        sequences on rows that will be free. The new tokens of later turns are prefilled first. Returns empty work if
+        the current round may change the schedule, because a prompt needs several passes or blocks may run out."""
+        work = Work(self.budget)
         if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
         continuing = [sequence for sequence in self.running if len(sequence.tokens) + tokens < sequence.limit]
@@ -134,7 +134,7 @@ class Scheduler:
         if not self._free_blocks(sum(max(0, blocks) for blocks in missing)):
             return work
         added = self.waiting[: self.rows - len(continuing)]
-        if not all(self._starts_ready(one) for one in added):
+        if not self._start_at_once(added):
             return work
         for sequence, stop in zip(continuing, stops, strict=True):
             self._grow(sequence, stop)
@@ -142,6 +142,9 @@ class Scheduler:
         for sequence in added:
             if not self._start(sequence, self.prefixes[sequence.request], work, tokens):
                 break
+            if not sequence.ready and (sequence, len(sequence.tokens) - 1) in work.prefill[-1:]:
+                work.decode.append(sequence)
+        self.computed += sum(stop - part.cached for part, stop in work.prefill)
         return work
 
     def finish(self, sequence: SequenceState, *, park: bool = True) -> None:
@@ -258,11 +261,14 @@ class Scheduler:
             # The last block of the prefix is partly filled; each sequence continues in a copy.
             work.copies.append((prefix.blocks[filled], sequence.blocks[filled]))
 
-    def _starts_ready(self, sequence: SequenceState) -> bool:
-        """Returns whether a waiting sequence needs no prefill. A preempted sequence and a later turn need one."""
-        prefix = self.prefixes[sequence.request]
-        cached = self.parked.cached(sequence) or prefix.cached
-        return prefix.ready and cached == len(sequence.tokens) - 1
+    def _start_at_once(self, sequences: Sequence[SequenceState]) -> bool:
+        """Returns whether waiting sequences need at most one prefill pass of their own tokens before they decode."""
+        prefixes = [self.prefixes[sequence.request] for sequence in sequences]
+        tokens = (
+            len(sequence.tokens) - 1 - (self.parked.cached(sequence) or prefix.cached)
+            for sequence, prefix in zip(sequences, prefixes, strict=True)
+        )
+        return all(prefix.ready for prefix in prefixes) and sum(tokens) <= self.budget
 
     def _allocate(self, prefix: SharedPrompt, request: int) -> bool:
         """Allocates the blocks of the prefix; returns False if the cache has no room."""
