@@ -189,6 +189,17 @@ def test_trajectories_that_start_with_the_same_prompt_compute_it_once(policy: Po
     assert engine.prompt_counts().computed == len(prompt) - 1
 
 
+def test_a_tool_that_hangs_delays_only_its_own_trajectory(policy: Policy) -> None:
+    """One row, and a tool that takes longer than all the others together."""
+    engine = engine_of(policy, max_sequences=1)
+    slow = Script([5, 6], [[8]], [10**6])
+    played = Played(engine, [slow, *scripts()], MOST)
+    turns = played.play(SAMPLING)
+    assert_plain(policy, played, turns)
+    assert [request.session for request in played.requests].index("0", 1) == len(played.requests) - 1
+    assert turns[0][1].request == len(played.requests) - 1
+
+
 def test_a_session_has_one_sample(policy: Policy, tmp_path: Path) -> None:
     engine = engine_of(policy)
     with pytest.raises(ValueError, match="asks for 2 samples"):
