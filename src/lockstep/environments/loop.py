@@ -234,14 +234,17 @@ class _Batch:
     def _call(self, kind: str, running: Running, **fields: Any) -> None:
         host = running.host
         assert host is not None
-        loading = 0.0 if host.is_loaded else LOAD_SECONDS
         try:
             number = self.hosts.send(host, do=kind, trajectory=running.session, **fields)
         except ValueError as error:
             self._fail(running, str(error), TOOL_ERROR)
             return
-        deadline = time.monotonic() + self.settings.step_timeout + loading
-        self.calls[number] = _Call(kind, host, running, deadline)
+        self.calls[number] = _Call(kind, host, running, self._deadline(host))
+
+    def _deadline(self, host: Host) -> float:
+        """Returns the time by which a call must be answered. A new host also loads the class."""
+        loading = 0.0 if host.is_loaded else LOAD_SECONDS
+        return time.monotonic() + self.settings.step_timeout + self.hosts.setup.more_seconds + loading
 
     def _handle(self, host: Host, answer: Answer) -> None:
         if answer.call == LOADING:
@@ -251,6 +254,7 @@ class _Batch:
         elif answer.call in self.calls:
             call = self.calls.pop(answer.call)
             running = call.running
+            host.stuck |= bool(answer.fields.get("stuck"))
             if running is not None:
                 running.seconds += answer.time - call.sent
             self._answer(call, answer)
@@ -396,7 +400,7 @@ class _Batch:
         host = running.host
         assert host is not None
         number = self.hosts.send(host, do="finish", trajectory=running.session, finished=None)
-        self.calls[number] = _Call("close", host, running, time.monotonic() + self.settings.step_timeout)
+        self.calls[number] = _Call("close", host, running, self._deadline(host))
 
     def _complete(self, running: Running) -> None:
         self.active.discard(running)
@@ -416,8 +420,7 @@ class _Batch:
             return
         host = self.hosts.place(whole[0].session)
         call = self.hosts.send(host, do="group", trajectories=[one.trajectory() for one in whole])
-        deadline = time.monotonic() + self.settings.step_timeout + (0.0 if host.is_loaded else LOAD_SECONDS)
-        self.calls[call] = _Call("group", host, None, deadline, group=number)
+        self.calls[call] = _Call("group", host, None, self._deadline(host), group=number)
 
     def _group_scored(self, number: int, answer: Answer) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)
