@@ -40,6 +40,8 @@ from lockstep.types import Completion, Request, Sampling
 
 # Seconds that the environments of failed trajectories get at the end of a batch to close.
 CLOSE_SECONDS = 5.0
+# The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
+PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
 # tokens.
 LONGER, MORE = 1.25, 64
@@ -298,23 +300,39 @@ class _Batch:
             return  # the host of its environment was lost during the turn
         conversation = running.conversation
         assert conversation is not None
+        tokens = isinstance(conversation, TokenConversation)
+        running.reply = self._reply(running, completion)
         start, stop = conversation.add_turn(completion)
-        finish = "length" if completion.stop == "length" else "stop"
-        text_ids = list(completion.ids)
-        while text_ids and text_ids[-1] in self.engine.chat.end_ids:
-            text_ids.pop()
-        text, tokens = self._decode(text_ids), isinstance(conversation, TokenConversation)
-        reply = Reply(text, text) if tokens else parse_reply(text, conversation.tools)
-        running.reply = replace(reply, finish=finish, ids=tuple(completion.ids))
         running.ended_by = completion.stop
         conversation.add_reply(running.reply)
-        record = TurnRecord(start, stop, 0.0, finish, reply.calls, reply.parse_error)
-        running.turns.append(record)
+        reply = running.reply
+        running.turns.append(TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error))
         limit = self.settings.max_tool_calls
         if limit is not None and running.tool_calls > limit:
             self._end(running, MAX_TOOL_CALLS)
             return
         self._call("step", running, reply=list(completion.ids) if tokens else running.reply)
+
+    def _reply(self, running: Running, completion: Completion) -> Reply:
+        """Returns a turn of the model, before its tokens are added to the conversation."""
+        conversation, ids = running.conversation, list(completion.ids)
+        assert conversation is not None
+        while ids and ids[-1] in self.engine.chat.end_ids:
+            ids.pop()
+        finish = "length" if completion.stop == "length" else "stop"
+        if isinstance(conversation, TokenConversation):
+            text = self._decode(ids)
+            return Reply(text, text, finish=finish, ids=tuple(completion.ids))
+        reply = parse_reply(
+            ids,
+            self.engine.chat.tokenizer,
+            self.settings.parser,
+            conversation.tools,
+            prompt=self._decode(conversation.context[-PROMPT_TOKENS:]),
+            finish=finish,
+            first_call=running.tool_calls,
+        )
+        return replace(reply, ids=tuple(completion.ids))
 
     def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
         running.answered(fields)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
 from lockstep.environments.host import Answer, EnvironmentHosts, HostSetup
 from lockstep.environments.loop import EnvironmentEngine, TurnEngine
+from lockstep.environments.parsers import format_named
 from lockstep.environments.running import environment_seed, row_of
 from lockstep.errors import Refusal, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -72,6 +73,8 @@ def try_environment(
     """Loads the environment and starts a trajectory for one row. Returns a summary line. Raises `Refusal` if the
     environment or its first prompt cannot be used."""
     setup, question = host_setup(settings), prompt.question
+    if settings.parser != "auto":
+        format_named(settings.parser, "rollout.parser")
     chat = ChatFormat(tokenizer, history=settings.history)
     hosts = EnvironmentHosts(setup)
     try:
