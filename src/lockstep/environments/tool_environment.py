@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -42,7 +43,10 @@ class ToolEnvironment:
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
             for call, (text, _) in zip(reply.calls, results, strict=True)
         ]
-        unread = reply.parse_error if not any(call.error for call in reply.calls) else ""
+        unread = reply.parse_error
+        for call in reply.calls:
+            unread = unread.replace(call.error, "") if call.error else unread
+        unread = unread.strip()
         if not messages:
             messages = [{"role": "user", "content": reply.parse_error}]
         elif unread:
@@ -77,6 +81,7 @@ def shortened(text: str, most: int) -> str:
 @lru_cache(maxsize=8)
 def _loaded(tools: tuple[tuple[str, str, str], ...]) -> dict[str, FunctionTool]:
     """Loads the tools once in each process."""
+    _without_torch()
     found: dict[str, FunctionTool] = {}
     for text, maker, argument in tools:
         module, _, name = maker.partition(":")
@@ -89,3 +94,12 @@ def _loaded(tools: tuple[tuple[str, str, str], ...]) -> dict[str, FunctionTool]:
                 )
             found[one.name] = one
     return found
+
+
+def _without_torch() -> None:
+    """Makes transformers derive schemas without an import of torch, which it needs only to recognise tensors and images
+    among type hints. A host process starts seconds faster without torch."""
+    from transformers.utils import chat_template_utils
+
+    if "torch" not in sys.modules:
+        chat_template_utils.is_torch_available = lambda: False  # type: ignore[attr-defined]
