@@ -203,7 +203,7 @@ class _Host:
 
     async def _call(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Runs a call. Returns the fields of the answer."""
-        key = fields.get("trajectory")
+        key = int(fields.get("trajectory", -1))
         if fields["do"] == "reset":
             environment = await self._run("__init__", self._created, self._arguments)
             self._environments[key] = environment
