@@ -13,7 +13,7 @@ Say = Callable[[Request, int], str]
 
 
 class Scripted(SharedWeights):
-    """Writes what `say` returns, with the end token, up to the limits of the request. Log-probs are -1, -2 and so on."""
+    """Writes what `say` returns, with the end token, up to the limits of the request. Log-probs are -1, -2, -3 ..."""
 
     instead = ""
 
