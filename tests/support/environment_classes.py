@@ -54,10 +54,10 @@ class Scored(Echo):
 
 
 class Buggy:
-    """Fails in the method `where` for the rows whose ground truth is in `rows`. `how` is the bug."""
+    """Has a bug for some rows: `bugs` has a method and a bug by ground truth. Two turns without a bug."""
 
-    def __init__(self, where: str, how: str, rows: Sequence[str] = ("1",), log: str = ""):
-        self._where, self._how, self._rows, self._log = where, how, rows, log
+    def __init__(self, bugs: Mapping[str, Sequence[str]], log: str = ""):
+        self._bugs, self._log = bugs, log
         self._row = ""
         self._turns = 0
 
@@ -80,23 +80,30 @@ class Buggy:
         self._bug("close", None)
 
     def _bug(self, method: str, value: Any) -> Any:
-        if method != self._where or self._row not in self._rows:
-            return value
-        return BUGS[self._how](value)
+        where, how = self._bugs.get(self._row, ("", ""))
+        return BUGS[how](value) if method == where else value
 
 
-class AsyncBuggy(Buggy):
-    """As `Buggy`, but `step` is a coroutine: it hangs in an await, or blocks the loop of its host."""
+class AsyncBuggy:
+    """As `Buggy`, but with coroutines: the bug of a row hangs in an await, cannot be cancelled, or blocks the loop of
+    its host."""
 
-    async def step(self, reply: Reply) -> Turn:  # type: ignore[override]
-        self._turns += 1
-        if self._where == "step" and self._row in self._rows:
-            if self._how == "waits":
-                await asyncio.sleep(FOREVER)
-            if self._how == "blocks":
-                time.sleep(FOREVER)
-            if self._how == "stays":
-                await _stay()
+    def __init__(self, bugs: Mapping[str, str]):
+        self._bugs, self._row = bugs, ""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+        self._row = row["ground_truth"]
+        return Start([{"role": "user", "content": "?"}])
+
+    async def step(self, reply: Reply) -> Turn:
+        how = self._bugs.get(self._row, "")
+        if how == "waits":
+            await asyncio.sleep(FOREVER)
+        if how == "blocks":
+            time.sleep(FOREVER)
+        if how == "stays":
+            await _stay()
+        if how == "exits":
             raise SystemExit("asynchronous")
         return Turn(done=True, reward=1.0)
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from lockstep.types import Completion, Origin, Prompt, Question, Request, Sampli
 from scripted_engine import Scripted
 
 FILE = environment_classes.__file__
-ROWS = 3
 
 
 @pytest.fixture(scope="module")
@@ -56,142 +54,137 @@ class Watched(EnvironmentHosts):
         return [pid for host in self.started for pid in descendants(NOBODY, host._mark)]
 
 
-def run(tokenizer: Any, environment: str, batches: int = 1, **keys: Any) -> tuple[list[Completion], Watched]:
-    """Generates with an environment. Afterwards no process is left."""
+def engine_of(tokenizer: Any, environment: str, **keys: Any) -> EnvironmentEngine:
     settings = RolloutSettings(environment=f"{FILE}:{environment}", **{"environment_workers": 1, **keys})
-    hosts = Watched(settings)
     chat = ChatFormat(tokenizer, frozenset({tokenizer.eos_token_id}))
-    engine = EnvironmentEngine(Scripted(tokenizer, lambda request, turn: "hi"), hosts, settings, chat, len(tokenizer))
-    ids = tokenizer("?")["input_ids"]
-    requests = [Request(ids, row, question=question(row)) for row in range(ROWS)]
+    inner = Scripted(tokenizer, lambda request, turn: "hi")
+    return EnvironmentEngine(inner, Watched(settings), settings, chat, len(tokenizer))
+
+
+def generated(engine: EnvironmentEngine, tokenizer: Any, rows: int) -> list[Completion]:
+    requests = [Request(tokenizer("?")["input_ids"], row, question=question(row)) for row in range(rows)]
+    return list(engine.generate(requests, Sampling(200, stop_ids=(tokenizer.eos_token_id,))))
+
+
+def run(tokenizer: Any, environment: str, bugs: dict[str, Any], rows: int, **keys: Any) -> tuple[list[str], Any, Any]:
+    """Generates with an environment that has bugs. Returns the reason and the stop reason of each row, and the hosts.
+    Afterwards no process is left."""
+    more = keys.pop("more", {})
+    engine = engine_of(tokenizer, environment, environment_args={"bugs": bugs, **more}, **keys)
+    hosts = engine.hosts
+    assert isinstance(hosts, Watched)
     try:
-        for _ in range(batches):
-            made = list(engine.generate(requests, Sampling(200, stop_ids=(tokenizer.eos_token_id,))))
-            assert not any(host.stuck or host.calls.keys() & host.trajectories for host in hosts.hosts)
+        made = sorted(generated(engine, tokenizer, rows), key=lambda one: one.request)
+        assert not any(host.stuck for host in hosts.hosts)
+        again = generated(engine, tokenizer, 1)
     finally:
         engine.close()
     assert hosts.left() == []
-    return sorted(made, key=lambda one: one.request), hosts
+    assert [one.request for one in made] == list(range(rows))
+    for one in [*again, *made]:
+        assert (one.stop == "failed", one.ids == []) == (bool(one.failure), bool(one.failure))
+        if not one.failure and environment == "Buggy":
+            assert one.trajectory is not None
+            assert one.trajectory.scores == {"score": 1.0}
+    stops = [one.trajectory.stop for one in made if one.trajectory is not None]
+    return [one.failure for one in made], stops, hosts
 
 
-def failures(made: Sequence[Completion]) -> list[str]:
-    assert [one.request for one in made] == list(range(ROWS))
-    return [one.failure for one in made]
+BUGS = [
+    ("reset", "raises", "reset raised ValueError: the bug (environment_classes.py line"),
+    ("reset", "wrong type", "reset returned 7, expected Start(messages=[...])"),
+    ("reset", "huge", "returned 33,554"),
+    ("step", "raises", "step raised ValueError: the bug (environment_classes.py line"),
+    ("step", "exits", "step raised SystemExit: 3"),
+    ("step", "wrong type", "step returned 7, expected Turn(...)"),
+    ("step", "nan", "step returned nan as the reward, which is not a finite number"),
+    ("step", "huge", "returned 33,554"),
+    ("step", "nothing", "step returned neither messages nor done=True"),
+    ("step", "not text", "step returned 3 as the content of message 1, not text"),
+    ("step", "assistant", "step returned message 1 with the role 'assistant'"),
+    ("score", "raises", "score raised ValueError: the bug"),
+    ("score", "wrong type", "score returned 'seven' as the score, which is not a finite number"),
+    ("score", "nan", "score returned nan as the score"),
+    ("close", "raises", "close raised ValueError: the bug"),
+]
 
 
-@pytest.mark.parametrize(
-    ("where", "how", "why"),
-    [
-        ("reset", "raises", "reset raised ValueError: the bug (environment_classes.py line"),
-        ("reset", "wrong type", "reset returned 7, expected Start(messages=[...])"),
-        ("reset", "huge", "returned 33,554"),
-        ("step", "raises", "step raised ValueError: the bug (environment_classes.py line"),
-        ("step", "exits", "step raised SystemExit: 3"),
-        ("step", "wrong type", "step returned 7, expected Turn(...)"),
-        ("step", "nan", "step returned nan as the reward, which is not a finite number"),
-        ("step", "huge", "returned 33,554"),
-        ("step", "nothing", "step returned neither messages nor done=True"),
-        ("step", "not text", "step returned 3 as the content of message 1, not text"),
-        ("step", "assistant", "step returned message 1 with the role 'assistant'"),
-        ("score", "raises", "score raised ValueError: the bug"),
-        ("score", "wrong type", "score returned 'seven' as the score, which is not a finite number"),
-        ("score", "nan", "score returned nan as the score"),
-        ("close", "raises", "close raised ValueError: the bug"),
-    ],
-)
-def test_a_bug_fails_its_trajectory_alone(tokenizer: Any, where: str, how: str, why: str) -> None:
-    made, _ = run(tokenizer, "Buggy", environment_args={"where": where, "how": how})
-    good, bad, other = failures(made)
-    assert (good, other) == ("", "")
-    assert f"environment_classes.py:Buggy: {why}" in bad
-    assert (made[1].stop, made[1].ids) == ("failed", [])
-    assert made[1].trajectory is not None
-    assert made[1].trajectory.stop == "tool_error"
-    assert made[0].trajectory is not None
-    assert made[0].trajectory.scores == {"score": 1.0}
+def test_a_bug_fails_its_trajectory_alone(tokenizer: Any, tmp_path: Path) -> None:
+    bugs = {str(row): [where, how] for row, (where, how, _) in enumerate(BUGS, 1)}
+    log, rows = tmp_path / "closed.txt", len(BUGS) + 2
+    reasons, stops, hosts = run(tokenizer, "Buggy", bugs, rows, more={"log": str(log)})
+    assert reasons[0] == reasons[-1] == ""
+    for reason, (_, _, why) in zip(reasons[1:], BUGS, strict=False):
+        assert f"environment_classes.py:Buggy: {why}" in reason
+    assert stops == ["completed", *["tool_error"] * len(BUGS), "completed"]
+    assert len(hosts.started) == 1
+    # Every environment is closed, also after a failure; the first row ran twice.
+    closed = sorted(log.read_text().split()[1::2], key=int)
+    assert closed == ["0", *map(str, range(rows))]
 
 
 def test_an_endless_environment_ends_at_the_limit_of_turns(tokenizer: Any) -> None:
-    made, _ = run(tokenizer, "Buggy", environment_args={"where": "step", "how": "endless"}, max_turns=4)
-    assert failures(made) == ["", "", ""]
-    assert [one.trajectory.stop for one in made if one.trajectory is not None] == [
-        "completed",
-        "max_turns",
-        "completed",
-    ]
+    reasons, stops, _ = run(tokenizer, "Buggy", {"1": ["step", "endless"]}, 2, max_turns=4)
+    assert (reasons, stops) == (["", ""], ["completed", "max_turns"])
 
 
-@pytest.mark.parametrize("where", ["reset", "step", "score", "close"])
-def test_a_hanging_method_is_named_and_its_host_replaced(tokenizer: Any, where: str) -> None:
-    made, hosts = run(
-        tokenizer, "Buggy", 2, environment_args={"where": where, "how": "hangs"}, step_timeout=1.0, max_concurrent=8
-    )
-    good, bad, other = failures(made)
-    assert (good, other) == ("", "")
-    name = "finish" if where in ("score", "close") else where
-    assert f"Buggy: {name} did not return within 1 s (rollout.step_timeout)" in bad
-    assert made[1].trajectory is not None
-    assert made[1].trajectory.stop == "timeout"
-    assert len(hosts.started) == 2  # each batch leaves a thread that cannot be cancelled
+def test_methods_that_hang_are_named_and_their_host_is_replaced(tokenizer: Any) -> None:
+    methods = ("reset", "step", "score", "close")
+    bugs = {str(row): [method, "hangs"] for row, method in enumerate(methods, 1)}
+    reasons, stops, hosts = run(tokenizer, "Buggy", bugs, 6, step_timeout=1.0)
+    assert reasons[0] == reasons[-1] == ""
+    for reason, method in zip(reasons[1:], ("reset", "step", "finish", "finish"), strict=False):
+        assert f"Buggy: {method} did not return within 1 s (rollout.step_timeout)" in reason
+    assert stops == ["completed", *["timeout"] * 4, "completed"]
+    assert len(hosts.started) == 2  # a thread cannot be cancelled
 
 
 def test_a_hanging_trajectory_delays_no_other(tokenizer: Any) -> None:
-    settings = RolloutSettings(
-        environment=f"{FILE}:Buggy", environment_args={"where": "step", "how": "hangs"}, step_timeout=5.0
-    )
-    hosts = Watched(settings)
-    chat = ChatFormat(tokenizer, frozenset({tokenizer.eos_token_id}))
-    engine = EnvironmentEngine(Scripted(tokenizer, lambda request, turn: "hi"), hosts, settings, chat, len(tokenizer))
-    requests = [Request(tokenizer("?")["input_ids"], row, question=question(row)) for row in range(ROWS)]
-    made = [one.request for one in engine.generate(requests, Sampling(200, stop_ids=(tokenizer.eos_token_id,)))]
+    bugs = {"0": ["step", "hangs"]}
+    engine = engine_of(tokenizer, "Buggy", environment_args={"bugs": bugs}, step_timeout=2.0)
+    made = [one.request for one in generated(engine, tokenizer, 4)]
     engine.close()
-    assert made[-1] == 1
-    assert sorted(made) == [0, 1, 2]
+    assert (made[-1], sorted(made)) == (0, [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("how", ["waits", "stays", "exits"])
-def test_a_coroutine_that_hangs_is_cancelled(tokenizer: Any, how: str) -> None:
-    made, hosts = run(tokenizer, "AsyncBuggy", environment_args={"where": "step", "how": how}, step_timeout=1.0)
-    good, bad, other = failures(made)
-    assert (good, other) == ("", "")
-    assert ("step raised SystemExit" if how == "exits" else "step did not return within 1 s") in bad
+def test_coroutines_that_hang_are_cancelled(tokenizer: Any) -> None:
+    reasons, _, hosts = run(tokenizer, "AsyncBuggy", {"1": "waits", "2": "exits"}, 4, step_timeout=1.0)
+    assert reasons[0] == reasons[3] == ""
+    assert "AsyncBuggy: step did not return within 1 s" in reasons[1]
+    assert "AsyncBuggy: step raised SystemExit" in reasons[2]
     assert len(hosts.started) == 1
 
 
-def test_a_coroutine_that_blocks_its_host_is_killed_with_it(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.environments.loop.ACKNOWLEDGE_SECONDS", 0.5)
-    args = {"where": "step", "how": "blocks"}
-    made, hosts = run(tokenizer, "AsyncBuggy", environment_args=args, step_timeout=1.0)
-    assert "step did not return within 1 s" in failures(made)[1]
-    assert hosts.hosts == []
+@pytest.mark.parametrize(("how", "others"), [("stays", 0), ("blocks", 1)])
+def test_a_coroutine_that_cannot_be_cancelled_is_killed_with_its_host(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, how: str, others: int
+) -> None:
+    """A coroutine that blocks the loop of its host also ends the other trajectories of this host."""
+    monkeypatch.setattr("lockstep.environments.loop.ACKNOWLEDGE_SECONDS", 1.0)
+    reasons, _, hosts = run(tokenizer, "AsyncBuggy", {"1": how}, 3, step_timeout=1.0)
+    assert "AsyncBuggy: step did not return within 1 s" in reasons[1]
+    assert sum(map(bool, reasons)) <= 1 + 2 * others
+    assert len(hosts.started) == 2
 
 
 def test_a_host_that_dies_fails_its_trajectories_and_is_replaced(tokenizer: Any) -> None:
-    made, hosts = run(tokenizer, "Buggy", 2, environment_args={"where": "step", "how": "kills"})
-    assert "its process was killed (SIGKILL)" in failures(made)[1]
-    assert len(hosts.started) >= 2
+    reasons, _, hosts = run(tokenizer, "Buggy", {"1": ["step", "kills"]}, 3)
+    assert "its process was killed (SIGKILL)" in reasons[1]
+    assert len(hosts.started) == 2
 
 
-def test_close_is_called_for_every_trajectory_also_after_a_failure(tokenizer: Any, tmp_path: Path) -> None:
-    log = tmp_path / "closed.txt"
-    run(tokenizer, "Buggy", environment_args={"where": "step", "how": "raises", "log": str(log)})
-    assert sorted(log.read_text().splitlines()) == ["closed 0", "closed 1", "closed 2"]
-
-
-def test_an_interrupted_batch_leaves_no_call_behind(tokenizer: Any) -> None:
-    settings = RolloutSettings(environment=f"{FILE}:Echo", environment_workers=2)
-    hosts = Watched(settings)
-    chat = ChatFormat(tokenizer, frozenset({tokenizer.eos_token_id}))
+def test_an_interrupted_batch_leaves_no_process(tokenizer: Any) -> None:
+    engine = engine_of(tokenizer, "Echo", environment_workers=2)
 
     def broken(request: Request, turn: int) -> str:
         raise RuntimeError("the engine fails")
 
-    engine = EnvironmentEngine(Scripted(tokenizer, broken), hosts, settings, chat, len(tokenizer))
-    requests = [Request(tokenizer("?")["input_ids"], row, question=question(row)) for row in range(ROWS)]
+    engine.inner = Scripted(tokenizer, broken)
     with pytest.raises(RuntimeError, match="the engine fails"):
-        list(engine.generate(requests, Sampling(200)))
-    assert hosts.hosts == []
-    assert hosts.left() == []
+        generated(engine, tokenizer, 3)
+    assert engine.hosts.hosts == []
+    assert isinstance(engine.hosts, Watched)
+    assert engine.hosts.left() == []
 
 
 # -- before training ---------------------------------------------------------------------------------------------------
@@ -229,11 +222,11 @@ def test_a_class_that_cannot_be_loaded_is_refused(tokenizer: Any, environment: s
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"environment_args": {"where": "reset", "how": "raises"}}, "reset raised ValueError: the bug"),
+        ({"environment_args": {"bugs": {"1": ["reset", "raises"]}}}, "reset raised ValueError: the bug"),
         ({"environment_args": {"nowhere": 1}}, "__init__ raised TypeError"),
-        ({"environment_args": {"where": "reset", "how": "hangs"}, "step_timeout": 0.5}, "did not return within 0.5 s"),
-        ({"environment_args": {"where": "close", "how": "raises"}}, "close raised ValueError: the bug"),
-        ({"environment_args": {"where": "", "how": ""}, "parser": "no such"}, "there is no parser"),
+        ({"environment_args": {"bugs": {"1": ["reset", "hangs"]}}, "step_timeout": 0.5}, "did not return within 0.5 s"),
+        ({"environment_args": {"bugs": {"1": ["close", "raises"]}}}, "close raised ValueError: the bug"),
+        ({"environment_args": {"bugs": {}}, "parser": "no such"}, "there is no parser"),
     ],
 )
 def test_a_bug_in_the_first_call_is_refused(tokenizer: Any, keys: dict[str, Any], why: str) -> None:
@@ -245,10 +238,8 @@ def test_a_bug_in_the_first_call_is_refused(tokenizer: Any, keys: dict[str, Any]
 
 ALONE = """
 import sys, time
-from lockstep.environments.host import EnvironmentHosts
-from lockstep.environments.setup import host_setup
-from lockstep.recipe.keys_rollout import RolloutSettings
-hosts = EnvironmentHosts(host_setup(RolloutSettings(environment=sys.argv[1])))
+from lockstep.environments.host import EnvironmentHosts, HostSetup
+hosts = EnvironmentHosts(HostSetup(sys.argv[1], {}, "rollout.environment", sys.argv[1], 1, 4))
 print(hosts.hosts[0]._mark, flush=True)
 time.sleep(10000)
 """
