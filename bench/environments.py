@@ -105,7 +105,7 @@ class Source:
     def _request(self, number: int) -> Request:
         self.asked.append(number)
         one = self.open[number]
-        session = str(number) if self.reuse else None
+        session = number if self.reuse else None
         return Request(list(one.ids), 100 * number + one.done, 1, 0, self.work[number].turns[one.done], session=session)
 
     def run(self, sampling: Sampling) -> int:
@@ -122,7 +122,7 @@ class Source:
                 if one.done < len(work.turns):
                     heapq.heappush(self.tools, (time.perf_counter() + work.tools[one.done - 1], number))
                 elif self.reuse:
-                    self.engine.end_session(str(number))
+                    self.engine.end_session(number)
         finally:
             self.engine.further = None
         return tokens

@@ -22,7 +22,7 @@ class Script:
         ids = list(self.prompt)
         for sampled, seen in zip(turns, self.observations, strict=False):
             ids += [*sampled, *seen]
-        return Request(ids, key=100 * number + len(turns), max_tokens=most, session=str(number))
+        return Request(ids, key=100 * number + len(turns), max_tokens=most, session=number)
 
 
 class Played:
@@ -66,7 +66,7 @@ class Played:
                 if done < len(self.scripts[number].observations):
                     self.due[number] = self._polls + self.scripts[number].polls[done]
                 elif self.keeps:
-                    self.engine.end_session(str(number))
+                    self.engine.end_session(number)
         finally:
             self.engine.further = None
         return self.turns

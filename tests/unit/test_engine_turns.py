@@ -133,7 +133,7 @@ def test_a_second_call_starts_without_sessions(policy: Policy) -> None:
     first = Played(engine, scripts()[:1], MOST)
     (turn,) = first.play(SAMPLING)[0]
     ids = [*first.scripts[0].prompt, *turn.ids, 5, 6]
-    list(engine.generate([Request(ids, 1, session="0")], SAMPLING))
+    list(engine.generate([Request(ids, 1, session=0)], SAMPLING))
     assert engine.prompt_counts() == PromptCounts(computed=len(ids) - 1)
 
 
@@ -196,11 +196,11 @@ def test_a_tool_that_hangs_delays_only_its_own_trajectory(policy: Policy) -> Non
     played = Played(engine, [slow, *scripts()], MOST)
     turns = played.play(SAMPLING)
     assert_plain(policy, played, turns)
-    assert [request.session for request in played.requests].index("0", 1) == len(played.requests) - 1
+    assert [request.session for request in played.requests].index(0, 1) == len(played.requests) - 1
     assert turns[0][1].request == len(played.requests) - 1
 
 
 def test_a_session_has_one_sample(policy: Policy, tmp_path: Path) -> None:
     engine = engine_of(policy)
     with pytest.raises(ValueError, match="asks for 2 samples"):
-        list(engine.generate([Request([5, 6], 0, 2, session="one")], SAMPLING))
+        list(engine.generate([Request([5, 6], 0, 2, session=1)], SAMPLING))

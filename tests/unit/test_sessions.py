@@ -58,7 +58,7 @@ class TalkingPretender(Pretender):
             turn = self.turn.get(number, 0)
             request = self.scheduler.num_requests
             limit = len(tokens) + self.talks[number].turns[turn][0]
-            sample = SequenceState(tokens, request=request, prompt=len(tokens), limit=limit, session=str(number))
+            sample = SequenceState(tokens, request=request, prompt=len(tokens), limit=limit, session=number)
             prefix = SharedPrompt(tokens[:-1])
             self.prefixes.append(prefix)
             self.samples.append(sample)
@@ -67,7 +67,7 @@ class TalkingPretender(Pretender):
 
     def answer(self, sample: SequenceState) -> None:
         assert sample.session is not None
-        number = int(sample.session)
+        number = sample.session
         talk, turn = self.talks[number], self.turn.get(number, 0)
         self.turn[number] = turn + 1
         if turn + 1 == len(talk.turns):
@@ -143,21 +143,21 @@ def test_only_new_tokens_are_computed() -> None:
 def test_sessions_are_evicted_when_blocks_run_out_the_least_recently_used_first() -> None:
     scheduler = Scheduler([], [], blocks=7, block=4, rows=3, budget=100)
     played = TalkingPretender(scheduler, [], [], {}, 1)
-    for session in ("old", "new"):
+    for session in (7, 8):
         sample = SequenceState(list(range(8)), request=scheduler.num_requests, prompt=8, limit=9, session=session)
         played.lengths[sample.order] = 9
         played.samples.append(sample)
         scheduler.add([SharedPrompt(list(range(7)))], [sample])
         while scheduler.unfinished:
             played.play(scheduler.next(1))
-    assert list(scheduler.parked.spans) == ["old", "new"]
+    assert list(scheduler.parked.spans) == [7, 8]
     assert scheduler.pool.free == 3
     large = SequenceState([5], request=2, prompt=1, limit=18)
     played.lengths[large.order] = 18
     scheduler.add([SharedPrompt([])], [large])
     while scheduler.unfinished:
         played.play(scheduler.next(1))
-    assert list(scheduler.parked.spans) == ["new"]
+    assert list(scheduler.parked.spans) == [8]
     assert scheduler.preempted == 0
     assert scheduler.pool.free == 5
 
@@ -165,11 +165,11 @@ def test_sessions_are_evicted_when_blocks_run_out_the_least_recently_used_first(
 def test_a_session_that_ends_in_its_turn_keeps_nothing() -> None:
     scheduler = Scheduler([], [], blocks=20, block=4, rows=3, budget=100)
     played = TalkingPretender(scheduler, [], [], {}, 1)
-    sample = SequenceState([1, 2, 3], prompt=3, limit=7, session="one")
+    sample = SequenceState([1, 2, 3], prompt=3, limit=7, session=1)
     played.lengths[sample.order] = 7
     scheduler.add([SharedPrompt([1, 2])], [sample])
     played.play(scheduler.next(1))
-    scheduler.end_session("one")
+    scheduler.end_session(1)
     while scheduler.unfinished:
         played.play(scheduler.next(1))
     assert scheduler.pool.free == 20
@@ -185,11 +185,11 @@ def test_a_changed_history_is_reused_up_to_the_change() -> None:
         assert played.scheduler.reused == reused
 
 
-def forget_blocks(self: ParkedSessions, session: str) -> None:
+def forget_blocks(self: ParkedSessions, session: int) -> None:
     self.spans.pop(session, None)
 
 
-def free_twice(self: ParkedSessions, session: str) -> None:
+def free_twice(self: ParkedSessions, session: int) -> None:
     span = self.spans.pop(session, None)
     if span is not None:
         self.pool.drop(span.blocks)

@@ -164,7 +164,7 @@ class StreamEngine(Protocol):
 
     further: Further | None
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: int) -> None:
         """Frees what the engine keeps for the next turn of a trajectory. Called by the thread that runs `generate`, for
         example in `take`."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lockstep.kernels.mixer_states import RESERVED
+from lockstep.types import Sampling
 
 
 @dataclass(eq=False)
@@ -46,9 +47,11 @@ class SequenceState(CachedSpan):
     keys: tuple[int, int] = (0, 0)
     logprobs: list[float] = field(default_factory=list)
     stop: str = ""
+    stops: Sampling | None = None
+    """The sampling parameters, if the request has its own stop conditions."""
     asked: int = 0
     """The index of the engine's request. Requests with equal prompts are one request of the scheduler."""
-    session: str | None = None
+    session: int | None = None
     """The trajectory whose blocks are kept for its next turn, or None."""
 
     @property

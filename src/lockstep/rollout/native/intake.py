@@ -56,6 +56,7 @@ class Intake:
                 keys=sequence_keys(self.sampling.seed, request.key, which),
                 logprobs=list(so_far.logprobs),
                 asked=self.asked,
+                stops=request.limits(self.sampling) if request.stop_strings or request.stop_ids else None,
                 session=request.session,
             )
             for which, so_far in begun.items()

@@ -113,7 +113,7 @@ class NativeEngine(SharedWeights):
         """A source of more requests, used between rounds while batch rows are free."""
         self.preempted = 0
         self._counts = PromptCounts()
-        self._ended: list[str] = []
+        self._ended: list[int] = []
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
@@ -159,7 +159,7 @@ class NativeEngine(SharedWeights):
             if self._frees_cache():
                 self.release_memory()
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: int) -> None:
         """Frees the blocks that are kept for the next turn of a trajectory."""
         # Tensor-parallel ranks must free the same blocks in the same round, so the next round frees them.
         self._ended.append(session)
@@ -204,10 +204,7 @@ class NativeEngine(SharedWeights):
                     continue
                 self._append(sequence, tokens, logprobs, intake.sampling)
                 if sequence.stop:
-                    # A stop string is found by the host, after the device has continued with the next tokens. The
-                    # states of recurrent layers then include these tokens, and cannot be used again.
-                    beyond = sequence.stop == "string" and runner.passes > 1 and scheduler.states.used
-                    scheduler.finish(sequence, park=not beyond)
+                    scheduler.finish(sequence, park=not (scheduler.states.used and runner.ran_on(sequence)))
                     yield _completion(sequence, sequence.stop)
 
     def _filled(self, scheduler: Scheduler, intake: Intake) -> bool:
@@ -222,7 +219,7 @@ class NativeEngine(SharedWeights):
             scheduler.add(*intake.sequences(requests, scheduler.num_requests))
         return scheduler.unfinished
 
-    def _taken(self, further: Further, room: int, *, wait: bool) -> tuple[Sequence[Request], list[str]]:
+    def _taken(self, further: Further, room: int, *, wait: bool) -> tuple[Sequence[Request], list[int]]:
         """Returns more requests, and the sessions that have ended. All ranks of a tensor-parallel group get those of
         the group's first rank, which alone asks the source."""
         if self._group is not None and not self._group.is_first:
@@ -243,6 +240,7 @@ class NativeEngine(SharedWeights):
 
     def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
         """Appends new tokens up to the token that ends the sequence, and drops all later tokens."""
+        sampling = sequence.stops or sampling
         within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
             sequence.tokens += tokens

@@ -85,6 +85,12 @@ class Runner:
         """Returns whether batches of this size and length fit the CUDA graphs."""
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
+    def ran_on(self, sequence: SequenceState) -> bool:
+        """Returns whether the device may have continued after the end of a finished sequence: it does not know stop
+        strings, nor the stop tokens of a single request. The states of recurrent layers then include later tokens."""
+        known = sequence.stop == "length" or sequence.tokens[-1] in self.sampling.stop_ids
+        return self.passes > 1 and not known
+
     def copy(self, work: Work) -> None:
         """Copies the KV-cache blocks and the states of recurrent layers with which sequences start."""
         if work.copies:

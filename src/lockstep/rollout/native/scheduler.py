@@ -158,7 +158,7 @@ class Scheduler:
         self.prefixes[sequence.request].running -= 1
         self._drop_if_done(sequence.request)
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: int) -> None:
         """Frees the parked blocks of a session that has no further turn. An unfinished turn continues, and its blocks
         are freed when it ends."""
         self.parked.end(session)

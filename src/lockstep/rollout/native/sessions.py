@@ -15,7 +15,7 @@ class ParkedSessions:
 
     def __init__(self, pool: BlockPool, states: StatePool, block: int):
         self.pool, self.states, self.block = pool, states, block
-        self.spans: dict[str, CachedSpan] = {}
+        self.spans: dict[int, CachedSpan] = {}
         self.evicted = 0
 
     def park(self, sequence: SequenceState) -> None:
@@ -66,7 +66,7 @@ class ParkedSessions:
         assert sequence.session is not None
         self.spans[sequence.session] = span
 
-    def end(self, session: str) -> None:
+    def end(self, session: int) -> None:
         """Frees what the session has parked, if anything."""
         span = self.spans.pop(session, None)
         if span is not None:

@@ -49,7 +49,7 @@ class WantedSample:
     max_tokens: int
     seed: int
     adapter: str | None = None
-    session: str | None = None
+    session: int | None = None
     """The trajectory of this turn. All turns go to the same server, whose prefix cache has the turns before."""
 
 

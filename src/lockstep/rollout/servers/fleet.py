@@ -99,7 +99,7 @@ class Fleet:
         self._events: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
         self._watch_tasks: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._homes: dict[str, Server] = {}
+        self._homes: dict[int, Server] = {}
         """The server of each trajectory."""
 
     def up(self) -> list[Server]:
@@ -134,7 +134,7 @@ class Fleet:
         finally:
             job.cancel()
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: int) -> None:
         """Forgets the server of a trajectory."""
         self._homes.pop(session, None)
 

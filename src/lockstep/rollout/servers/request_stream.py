@@ -45,10 +45,10 @@ class RequestStream:
     def _wanted(self, requests: Sequence[Request]) -> list[WantedSample]:
         first = len(self.sent)
         for request in requests:
-            longest = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
+            limits = request.limits(self._sampling)
             for sample in range(request.first, request.first + request.n):
                 seed = _seed(self._sampling.seed, request.key, sample)
-                wanted = WantedSample(request.ids, self._sampling, longest, seed, self._adapter, request.session)
+                wanted = WantedSample(request.ids, limits, limits.max_tokens, seed, self._adapter, request.session)
                 self.sent.append((self._asked, sample, wanted))
             self._asked += 1
         return [wanted for _, _, wanted in self.sent[first:]]

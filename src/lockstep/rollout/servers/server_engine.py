@@ -157,7 +157,7 @@ class ServerEngine:
         """Returns how many samples the servers take at once; further samples wait in the queues of the servers."""
         return AT_ONCE * max(1, len(self.fleet.up()))
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: int) -> None:
         """Forgets which server has the turns of a trajectory. Its prefix cache evicts them on its own."""
         self.fleet.end_session(session)
 
