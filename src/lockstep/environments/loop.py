@@ -315,6 +315,7 @@ class _Batch:
         conversation.add_reply(running.reply)
         reply = running.reply
         running.turns.append(TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error))
+        running.turn_rows.append(conversation.number)
         limit = self.settings.max_tool_calls
         if limit is not None and running.tool_calls > limit:
             self._end(running, MAX_TOOL_CALLS)
@@ -372,7 +373,7 @@ class _Batch:
         except Refusal as refusal:
             self._fail(running, f"step returned messages that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
             return
-        used = -len(conversation.ids) if extension.new_row else 0
+        used = -len(conversation.context) if extension.new_row else 0
         if running.room(len(extension.ids) + used) <= 0:
             self._end(running, CONTEXT_OVERFLOW)
             return
