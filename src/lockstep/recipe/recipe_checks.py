@@ -48,6 +48,11 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
                 "each tensor-parallel rank would call the function, but all ranks must generate from identical requests"
             )
             yield unfit("rollout.function", why, f"remove it, {alone}")
+        if recipe.rollout.interactive:
+            why = (
+                "each tensor-parallel rank would run the environments, and the requests of all ranks must be identical"
+            )
+            yield unfit("rollout.environment", why, f"remove it, {alone}")
 
 
 DEFAULT_TOKENS = 4096

@@ -1,0 +1,276 @@
+"""The host process of environments: runs many environments in one asyncio loop. Imports no large packages.
+
+Synchronous methods run in threads of the host. The run sends pickled calls. The host answers with lines of JSON, which
+are never unpickled, because the environment is not trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lockstep.environments.return_values import checked_scores, checked_start, checked_turn, json_object
+from lockstep.errors import Refusal
+from lockstep.functions import Unloadable, check_signature, describe_error, run_file
+from lockstep.launch.supervisor import exit_if_forked, worker_socket
+
+# Header of a pickled call: the number of the call and its length in bytes.
+HEADER = struct.Struct(">QQ")
+# Maximum length of an answer in bytes. A longer answer fails the call.
+LONGEST_LINE = 2**24
+# The number of the line that reports whether the class was loaded. The numbers of calls start at 1.
+LOADING = 0
+# Seconds in which a cancelled coroutine must end.
+CANCEL_SECONDS = 0.5
+# The methods of the two kinds of environments, each with its arguments.
+MESSAGE_METHODS = {"reset": ("row", "seed"), "step": ("reply",)}
+TOKEN_METHODS = {"reset_tokens": ("row", "seed"), "step_tokens": ("ids",)}
+
+
+def serve(descriptor: int, environment: str, arguments: Mapping[str, Any], threads: int) -> None:
+    """Loads the environment class, then answers calls until the connection is closed."""
+    connection = worker_socket(descriptor)
+    try:
+        created, file = load_environment(environment)
+    except Unloadable as error:
+        connection.sendall(_line(LOADING, {"unusable": [error.why, error.remedy, error.code]}))
+        return
+    connection.sendall(_line(LOADING, {"group": callable(getattr(created, "score_group", None))}))
+    asyncio.run(_Host(connection, created, dict(arguments), file, threads).run())
+
+
+def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
+    """Loads the class of `path/to/file.py:Class` or `package.module:Class`. Returns it with the file of its code."""
+    where, _, name = environment.rpartition(":")
+    if where.endswith(".py"):
+        path = Path(where).expanduser().absolute()
+        if not path.is_file():
+            why, remedy = f"file {where} does not exist", "give the path relative to the working directory"
+            raise Unloadable(why, remedy, code="no-such-file")
+        module, file = run_file(path), str(path)
+    else:
+        try:
+            module = import_module(where)
+        except BaseException as error:  # noqa: BLE001 - a module may raise anything when it is imported
+            why = f"module {where} cannot be imported: {describe_error(error, where)}"
+            raise Unloadable(why, "install the package, or fix the name", code="import-failed") from None
+        file = str(getattr(module, "__file__", where))
+    created = getattr(module, name, None)
+    if not callable(created):
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value) and not key.startswith("_")]
+        raise Unloadable(
+            f"has no class {name}",
+            f"the classes of the file are: {', '.join(classes) or 'none'}",
+            code="invalid-function",
+        )
+    if inspect.isclass(created):
+        _check_methods(created, name)
+    return created, file
+
+
+def _check_methods(created: type, name: str) -> None:
+    methods = TOKEN_METHODS if hasattr(created, "reset_tokens") else MESSAGE_METHODS
+    for method, call in methods.items():
+        function = getattr(created, method, None)
+        if function is None:
+            words = ", ".join(("self", *call))
+            why, remedy = f"{name} has no method {method}", f"write: def {method}({words})"
+            raise Unloadable(why, remedy, code="invalid-function")
+        check_signature(function, f"{name}.{method}", ("self", *call), by_name=False)
+
+
+def _line(call: int, fields: dict[str, Any]) -> bytes:
+    """Encodes an answer as a line. Raises ValueError if a value is not JSON, or if the answer is too long."""
+    try:
+        line = json.dumps({"call": call, **fields}, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"returned a value that is not JSON: {error}") from None
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"returned {len(line):,} bytes, over the limit of {LONGEST_LINE:,}")
+    return line
+
+
+class _Failed(Exception):
+    """Wraps an exception of a thread that asyncio cannot pass on, such as SystemExit."""
+
+
+# The number of the call that runs in a task, and in the threads that the task starts; and the method that it runs.
+_number: ContextVar[int] = ContextVar("number", default=LOADING)
+_method: ContextVar[str] = ContextVar("method", default="")
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that know for which call they run. Threads that user code starts with `asyncio.to_thread` are counted
+    too."""
+
+    def __init__(self, threads: int):
+        super().__init__(threads, "environment")
+        self._running: Counter[int] = Counter()
+        self._count = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        return super().submit(self._counted, _number.get(), function, *arguments, **named)
+
+    def _counted(self, number: int, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        process = os.getpid()
+        self._add(number, 1)
+        try:
+            return function(*arguments, **named)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
+            raise _Failed from error
+        finally:
+            exit_if_forked(process)
+            self._add(number, -1)
+
+    def _add(self, number: int, count: int) -> None:
+        with self._count:
+            self._running[number] += count
+
+    def runs(self, number: int) -> bool:
+        """Returns whether a thread of the call is running."""
+        with self._count:
+            return self._running[number] > 0
+
+
+class _Host:
+    def __init__(
+        self, connection: socket.socket, created: Callable[..., Any], arguments: dict[str, Any], file: str, threads: int
+    ):
+        self._connection, self._created, self._arguments, self._file = connection, created, arguments, file
+        self._environments: dict[int, Any] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._threads = _Threads(threads)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._threads)
+        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
+        await asyncio.Event().wait()  # the thread ends the process
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Reads calls in a separate thread, so that the host notices during a call that the run has ended."""
+        try:
+            with self._connection.makefile("rb") as stream:
+                while len(header := stream.read(HEADER.size)) == HEADER.size:
+                    number, length = HEADER.unpack(header)
+                    loop.call_soon_threadsafe(self._take, number, stream.read(length))
+        finally:
+            # Exit immediately; the supervisor kills the child processes of the environments.
+            os._exit(0)
+
+    def _take(self, number: int, call: bytes) -> None:
+        try:
+            fields = pickle.loads(call)
+        except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
+            self._send(number, {"raised": f"the host process cannot read the row: {describe_error(error, '')}"})
+            return
+        cancels = fields["do"] == "cancel"
+        work = self._cancel(number, fields["cancelled"]) if cancels else self._answer(number, fields)
+        self._tasks[number] = asyncio.get_running_loop().create_task(work)
+
+    async def _cancel(self, number: int, cancelled: int) -> None:
+        """Cancels a call. The answer says whether the call, or a thread of it, is still running."""
+        task, ended = self._tasks.get(cancelled), True
+        if task is not None:
+            task.cancel()
+            ended = bool((await asyncio.wait({task}, timeout=CANCEL_SECONDS))[0])
+        self._send(number, {"stuck": not ended or self._threads.runs(cancelled)})
+        self._tasks.pop(number, None)
+
+    async def _answer(self, number: int, fields: dict[str, Any]) -> None:
+        _number.set(number)
+        try:
+            answer = await self._call(fields)
+            self._send(number, {**answer, "stuck": True} if self._threads.runs(number) else answer)
+        except _Invalid as error:
+            self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
+        except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
+            cause = error.__cause__ if isinstance(error, _Failed) and error.__cause__ is not None else error
+            self._send(number, {"raised": f"{_method.get()} raised {_described(cause, self._file)}"})
+        finally:
+            self._tasks.pop(number, None)
+
+    async def _call(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Runs a call. Returns the fields of the answer."""
+        key = int(fields.get("trajectory", -1))
+        if fields["do"] == "reset":
+            environment = await self._run("__init__", self._created, self._arguments)
+            self._environments[key] = environment
+            tokens = hasattr(environment, "reset_tokens")
+            method = "reset_tokens" if tokens else "reset"
+            value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
+            return {**_valid(lambda: checked_start(value, tokens)), "tokens": tokens}
+        if fields["do"] == "step":
+            reply = fields["reply"]
+            tokens = isinstance(reply, list)
+            method = "step_tokens" if tokens else "step"
+            value = await self._run(method, getattr(self._environments[key], method), {}, reply)
+            return _valid(lambda: checked_turn(value, tokens))
+        if fields["do"] == "group":
+            trajectories = fields["trajectories"]
+            scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
+            value = await self._run("score_group", scored, {}, trajectories)
+            return _valid(lambda: {"scores": checked_scores(value, trajectories)})
+        return await self._finish(self._environments.pop(key, None), fields["finished"])
+
+    async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
+        """Scores a finished trajectory, and closes its environment. `finished` is None if the trajectory failed."""
+        answer: dict[str, Any] = {"score": None, "info": {}}
+        try:
+            if finished is not None and callable(getattr(environment, "score", None)):
+                value = await self._run("score", environment.score, {}, finished)
+                answer["score"] = _valid(lambda: checked_scores(value))
+            if finished is not None:
+                _method.set("info")
+                answer["info"] = _valid(lambda: json_object(getattr(environment, "info", {})))
+        finally:
+            if callable(getattr(environment, "close", None)):
+                failed = _method.get()
+                await self._run("close", environment.close, {})
+                _method.set(failed)
+        return answer
+
+    async def _run(self, method: str, function: Callable[..., Any], named: dict[str, Any], *arguments: Any) -> Any:
+        """Calls a method. A coroutine function runs in the loop, another function in a thread."""
+        _method.set(method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **named)
+        value = await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
+        return await value if inspect.isawaitable(value) else value
+
+    def _send(self, number: int, fields: dict[str, Any]) -> None:
+        try:
+            line = _line(number, fields)
+        except ValueError as error:
+            line = _line(number, {"raised": str(error), "code": "invalid-return"})
+        self._connection.sendall(line)
+
+
+class _Invalid(Exception):
+    """A method returned a value that cannot be used. The cause is a ValueError."""
+
+
+def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return check()
+    except Exception as error:
+        raise _Invalid from error
+
+
+def _described(error: BaseException, file: str) -> str:
+    """Returns the message of an exception. A refusal of lockstep's own code has no name of an exception."""
+    return error.problems[0].why if isinstance(error, Refusal) else describe_error(error, file)

@@ -1,0 +1,77 @@
+"""The interface of environments: what an environment receives and returns. `lockstep/trajectory.py` has the record of a
+finished conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lockstep.environments.messages import Reply
+from lockstep.types import Message
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a trajectory, which `reset` returns."""
+
+    messages: Sequence[Message]
+    """The messages of the prompt. The chat template renders them."""
+    tools: Sequence[dict[str, Any]] = ()
+    """The JSON schemas of the tools that the model may call."""
+    stop: Sequence[str] = ()
+    """Strings that end the first turn of the model."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The answer of an environment to a turn of the model, which `step` returns."""
+
+    messages: Sequence[Message] = ()
+    """The next messages for the model, such as the results of its tool calls. Empty if the trajectory ends."""
+    reward: float = 0.0
+    """The reward of the model's turn. The reward of a trajectory is the sum over its turns."""
+    done: bool = False
+    stop: Sequence[str] | None = None
+    """Strings that end the next turn of the model. None keeps the previous strings."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the run averages over the trajectories of a step."""
+
+
+class Environment(Protocol):
+    """One object is one trajectory. Every method may be a coroutine.
+
+    An environment may also have `close()`, which is always called, `score(trajectory)`, which returns a reward or named
+    rewards of the finished trajectory, and the class method `score_group(trajectories)`, which returns one reward for
+    each trajectory of a prompt.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
+        """Starts the trajectory. `row` has the columns of the dataset row. `seed` depends on the run's seed, the row
+        and the number of the sample."""
+        ...
+
+    def step(self, reply: Reply) -> Turn | Awaitable[Turn]:
+        """Returns the answer to a turn of the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenTurn:
+    """The observation of an environment that works with token ids."""
+
+    ids: Sequence[int] = ()
+    """The token ids that follow the last turn of the model. At the start: the prompt."""
+    reward: float = 0.0
+    done: bool = False
+    stop_ids: Sequence[int] | None = None
+    """Token ids that end the next turn of the model. None keeps the previous ones."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class TokenEnvironment(Protocol):
+    """An environment below the level of messages: it receives the sampled token ids and returns token ids."""
+
+    def reset_tokens(self, row: Mapping[str, Any], seed: int) -> TokenTurn | Awaitable[TokenTurn]: ...
+
+    def step_tokens(self, ids: Sequence[int]) -> TokenTurn | Awaitable[TokenTurn]: ...
