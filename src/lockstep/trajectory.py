@@ -4,7 +4,7 @@ lockstep."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # The reasons for which a trajectory ends.
@@ -95,6 +95,19 @@ class Trajectory:
     def model_text(self) -> str:
         """The text of the model alone, one turn per paragraph."""
         return "\n\n".join(str(one.get("content") or "") for one in self.messages if one.get("role") == "assistant")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the trajectory as a dict of JSON values, for tapes and logs."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trajectory:
+        """Returns the trajectory that `as_dict` returned as a dict."""
+        turns = [
+            TurnRecord(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])})
+            for turn in values["turns"]
+        ]
+        return cls(**{**values, "turns": turns})
 
     def named_metrics(self) -> dict[str, float]:
         """Returns the metrics by their names in a run: `environment/NAME`, and the stop reason as

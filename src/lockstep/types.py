@@ -444,8 +444,8 @@ class Rollout:
     def sequences(self) -> list[Example]:
         """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
         prompt, origin = list(self.prompt.ids), self.prompt.question.origin
-        rows = [(row.ids, row.loss_mask) for row in self.rows] or [(self.ids, self.loss_mask)]
-        return [Example(prompt + ids, [0] * len(prompt) + list(mask), origin) for ids, mask in rows]
+        rows = [(row.ids, list(row.loss_mask)) for row in self.rows] or [(self.ids, list(self.loss_mask))]
+        return [Example(prompt + ids, [0] * len(prompt) + mask, origin) for ids, mask in rows]
 
     @property
     def turns(self) -> list[TokenRun]:
@@ -476,8 +476,10 @@ class RolloutMeta:
     """The score, with empty `steps`."""
     trajectory_metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the trajectory, by their names in the run. Empty without an environment."""
+    rows: tuple[int, ...] = ()
+    """The numbers of tokens after the prompt of each row, if the trajectory has several rows."""
 
     @property
-    def length(self) -> int:
-        """The number of tokens of prompt and response together."""
-        return self.prompt_tokens + self.response_length
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each training sequence: prompt and response, or prompt and row of a trajectory."""
+        return tuple(self.prompt_tokens + row for row in self.rows or (self.response_length,))

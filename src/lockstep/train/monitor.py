@@ -106,7 +106,7 @@ def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "prompt_length/min": float(prompts.min()),
-        "perf/total_num_tokens": float(sum(r.length for r in every)),
+        "perf/total_num_tokens": float(sum(sum(r.lengths) for r in every)),
         "reward/failed": float(failed),
     }
     parts: dict[str, list[float]] = {}
