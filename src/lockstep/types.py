@@ -361,11 +361,13 @@ class Score:
     """The reward of a response: the weighted total, and each component (`parts`).
 
     `steps` assigns parts of the total to steps of the response, as pairs (end of the step in the text, amount).
+    `tokens` assigns parts of the total to tokens, as pairs (token index, amount): the rewards of turns.
     """
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
     steps: tuple[tuple[int, float], ...] = ()
+    tokens: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -473,7 +475,7 @@ class RolloutMeta:
     """The number of tokens of the untrained prefix that all scored responses to this prompt have in common."""
     stop: str
     score: Score | Failure
-    """The score, with empty `steps`."""
+    """The score, with empty `steps` and `tokens`."""
     trajectory_metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the trajectory, by their names in the run. Empty without an environment."""
     rows: tuple[int, ...] = ()

@@ -172,7 +172,7 @@ def rollout_metas(rollouts: Sequence[Rollout]) -> list[RolloutMeta]:
 
 
 def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
-    score = replace(rollout.score, steps=()) if isinstance(rollout.score, Score) else rollout.score
+    score = replace(rollout.score, steps=(), tokens=()) if isinstance(rollout.score, Score) else rollout.score
     return RolloutMeta(
         rollout.prompt_index,
         rollout.sample,
