@@ -66,7 +66,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sample(5, 3, kind="failed", score=None, parts=None, failure=f"function: {HOSTILE}"),
         sample(6, 0, response=MEGABYTE, token_details=None),
     ]
-    samples.append(sample(7, 0, **played_game()))
     hostile = f"odd/{HOSTILE.replace('/', '')}"
     long = write_run(
         root / "long",
@@ -80,6 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / "short",
         40,
         {"critic/score/mean": lambda step: step / 40, "actor/entropy": lambda step: odd.get(step, 1.0)},
+        [sample(7, 0, **played_game())],
         lr=3e-4,
     )
     extremes = {"huge": lambda step: 1.7e308 * (-1) ** step, "tiny": lambda step: 5e-324, "zero": lambda step: 0.0}
@@ -379,7 +379,7 @@ def test_responses_token_by_token(page: Page) -> None:
 
 def test_a_conversation_by_speaker(page: Page, tmp_path: Path) -> None:
     """The speakers apart, the tokens of the model's turns as tokens, and the reward of each turn."""
-    page.open("#run=long&tab=samples&step=7")
+    page.open("#run=short&tab=samples&step=7")
     page.until("document.querySelectorAll('.speaker').length === 4")
     speakers = page.evaluate("[...document.querySelectorAll('.speaker h4')].map((one) => one.innerText)")
     assert [" ".join(one.split()).upper() for one in speakers] == [
