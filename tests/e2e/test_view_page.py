@@ -384,9 +384,9 @@ def test_a_conversation_by_speaker(page: Page, tmp_path: Path) -> None:
     speakers = page.evaluate("[...document.querySelectorAll('.speaker h4')].map((one) => one.innerText)")
     assert [" ".join(one.split()).upper() for one in speakers] == [
         "USER",
-        "MODEL, TURN 1 3 TRAINED TOKENS REWARD +0.250",
+        "MODEL, TURN 1, 3 TRAINED TOKENS REWARD +0.250",
         "CALCULATOR",
-        "MODEL, TURN 2 2 TRAINED TOKENS REWARD +1.00",
+        "MODEL, TURN 2, 2 TRAINED TOKENS REWARD +1.00",
     ]
     tokens = "[...document.querySelectorAll('.speaker')].map((one) => one.querySelectorAll('.token').length)"
     assert page.evaluate(tokens) == [0, 3, 0, 2], "what the environment wrote is text, not trained tokens"

@@ -339,7 +339,7 @@ function conversationParts(sample, tokens, coloring) {
     const length = `${plural(turn.stop - turn.start, "trained token")}${turn.finish === "length" ? ", cut" : ""}`;
     return el(
       "section.speaker.model",
-      el("h4", `model, turn ${show(message.turn + 1, "count")} `, el("span.quiet", length), " ", reward),
+      el("h4", `model, turn ${show(message.turn + 1, "count")}, `, el("span.quiet", length), " ", reward),
       own === null
         ? el("pre.response-text", visible(text))
         : tokenStrip({ ...sample, tokens: own.length }, own, coloring),
