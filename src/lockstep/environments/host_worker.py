@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.environments.return_values import checked_scores, checked_start, checked_turn, json_object
+from lockstep.environments.return_values import checked_scores, checked_start, checked_turn, json_object, json_or_empty
 from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, check_signature, describe_error, run_file
 from lockstep.launch.supervisor import exit_if_forked, worker_socket
@@ -229,7 +229,7 @@ class _Host:
 
     async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
         """Scores a finished trajectory, and closes its environment. `finished` is None if the trajectory failed."""
-        answer: dict[str, Any] = {"score": None, "info": {}}
+        answer: dict[str, Any] = {"score": None, "info": {}, "state": {}}
         try:
             if finished is not None and callable(getattr(environment, "score", None)):
                 value = await self._run("score", environment.score, {}, finished)
@@ -237,6 +237,8 @@ class _Host:
             if finished is not None:
                 _method.set("info")
                 answer["info"] = _valid(lambda: json_object(getattr(environment, "info", {})))
+                # Many classes have an attribute `state` of another kind, which is not meant for rewards.
+                answer["state"] = json_or_empty(getattr(environment, "state", {}))
         finally:
             if callable(getattr(environment, "close", None)):
                 failed = _method.get()

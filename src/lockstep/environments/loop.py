@@ -282,6 +282,7 @@ class _Batch:
             getattr(self, f"_after_{call.kind}")(running, answer.fields)
 
     def _after_reset(self, running: Running, fields: dict[str, Any]) -> None:
+        running.anchor = fields["anchor"]
         try:
             if fields["tokens"]:
                 running.conversation = TokenConversation(fields["ids"], self._decode)
@@ -314,7 +315,8 @@ class _Batch:
         running.ended_by = completion.stop
         conversation.add_reply(running.reply)
         reply = running.reply
-        running.turns.append(TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error))
+        record = TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error, anchor=running.anchor)
+        running.turns.append(record)
         running.turn_rows.append(conversation.number)
         limit = self.settings.max_tool_calls
         if limit is not None and running.tool_calls > limit:
@@ -403,7 +405,7 @@ class _Batch:
     def _after_finish(self, running: Running, fields: dict[str, Any]) -> None:
         assert running.host is not None
         running.scores |= fields["score"] or {}
-        running.info = fields["info"]
+        running.info, running.state = fields["info"], fields["state"]
         self.hosts.release(running.host, running.session)
         self._complete(running)
 

@@ -41,6 +41,8 @@ class Context:
     """True if `lockstep plan` runs the checks, False if the run trains."""
     local: bool = True
     """Whether the run would use the devices of this machine."""
+    plays: bool = True
+    """Whether the run calls its environments. A replay uses the recorded observations."""
     tokenizer: Any = None
     config: Any = None
     """Configuration of `model.path`."""

@@ -262,6 +262,19 @@ class Algorithm(Section):
     epochs: int = Field(1, ge=1, description="Number of training passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount factor of later rewards.")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.", read_where=("algorithm.advantage", ("gae",)))
+    turn_discount: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Discount factor of the rewards of later turns in a conversation with an environment: the return "
+        "of turn t is its reward plus this factor times the return of turn t + 1, as in AReaL.",
+    )
+    turn_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of the advantages of turns, which are added to the advantages of trajectories.",
+        read_where=("algorithm.advantage", ("gigpo",)),
+    )
     clip_low: float = Field(
         0.2,
         ge=0,
@@ -437,10 +450,14 @@ class Reward(Section):
         description="Regular expression for the full response. The reward is 1 if the expression matches, otherwise 0.",
         effect=REWARD,
     )
-    weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
+    weights: dict[
+        Literal["rule", "function", "model", "process", "remote", "format", "environment", "score", "group"], float
+    ] = Field(
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each reward that is set. The reward rule is used only if "
-        "`weights` has an entry `rule` or if no other reward is set.",
+        "`weights` has an entry `rule` or if no other reward is set. An environment (`rollout.environment`) gives "
+        "`environment` (the sum of its rewards per turn), `score` and `group` (the results of its methods `score` and "
+        "`score_group`).",
         effect=REWARD,
     )
     clip: list[float] | None = Field(

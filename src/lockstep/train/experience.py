@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate, groupby
 from operator import itemgetter
 
 import numpy as np
 import torch
 
+from lockstep.algorithms.advantage import Turns
 from lockstep.algorithms.correction import logprob_difference
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce
 from lockstep.data.batching import Outline, PackedRow, common_prompt
@@ -44,7 +46,8 @@ class Experience:
     local_numbers: Sequence[int]
     """The numbers (indices in `metas`) of the responses on this rank, in ascending order."""
     rollouts: list[Rollout]
-    examples: list[Example]
+    sequences_of: list[list[Example]]
+    """The training sequences of each response: one, or one per row of its trajectory."""
     sequence_K: torch.Tensor
     """For each token, the index in `metas` of the response that contains the token."""
     group_S: torch.Tensor
@@ -83,7 +86,7 @@ class Experience:
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
     def outlines(self, responses: slice) -> list[Outline]:
-        return [Outline(one.prompt_index, one.length, one.shared) for one in self.metas[responses]]
+        return [Outline(one.prompt_index, one.lengths[0], one.shared, one.lengths[1:]) for one in self.metas[responses]]
 
     def local_tokens(self, responses: slice) -> slice:
         """Returns the tokens of `responses` as a slice of the vectors over the tokens of this rank."""
@@ -114,11 +117,42 @@ class Experience:
         """Returns all responses of the step. All ranks must call this function."""
         return [rollout for rollout, _ in self.all_rollouts_and_examples()]
 
-    def all_rollouts_and_examples(self) -> list[tuple[Rollout, Example]]:
-        """Returns all responses of the step with their training examples. All ranks must call this function."""
-        pairs = zip(self.rollouts, self.examples, strict=True)
+    @property
+    def examples(self) -> list[Example]:
+        """The training sequences of all responses on this rank. The concatenation of their targets has the order of the
+        vectors over tokens."""
+        return [example for sequences in self.sequences_of for example in sequences]
+
+    def all_rollouts_and_examples(self) -> list[tuple[Rollout, list[Example]]]:
+        """Returns all responses of the step with their training sequences. All ranks must call this function."""
+        pairs = zip(self.rollouts, self.sequences_of, strict=True)
         shares = self.world.gather(list(zip(self.local_numbers, pairs, strict=True)))
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
+
+    def turns(self, discount: float, weight: float) -> Turns:
+        """Returns the turns of all trajectories of the step, and the turn of each token on this rank. Turns without an
+        anchor have a state of their own."""
+        counts_S = torch.tensor([len(meta.anchors) for meta in self.metas], dtype=torch.long)
+        first_S = counts_S.cumsum(0) - counts_S
+        turn_K = [
+            torch.repeat_interleave(
+                int(first_S[number]) + torch.arange(len(rollout.turn_tokens)), torch.tensor(rollout.turn_tokens)
+            )
+            for number, rollout in zip(self.local_numbers, self.rollouts, strict=True)
+        ]
+        states: dict[Hashable, int] = {}
+        state_U = [
+            states.setdefault(len(states) if anchor is None else (meta.prompt_index, anchor), len(states))
+            for meta in self.metas
+            for anchor in meta.anchors
+        ]
+        return Turns(
+            torch.cat(turn_K) if turn_K else torch.empty(0, dtype=torch.long),
+            torch.repeat_interleave(torch.arange(len(self.metas)), counts_S),
+            torch.tensor(state_U, dtype=torch.long),
+            discount,
+            weight,
+        )
 
     def with_local_rollouts(self, local: Mapping[int, Rollout]) -> Experience:
         """Returns the experience of the same step, but with other responses on this rank. `local` maps the index of a
@@ -158,14 +192,14 @@ def rollout_metas(rollouts: Sequence[Rollout]) -> list[RolloutMeta]:
     found: list[RolloutMeta] = []
     for _, members in groupby(rollouts, key=lambda rollout: rollout.prompt_index):
         group = list(members)
-        scored = [make_example(rollout) for rollout in group if isinstance(rollout.score, Score)]
+        scored = [one for rollout in group if isinstance(rollout.score, Score) for one in make_examples(rollout)]
         shared = common_prompt(scored) if scored else 0
         found += [_meta(rollout, shared) for rollout in group]
     return found
 
 
 def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
-    score = replace(rollout.score, steps=()) if isinstance(rollout.score, Score) else rollout.score
+    score = replace(rollout.score, steps=(), tokens=()) if isinstance(rollout.score, Score) else rollout.score
     return RolloutMeta(
         rollout.prompt_index,
         rollout.sample,
@@ -176,7 +210,17 @@ def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
         rollout.stop,
         score,
         {} if rollout.trajectory is None else rollout.trajectory.named_metrics(),
+        tuple(len(row.ids) for row in rollout.rows),
+        _anchors(rollout),
     )
+
+
+def _anchors(rollout: Rollout) -> tuple[str | None, ...]:
+    """Returns a digest of the state of each turn, because the text of a state may be long and every rank has it."""
+    if rollout.trajectory is None or not rollout.trajectory.turns:
+        return (None,) * len(rollout.turn_tokens)
+    anchors = [turn.anchor for turn in rollout.trajectory.turns]
+    return tuple(None if one is None else blake2b(one.encode(), digest_size=8).hexdigest() for one in anchors)
 
 
 def _experience(
@@ -194,7 +238,7 @@ def _experience(
         prompts=prompts,
         local_numbers=numbers,
         rollouts=rollouts,
-        examples=[make_example(rollout) for rollout in rollouts],
+        sequences_of=[make_examples(rollout) for rollout in rollouts],
         sequence_K=torch.repeat_interleave(torch.tensor(numbers, dtype=torch.long), lengths),
         group_S=torch.tensor([meta.prompt_index for meta in metas], dtype=torch.long),
         rollout_logprobs_K=torch.from_numpy(
@@ -253,10 +297,10 @@ def _policy_logprobs(rollout: Rollout) -> np.ndarray:
     return logprobs[np.asarray(rollout.loss_mask, dtype=bool)]
 
 
-def make_example(rollout: Rollout) -> Example:
-    """Returns prompt and response as a training example whose loss mask selects only the policy tokens."""
-    prompt = list(rollout.prompt.ids)
-    return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.loss_mask), rollout.prompt.question.origin)
+def make_examples(rollout: Rollout) -> list[Example]:
+    """Returns prompt and response as training sequences whose loss masks select only the policy tokens: one sequence,
+    or one per row of a trajectory with several rows."""
+    return rollout.sequences
 
 
 # The code below splits a step into mini-batches, and computes log-probs and values before the first update.
@@ -332,7 +376,7 @@ def _plan(experience: Experience, update: UpdateRows, models: Models) -> UpdateP
         batches.append(
             models.packing.batch(
                 row,
-                [experience.examples[index[number]] for number in numbers],
+                [experience.sequences_of[index[number]] for number in numbers],
                 starts=[starts[packed.number] for packed in row],
                 places=[places[number] for number in numbers],
             )
