@@ -316,8 +316,8 @@ def chosen_isolation() -> str:
         "sandbox",
         "this machine cannot isolate programs: " + "; ".join(f"{name}: {why}" for name, why in failures.items()),
         "allow unprivileged user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_"
-        f"unprivileged_userns) or install bubblewrap; or set {CHOICE}=docker:IMAGE; in a container that you do not mind "
-        f"to lose, set {CHOICE}={LIMITS}: programs then have the network and all files of the user",
+        f"unprivileged_userns) or install bubblewrap; or set {CHOICE}=docker:IMAGE; in a container that you can "
+        f"lose, set {CHOICE}={LIMITS}: programs then have the network and all files of the user",
         code="no-sandbox",
     )
 
