@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.trajectory import Trajectory, TrajectoryRow
+
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
@@ -273,8 +275,8 @@ class PartialResponse:
 class Request:
     """A request for `n` samples of one prompt. `key` seeds the random numbers of the samples. `first` is the sample
     index of the first of these samples. `max_tokens` is an additional limit, which is lower than `Sampling.max_tokens`.
-    Only rollout functions use `question`; engines ignore it. After a pause, `partial_responses` has the unfinished
-    samples; only engines that can pause use it."""
+    Only rollout functions and environments use `question`; engines ignore it. After a pause, `partial_responses` has
+    the unfinished samples; only engines that can pause use it."""
 
     ids: Sequence[int]
     key: int
@@ -283,13 +285,32 @@ class Request:
     max_tokens: int | None = None
     question: Question | None = None
     partial_responses: Mapping[int, PartialResponse] | None = None
+    session: int | None = None
+    """The number of the trajectory of which this request is a turn. The ids of a later turn of a session begin with the
+    ids and the tokens of the earlier turns, so an engine can continue from its cache."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end this response, in addition to those of `Sampling`."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end this response, in addition to those of `Sampling`."""
+
+    def limits(self, sampling: Sampling) -> Sampling:
+        """Returns the sampling parameters with the length limit and the stop conditions of this request."""
+        if self.max_tokens is None and not self.stop_strings and not self.stop_ids:
+            return sampling
+        return replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens, self.max_tokens or sampling.max_tokens),
+            stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *self.stop_strings))),
+            stop_ids=tuple(sorted({*sampling.stop_ids, *self.stop_ids})),
+        )
 
 
 # The stop reason of a completion that is unfinished, because the engine was paused.
 PAUSED = "paused"
-# The stop reason of a completion whose rollout function failed, and the recipe key of that function.
+# The stop reason of a completion whose rollout function or environment failed, and the recipe keys of both.
 FAILED = "failed"
 ROLLOUT_FUNCTION = "rollout.function"
+ENVIRONMENT = "rollout.environment"
 
 
 @dataclass(frozen=True)
@@ -302,14 +323,21 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """The stop reason: `token`, `string`, `length`, `environment` (a rollout function ended the response) or `failed`
-    (the rollout function failed)."""
+    """The stop reason: `token`, `string`, `length`, `environment` (a rollout function or an environment ended the
+    response) or `failed` (the rollout function or the environment failed)."""
     loss_mask: Sequence[int] = ()
     """The mask is 1 for tokens of the policy and 0 for tokens of the environment, as in `Rollout`."""
     versions: Sequence[int] = ()
     """The version of the weights that generated each token, as in `Rollout`."""
     failure: str = ""
-    """The error message, if the rollout function failed."""
+    """The error message, if the rollout function or the environment failed."""
+    prompt_ids: Sequence[int] | None = None
+    """The prompt of a trajectory, which the environment wrote. None: the prompt is that of the request."""
+    trajectory: Trajectory | None = None
+    """The conversation with the environment. None without an environment."""
+    rows: tuple[TrajectoryRow, ...] = ()
+    """The rows of the trajectory, if it has several rows. `ids`, `logprobs` and `loss_mask` are then the concatenation
+    of the rows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
@@ -336,9 +364,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed reward or rollout function. The response is counted as failed and excluded from baselines and loss. The
-    score of a failed response is never replaced by 0. `part` is the name of the reward component, or
-    `ROLLOUT_FUNCTION`."""
+    """A failed reward, rollout function or environment. The response is counted as failed and excluded from baselines
+    and loss. The score of a failed response is never replaced by 0. `part` is the name of the reward component,
+    `ROLLOUT_FUNCTION` or `ENVIRONMENT`."""
 
     part: str
     why: str
@@ -349,7 +377,12 @@ class Failure:
     @property
     def key(self) -> str:
         """The recipe key of the function that failed."""
-        return self.part if self.part == ROLLOUT_FUNCTION else f"reward.{self.part}"
+        return self.part if self.of_rollout else f"reward.{self.part}"
+
+    @property
+    def of_rollout(self) -> bool:
+        """Whether the response could not be generated, because the rollout function or the environment failed."""
+        return self.part in (ROLLOUT_FUNCTION, ENVIRONMENT)
 
     @property
     def message(self) -> str:
@@ -358,7 +391,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TokenRun:
     """Consecutive tokens that all come from the policy, or all from the environment."""
 
     policy: bool
@@ -386,6 +419,11 @@ class Rollout:
     token_rewards: tuple[tuple[int, float], ...] = ()
     loss_mask: Sequence[int] = ()
     versions: Sequence[int] = ()
+    trajectory: Trajectory | None = None
+    """The conversation with the environment. None without an environment. `prompt.ids` is then the prompt that the
+    environment wrote."""
+    rows: tuple[TrajectoryRow, ...] = ()
+    """The rows of the trajectory, if it has several rows, as in `Completion`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
@@ -396,12 +434,12 @@ class Rollout:
         return sum(self.loss_mask)
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[TokenRun]:
         """The tokens of the response, split into turns of the policy and of the environment."""
-        turns: list[Turn] = []
+        turns: list[TokenRun] = []
         for token, mask in zip(self.ids, self.loss_mask, strict=True):
             if not turns or turns[-1].policy != bool(mask):
-                turns.append(Turn(bool(mask), []))
+                turns.append(TokenRun(bool(mask), []))
             turns[-1].ids.append(token)
         return turns
 
@@ -422,6 +460,8 @@ class RolloutMeta:
     stop: str
     score: Score | Failure
     """The score, with empty `steps`."""
+    trajectory_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the trajectory, by their names in the run. Empty without an environment."""
 
     @property
     def length(self) -> int:

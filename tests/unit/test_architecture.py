@@ -145,7 +145,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),
-    ("types", "recipe", "recipes", "algorithms", "functions", "errors", "masking", "page", "http_client", "version"),
+    (
+        "types",
+        "trajectory",
+        "recipe",
+        "recipes",
+        "algorithms",
+        "functions",
+        "errors",
+        "masking",
+        "page",
+        "http_client",
+        "version",
+    ),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -1,2 +1,18 @@
-"""Environments: conversations of the policy with tools and games. `methods`, `train` and higher layers may import this
-package."""
+"""Environments: conversations of the policy with tools and games. `rollout`, `reward`, `methods`, `train` and higher
+layers may import this package. It does not import `rollout`."""
+
+from lockstep.environments.interface import Environment, Start, TokenEnvironment, TokenTurn, Turn
+from lockstep.environments.messages import Reply
+from lockstep.trajectory import ToolCall, Trajectory, TurnRecord
+
+__all__ = [
+    "Environment",
+    "Reply",
+    "Start",
+    "TokenEnvironment",
+    "TokenTurn",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "TurnRecord",
+]

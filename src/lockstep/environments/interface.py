@@ -1,4 +1,5 @@
-"""The interface of environments: what an environment receives and returns, and the record of a trajectory."""
+"""The interface of environments: what an environment receives and returns. `lockstep/trajectory.py` has the record of a
+finished conversation."""
 
 from __future__ import annotations
 
@@ -6,28 +7,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.environments.messages import Reply, ToolCall
+from lockstep.environments.messages import Reply
 from lockstep.types import Message
-
-# The reasons for which a trajectory ends.
-COMPLETED = "completed"
-MAX_TURNS = "max_turns"
-MAX_TOOL_CALLS = "max_tool_calls"
-MAX_TOKENS = "max_tokens"
-CONTEXT_OVERFLOW = "context_overflow"
-TOOL_ERROR = "tool_error"
-TIMEOUT = "timeout"
-PARSE_ERROR = "parse_error"
-STOP_REASONS = (
-    COMPLETED,
-    MAX_TURNS,
-    MAX_TOOL_CALLS,
-    MAX_TOKENS,
-    CONTEXT_OVERFLOW,
-    TOOL_ERROR,
-    TIMEOUT,
-    PARSE_ERROR,
-)
 
 
 @dataclass(frozen=True)
@@ -94,45 +75,3 @@ class TokenEnvironment(Protocol):
     def reset_tokens(self, row: Mapping[str, Any], seed: int) -> TokenTurn | Awaitable[TokenTurn]: ...
 
     def step_tokens(self, ids: Sequence[int]) -> TokenTurn | Awaitable[TokenTurn]: ...
-
-
-@dataclass(frozen=True)
-class TurnRecord:
-    """One turn of the model in a trajectory, with the environment's answer to it."""
-
-    start: int
-    """The index of the first sampled token of the turn in `Rollout.ids`."""
-    stop: int
-    """The index after the last sampled token of the turn."""
-    reward: float = 0.0
-    finish: str = "stop"
-    """`stop` if the model ended the turn, `length` if a token limit cut it."""
-    calls: tuple[ToolCall, ...] = ()
-    parse_error: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """A finished conversation between the model and an environment."""
-
-    messages: Sequence[Message]
-    """All messages, from the system message on. The model's turns have the role `assistant`."""
-    turns: Sequence[TurnRecord]
-    stop: str
-    """The stop reason: one of `STOP_REASONS`."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """The rewards that the environment returned for the finished trajectory, by name."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment's attribute `info` contains at the end, for reward functions. The values are JSON."""
-
-    @property
-    def reward(self) -> float:
-        """The sum of the rewards of the turns."""
-        return sum(turn.reward for turn in self.turns)
-
-    @property
-    def model_text(self) -> str:
-        """The text of the model alone, one turn per paragraph."""
-        return "\n\n".join(str(one.get("content") or "") for one in self.messages if one.get("role") == "assistant")

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from lockstep.trajectory import ToolCall
 from lockstep.types import Message
 
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call of the model. `arguments` has the types of the tool's JSON schema, unless `error` is set."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    id: str = ""
-    error: str = ""
-    """Why the call cannot run: an unknown tool, or arguments that do not match the schema. A text for the model."""
-
-    def message(self) -> dict[str, Any]:
-        """Returns the call as an entry of the field `tool_calls` of an assistant message."""
-        function = {"name": self.name, "arguments": dict(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+__all__ = ["Reply", "ToolCall"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 
 import torch
 
@@ -86,6 +87,14 @@ def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
     # A sequence has two independent hashes. If two sequences have the same first hash (one pair in 2^32), their second
     # hashes differ.
     return _signed(_chain(parts, FIRST)), _signed(_chain(parts, SECOND))
+
+
+def turn_key(key: int, turn: int) -> int:
+    """Returns the noise key of a turn in a conversation. The first turn uses the key of the prompt, as a response of a
+    single turn does."""
+    if not turn:
+        return key
+    return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")
 
 
 def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:

@@ -116,6 +116,13 @@ ROLLOUT_FUNCTION = Trial(
     "preflight.user_trials.try_rollout",
     "the function returns a valid response to the first prompt",
 )
+ENVIRONMENT = Trial(
+    "environment",
+    "before weights load, with rollout.environment or rollout.tools",
+    "environments.setup.try_environment",
+    "the environment loads and starts a trajectory for the first prompt, and the chat template renders it",
+    task="Testing the environment on one row",
+)
 REWARDS = Trial(
     "rewards",
     "before weights load, in an online run; in `generate` with rewards",
@@ -141,6 +148,7 @@ TRIALS = (
     ADVANTAGE_FUNCTION,
     LOSS_FUNCTION,
     ROLLOUT_FUNCTION,
+    ENVIRONMENT,
     REWARDS,
     INITIAL_LOSS,
 )

@@ -191,6 +191,11 @@ def _online(context: Context) -> bool:
     return context.online
 
 
+def _interactive(context: Context) -> bool:
+    recipe = context.recipe
+    return context.online and (recipe.rollout.interactive or recipe.val.environment is not None)
+
+
 def _asynchronous(context: Context) -> bool:
     return context.online and context.recipe.rollout.max_staleness is not None
 
@@ -254,6 +259,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(
             trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None
         ),
+        PreflightCheck(trials.environment, CheckStage.ROWS, _interactive),
     ),
     "val": (
         PreflightCheck(rows.read_questions_of, CheckStage.OPEN),

@@ -11,7 +11,14 @@ import numpy as np
 from lockstep.data.array_store import item_digests, sequences
 from lockstep.data.dataset import Dataset, load_rows, open_sources, rows_taken
 from lockstep.data.encode.columns import ColumnFinder
-from lockstep.data.encode.prompt_rows import PromptRows, PromptSet, find_question_columns, load_prompts, read_questions
+from lockstep.data.encode.prompt_rows import (
+    COLUMNS,
+    PromptRows,
+    PromptSet,
+    find_question_columns,
+    load_prompts,
+    read_questions,
+)
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
 from lockstep.data.streaming import stream_rows
@@ -70,9 +77,15 @@ def read_questions_of(context: Context) -> None:
     context.questions = validation_questions(context.recipe)
 
 
+def _fields_read(recipe: Recipe) -> frozenset[str]:
+    """Returns the fields of a row that the rewards or the environment read. An environment gets all columns."""
+    interactive = recipe.rollout.interactive or recipe.val.environment is not None
+    return read_by_rewards(recipe.reward) | ({COLUMNS} if interactive else frozenset())
+
+
 def _encoded_prompts(context: Context) -> PromptSet:
     data = context.recipe.data
-    reward_fields = read_by_rewards(context.recipe.reward)
+    reward_fields = _fields_read(context.recipe)
     if data.streaming:
         if context.limit == UNLIMITED:
             raise Refusal.at(
@@ -118,7 +131,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
         if online:
             # The questions of an online run use the columns and settings of its prompts.
             finder = ColumnFinder(Source(path=path), recipe.data, rows.columns)
-            columns = find_question_columns(finder, read_by_rewards(recipe.reward))
+            columns = find_question_columns(finder, _fields_read(recipe))
         questions += read_questions(rows, recipe.val.question_rows, columns)
     if not online:
         # An online run scores the questions with its rewards, which are checked separately.

@@ -12,10 +12,12 @@ from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy_loss import PolicyTokens
 from lockstep.algorithms.user_functions import ADVANTAGE, LOSS, user_estimator, user_policy_loss
 from lockstep.device.base import Device
+from lockstep.environments.setup import try_environment
 from lockstep.errors import Refusal
 from lockstep.model.text_model import text_config
 from lockstep.model.trials import (
     ADVANTAGE_FUNCTION,
+    ENVIRONMENT,
     LOSS_FUNCTION,
     REWARDS,
     ROLLOUT_FUNCTION,
@@ -23,6 +25,7 @@ from lockstep.model.trials import (
     run_trial,
 )
 from lockstep.preflight.prepared import Context, PreparedOnline
+from lockstep.recipe.registry import NO_ENVIRONMENT
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.rollout_function import message_encoder, try_function
 from lockstep.run.console import Console
@@ -56,6 +59,20 @@ def loss_function(context: Context) -> None:
 
 def rollout_function(context: Context) -> None:
     run_trial(ROLLOUT_FUNCTION, lambda: TrialReport([try_rollout(context)]), console=context.console)
+
+
+def environment(context: Context) -> None:
+    """Tries the environments of training and of validation on one row each."""
+    run_trial(ENVIRONMENT, lambda: TrialReport(_environment_lines(context)), console=context.console)
+
+
+def _environment_lines(context: Context) -> list[str]:
+    rollout, val, seed = context.recipe.rollout, context.recipe.val.environment, context.recipe.run.seed
+    prompt = next(prompt for source in context.prompts.sources for prompt in source)
+    tried = [rollout] if rollout.interactive else []
+    if val is not None and val not in NO_ENVIRONMENT and val != rollout.environment:
+        tried.append(rollout.model_copy(update={"environment": val, "tools": []}))
+    return [try_environment(one, prompt, context.tokenizer, context.limit, seed) for one in tried]
 
 
 def try_advantage(function_path: str, n: int, seconds: float) -> str:

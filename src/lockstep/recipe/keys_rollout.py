@@ -1,4 +1,5 @@
-"""Recipe keys of the group `rollout`: the generation engine, sampling, and the server of a serving engine."""
+"""Recipe keys of the group `rollout`: the generation engine, sampling, and the server of a serving engine. The keys of
+environments are in `keys_environment.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
@@ -81,7 +83,7 @@ def _stop_id(token: int) -> int:
     return token
 
 
-class RolloutSettings(Section):
+class EngineSettings(Section):
     engine: Annotated[str, Named(ENGINES)] = Field(
         "native",
         description="`native` is the built-in engine; `hf` is Hugging Face `generate` (slow, for comparison); "
@@ -257,3 +259,7 @@ class RolloutSettings(Section):
         effect=Effect("harmless", "affects only whether and when the run stops"),
         resumable=True,
     )
+
+
+class RolloutSettings(EnvironmentSettings, EngineSettings):
+    """All keys of the group `rollout`."""

@@ -44,6 +44,11 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
         if recipe.rollout.function is not None:
             why = "each tensor-parallel rank would run the function, and the requests of all ranks must be identical"
             yield unfit("rollout.function", why, f"remove it, {alone}")
+        if recipe.rollout.interactive:
+            why = (
+                "each tensor-parallel rank would run the environments, and the requests of all ranks must be identical"
+            )
+            yield unfit("rollout.environment", why, f"remove it, {alone}")
 
 
 DEFAULT_TOKENS = 4096

@@ -114,6 +114,12 @@ LOSSES: dict[str, LossRow] = {
     "importance": LossRow({"cap": "ratio_cap", "of": "ratio_of"}),
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
+# Built-in environments and tools: `package.module:name` of the class or function.
+ENVIRONMENTS: dict[str, str] = {}
+TOOLS: dict[str, str] = {}
+# The value of `val.environment` for validation without an environment.
+NO_ENVIRONMENT = {"none": ""}
+
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),

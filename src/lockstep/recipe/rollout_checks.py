@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lockstep.errors import Problem, needs, unfit, unused
+from lockstep.errors import Problem, conflict, needs, unfit, unused
+from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.recipe.registry import ENGINES, estimator_row
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _prompt_problems(recipe)
+    yield from _environment_problems(recipe)
     yield from _weight_sync_problems(recipe)
     yield from _server_problems(recipe)
 
@@ -58,6 +60,56 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             "remove this key, or set rollout.truncated_sampling=mask (the trainer truncates too) or ignore",
             code="truncated-sampling",
         )
+
+
+# Keys that only environments and tools read.
+_OF_ENVIRONMENTS = tuple(name for name in EnvironmentSettings.model_fields if name not in ("environment", "tools"))
+
+
+def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of the keys for environments and tools, and of combinations that they do not support."""
+    rollout, fields = recipe.rollout, EnvironmentSettings.model_fields
+    if not rollout.interactive and recipe.val.environment is None:
+        for key in _OF_ENVIRONMENTS:
+            if getattr(rollout, key) != fields[key].get_default(call_default_factory=True):
+                why = "applies to environments and tools, and the run has neither"
+                yield needs(f"rollout.{key}", why, f"set rollout.environment or rollout.tools, or remove {key}")
+        return
+    key = "rollout.tools" if rollout.tools else "rollout.environment" if rollout.environment else "val.environment"
+    if rollout.environment is not None and rollout.tools:
+        why = "an environment returns its tools itself (Start.tools)"
+        yield conflict("rollout.tools", why, "remove rollout.tools or rollout.environment")
+    if rollout.environment is None and rollout.environment_args:
+        yield needs("rollout.environment_args", "are arguments of rollout.environment", "set it, or remove them")
+    if rollout.function is not None:
+        yield conflict(key, "and rollout.function both generate the responses", "remove one of them")
+    if rollout.max_staleness is not None:
+        why = "the asynchronous generation process does not run environments yet"
+        yield unfit(key, why, "remove rollout.max_staleness")
+    if recipe.data.template == "none":
+        yield unfit(key, "a conversation needs a chat template, and data.template is none", "set data.template to auto")
+    if recipe.reward.process is not None:
+        why = "scores the steps of a single response, not a conversation"
+        yield unfit("reward.process", why, f"remove it, or remove {key}")
+    yield from _trajectory_limit_problems(recipe)
+
+
+def _trajectory_limit_problems(recipe: Recipe) -> Iterator[Problem]:
+    rollout, most = recipe.rollout, recipe.rollout.max_tokens
+    if rollout.history == "as_template":
+        yield unfit(
+            "rollout.history",
+            "the trainer does not yet support trajectories of several rows",
+            "use keep: the model then sees its earlier turns as it sampled them",
+        )
+    names = ("turn_tokens", "trajectory_tokens") if rollout.history == "keep" else ("turn_tokens",)
+    for name in names:
+        limit = getattr(rollout, name)
+        if limit is not None and limit > most:
+            why = f"{limit} exceeds rollout.max_tokens={most}, which limits the tokens of a trajectory"
+            yield Problem(
+                f"rollout.{name}", why, f"lower it, or raise rollout.max_tokens to {limit}", code="out-of-range"
+            )
 
 
 def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:

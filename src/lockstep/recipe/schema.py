@@ -17,7 +17,7 @@ from lockstep.recipe.keys_online import Algorithm, Critic, Reward
 from lockstep.recipe.keys_parallel import Parallel, Tape
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import OFFLINE, ONLINE
-from lockstep.recipe.registry import TRACKERS
+from lockstep.recipe.registry import ENVIRONMENTS, NO_ENVIRONMENT, TRACKERS
 from lockstep.recipe.renamed_keys import with_current_names
 from lockstep.recipe.section import (
     COLUMN,
@@ -311,6 +311,11 @@ class Val(Section):
         "Default: the built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
     )
     max_new_tokens: int = Field(64, ge=1, description="Maximum answer length in tokens.")
+    environment: Annotated[str, Named(ENVIRONMENTS, NO_ENVIRONMENT, allow_function=True)] | None = Field(
+        None,
+        description="Environment of the validation questions, with the other keys of `rollout`. `none`: the model "
+        "answers each question with one response. Default: `rollout.environment` or `rollout.tools`.",
+    )
     n: int = Field(1, ge=1, description="Answers per question; more than 1 needs `val.temperature`.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(

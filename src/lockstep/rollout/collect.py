@@ -19,6 +19,7 @@ from lockstep.recipe.schema import Recipe
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import (
+    ENVIRONMENT,
     ROLLOUT_FUNCTION,
     Completion,
     Failure,
@@ -201,12 +202,13 @@ def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
-    """Submits a response to the judge, which scores it. If the rollout function of the response failed, the result is a
-    `Failure`."""
+    """Submits a response to the judge, which scores it. If the rollout function or the environment of the response
+    failed, the result is a `Failure`."""
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()
-    failed.set_result(Failure(ROLLOUT_FUNCTION, completion.failure))
+    part = ROLLOUT_FUNCTION if completion.trajectory is None else ENVIRONMENT
+    failed.set_result(Failure(part, completion.failure))
     return failed
 
 
@@ -257,6 +259,9 @@ def collect(
                     "loss_mask": completion.loss_mask,
                     "versions": completion.versions,
                     "text": text,
+                    "trajectory": completion.trajectory,
+                    "rows": completion.rows,
+                    "prompt": _prompt(prompts[index], completion),
                 }
                 if world.is_tp_rank0:
                     pending.append((fields, _submit(judge, prompts[index].question, completion, text)))
@@ -269,9 +274,12 @@ def collect(
                 world.progress(f"the score of {_sample(prompts, fields['prompt_index'], fields['sample'])}")
                 scored.append(_with_score(fields, score.result(), decode))
     scored.sort(key=lambda fields: (fields["prompt_index"], fields["sample"]))
-    return Collected(
-        [Rollout(prompt=prompts[fields["prompt_index"]], **fields) for fields in scored], seconds, source.shares.taken
-    )
+    return Collected([Rollout(**fields) for fields in scored], seconds, source.shares.taken)
+
+
+def _prompt(prompt: Prompt, completion: Completion) -> Prompt:
+    """Returns the prompt of a response, which an environment may have written."""
+    return prompt if completion.prompt_ids is None else Prompt(prompt.question, completion.prompt_ids)
 
 
 def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:

@@ -13,12 +13,14 @@ import torch
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
+from lockstep.environments.loop import EnvironmentEngine
+from lockstep.environments.setup import open_environments
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
 from lockstep.parallel.sharding import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.recipe.registry import ENGINES
+from lockstep.recipe.registry import ENGINES, NO_ENVIRONMENT
 from lockstep.recipe.schema import Model
 from lockstep.rollout.collect import AskedAhead, Collected, ExpectedLengths, Judge, collect, everyone
 from lockstep.rollout.engine import Engine, OtherProgram, RunPlace, end_ids, engine_of
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 
 class Generator:
     """Generates and scores responses. `end_tokens` are additional end tokens besides those of the model and the
-    tokenizer. `path` is the model path for error messages and for a server. The server's log is written to the folder
-    `logs`."""
+    tokenizer. `path` is the model path for error messages and for a server. The logs of servers and of environments are
+    written to the folder `logs`. `prompt_limit` is the longest prompt that an environment may write.
+    `val_environment` is the environment of validation, if it differs from that of training."""
 
     def __init__(
         self,
@@ -46,11 +49,14 @@ class Generator:
         path: str,
         end_tokens: Sequence[int] = (),
         logs: Path | None = None,
+        prompt_limit: int | None = None,
+        val_environment: str | None = None,
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
         self.lengths = ExpectedLengths()
         self._ahead: AskedAhead | None = None
+        self._environments: list[EnvironmentEngine] = []
         self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
         self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
@@ -58,8 +64,40 @@ class Generator:
         with self._closed_on_refusal(), self.whole_weights():
             self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
-        self.responder: Engine = self.engine if settings.function is None else self._function_engine(settings)
-        """The engine, or a `FunctionEngine` that calls the user's rollout function and the engine."""
+        self._logs, self._prompt_limit = logs, prompt_limit
+        with self._closed_on_refusal():
+            self.responder: Engine = self._responder(settings)
+            """The engine, or an engine that has conversations: with the user's rollout function or an environment."""
+            self._val_responder: Engine = self.responder
+            if val_environment is not None and val_environment != settings.environment:
+                self._val_responder = self._responder(_with_environment(settings, val_environment))
+
+    def _responder(self, settings: RolloutSettings) -> Engine:
+        if settings.function is not None:
+            return self._function_engine(settings)
+        if not settings.interactive:
+            return self.engine
+        environments = open_environments(
+            self.engine,
+            settings,
+            self.tokenizer,
+            frozenset(self.stop_ids),
+            self._vocabulary,
+            self._prompt_limit,
+            None if self._logs is None else self._logs / f"environment-{self.world.rank}",
+        )
+        self._environments.append(environments)
+        return environments
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.policy.causal_lm.get_input_embeddings().weight.shape[0])
+
+    def for_validation(self) -> Generator:
+        """Returns a generator with the environment of validation."""
+        other = copy(self)
+        other.responder = self._val_responder
+        return other
 
     def _function_engine(self, settings: RolloutSettings) -> FunctionEngine:
         assert settings.function is not None
@@ -67,13 +105,12 @@ class Generator:
         def encode(text: str) -> list[int]:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        vocabulary = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
         return FunctionEngine(
             self.engine,
             settings.function,
             encode,
             self.decode,
-            vocabulary,
+            self._vocabulary,
             settings.function_timeout,
             encode_messages=message_encoder(self.tokenizer),
         )
@@ -194,8 +231,16 @@ class Generator:
         try:
             yield
         except BaseException:
-            self.engine.close()
+            self.close()
             raise
 
     def close(self) -> None:
+        for environments in self._environments:
+            environments.close()
         self.engine.close()
+
+
+def _with_environment(settings: RolloutSettings, environment: str) -> RolloutSettings:
+    """Returns the settings with another environment, or without one."""
+    none = environment in NO_ENVIRONMENT
+    return settings.model_copy(update={"environment": None if none else environment, "tools": []})

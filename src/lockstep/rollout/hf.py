@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,9 +56,7 @@ class HfEngine(SharedWeights):
                 on_token = self.on_token if len(part) == 1 else None
                 answers = _generate(model, part_requests, [s for _, s in part], sampling, on_token)
             for (number, sample), (ids, logprobs) in zip(part, answers, strict=True):
-                most = requests[number].max_tokens
-                limited = sampling if most is None else replace(sampling, max_tokens=min(sampling.max_tokens, most))
-                yield self._cut(number, sample, ids, logprobs, limited)
+                yield self._cut(number, sample, ids, logprobs, requests[number].limits(sampling))
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
         """Truncates a response at its end token, because `generate` continues until the whole batch has ended."""

@@ -16,7 +16,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from lockstep.data.encode.chat_text import TemplateInputs, messages_after_turn
 from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import UserFunction, load_user_function
+from lockstep.kernels.sampling import turn_key
 from lockstep.rollout.engine import Engine, SharedWeights
 from lockstep.types import FAILED, ROLLOUT_FUNCTION, Completion, Message, Origin, Prompt, Question, Request, Sampling
 
@@ -146,7 +146,7 @@ class _Response:
         room = room if max_tokens is None else min(room, max_tokens)
         if room <= 0:
             return Completion(0, self.sample, [], [], "length")
-        key = _turn_key(self.request.key, len(self.turns))
+        key = turn_key(self.request.key, len(self.turns))
         ask = _Turn(self, Request(ids, key, first=self.sample, max_tokens=room))
         with self._lock:
             if self._over:
@@ -306,14 +306,6 @@ def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Resp
     """Returns the responses whose function is still running and does not wait for the policy."""
     asking = {turn.response.order for turn in turns}
     return [response for response in running if response.order not in asking]
-
-
-def _turn_key(key: int, turn: int) -> int:
-    """Returns the noise key of a turn. The first turn uses the key of the request, as a run without a rollout function
-    does."""
-    if not turn:
-        return key
-    return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")
 
 
 def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], list[int], bool | None]:

@@ -175,6 +175,7 @@ def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
         shared,
         rollout.stop,
         score,
+        {} if rollout.trajectory is None else rollout.trajectory.named_metrics(),
     )
 
 
@@ -396,7 +397,8 @@ def check_rollout_logprobs(
     return {"training/rollout_logprob_diff_mean": mean}
 
 
-# Responses are sent to other ranks without their prompts, because every rank has all prompts.
+# Responses are sent to other ranks without their prompts, because every rank has all prompts. A prompt that an
+# environment wrote is sent.
 _NO_PROMPT = Prompt(Question("", [], "", Origin("", 0)), ())
 
 
@@ -408,8 +410,12 @@ def redistribute(experience: Experience, updates: Sequence[UpdateRows], world: W
     parcels: list[list[tuple[int, Rollout]]] = [[] for _ in range(world.size)]
     for number, rollout in zip(experience.local_numbers, experience.rollouts, strict=True):
         for rank in world.ranks_of(owner[number]):
-            parcels[rank].append((number, replace(rollout, prompt=_NO_PROMPT)))
+            sent = rollout if rollout.trajectory is not None else replace(rollout, prompt=_NO_PROMPT)
+            parcels[rank].append((number, sent))
     arrived = [pair for parcel in world.exchange(parcels) for pair in parcel]
     return experience.with_local_rollouts(
-        {number: replace(rollout, prompt=experience.prompts[rollout.prompt_index]) for number, rollout in arrived}
+        {
+            number: rollout if rollout.prompt.ids else replace(rollout, prompt=experience.prompts[rollout.prompt_index])
+            for number, rollout in arrived
+        }
     )

@@ -19,7 +19,7 @@ from lockstep.reward.scorer import active_weights
 from lockstep.train.advantages import TrainBatch
 from lockstep.train.experience import reward_part
 from lockstep.train.step import Learner
-from lockstep.types import FAILED, ROLLOUT_FUNCTION, Failure, Prompt, Rollout, RolloutMeta, Score
+from lockstep.types import FAILED, Failure, Prompt, Rollout, RolloutMeta, Score
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
 def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
     first = failed.first[0]
     assert isinstance(first.score, Failure)
-    what = "function" if _of_rollout(first.score) else "reward"
+    what = first.score.key.rpartition(".")[2] if first.score.of_rollout else "reward"
     return Refusal.at(
         first.score.key,
         f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
@@ -67,13 +67,8 @@ def failure_warning(failed: Unscored) -> list[str]:
     ]
 
 
-def _of_rollout(failure: Failure) -> bool:
-    """Returns True if the rollout function failed, and False if a reward function failed."""
-    return failure.part == ROLLOUT_FUNCTION
-
-
 def _what(failure: Failure) -> str:
-    return "could not be generated or scored" if _of_rollout(failure) else "could not be scored"
+    return "could not be generated or scored" if failure.of_rollout else "could not be scored"
 
 
 def _response(rollout: Rollout, most: int) -> str:
@@ -119,7 +114,22 @@ def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta
         if isinstance(rollout.score, Score):
             for name, value in rollout.score.parts.items():
                 parts.setdefault(name, []).append(value)
-    return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}
+    metrics |= {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}
+    return metrics | trajectory_metrics(every)
+
+
+def trajectory_metrics(every: Sequence[RolloutMeta]) -> dict[str, float]:
+    """Returns the means of the metrics of all trajectories of a step, including failed trajectories. A trajectory
+    without a number of the name `environment/stop/...` counts as 0, and is left out of the means of other metrics."""
+    found: dict[str, list[float]] = {}
+    trajectories = [meta.trajectory_metrics for meta in every if meta.trajectory_metrics]
+    for metrics in trajectories:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: sum(values) / (len(trajectories) if name.startswith("environment/stop/") else len(values))
+        for name, values in sorted(found.items())
+    }
 
 
 def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:

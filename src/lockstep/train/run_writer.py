@@ -53,6 +53,8 @@ def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
     if recipe.method in ONLINE:
         named["reward.function"] = recipe.reward.function
         named["rollout.function"] = recipe.rollout.function
+        named["rollout.environment"] = recipe.rollout.environment
+        named |= {f"rollout.tools.{tool}": tool for tool in recipe.rollout.tools}
         named["algorithm.advantage"] = recipe.algorithm.advantage
         named["algorithm.loss"] = recipe.algorithm.loss
     functions = {key: value for key, value in named.items() if value is not None and is_function_path(value)}

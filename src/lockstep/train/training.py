@@ -20,9 +20,11 @@ from lockstep.methods.base import Method
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
+from lockstep.preflight.batch_plan import prompt_limit
 from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
+from lockstep.recipe.methods import ONLINE
 from lockstep.rollout.collect import Examiner, encode_questions, prompt_format, validation_keys
 from lockstep.rollout.engine import validation_sampling
 from lockstep.rollout.generator import Generator
@@ -77,7 +79,7 @@ class Validator:
         assert self.judge is not None
         sampling = validation_sampling(self.recipe, self.generator.stop_ids)
         keys = validation_keys(len(self.prompts))
-        return self.generator.generate(self.prompts, keys, self.recipe.val.n, sampling, self.judge)
+        return self.generator.for_validation().generate(self.prompts, keys, self.recipe.val.n, sampling, self.judge)
 
 
 # The names of metrics that validation computes from generated answers (`evaluate/validation.py`), for all questions or
@@ -321,6 +323,8 @@ def _start_training(
             recipe.model.path,
             prepared.end_tokens,
             run.folder.path / "rollout",
+            prompt_limit(recipe, prepared.config) if recipe.method in ONLINE else None,
+            recipe.val.environment,
         )
         run.engine = generator.metadata()
     validator = Validator(recipe, world, prepared.questions, generator, judge)

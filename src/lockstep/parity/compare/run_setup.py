@@ -30,7 +30,10 @@ _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "
 # Device properties that are not compared here, because they change during a run or are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
 _DEVICE = Effect("harmless", "devices are expected to differ; sums in another order round differently")
-_FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
+_FUNCTIONS = (
+    *("reward.function", "rollout.function", "rollout.environment"),
+    *("algorithm.advantage", "algorithm.loss", "data.reader"),
+)
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
 UNKNOWN = Effect("matters", "the effect of this key is unknown; see docs/recipe.md")

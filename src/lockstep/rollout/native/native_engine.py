@@ -204,6 +204,7 @@ class NativeEngine(SharedWeights):
 
     def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
         """Appends new tokens up to the token that ends the sequence, and drops all later tokens."""
+        sampling = sequence.stops or sampling
         within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
             sequence.tokens += tokens
@@ -367,6 +368,7 @@ def _sequences(
                     limit=limit,
                     keys=sequence_keys(sampling.seed, request.key, which),
                     logprobs=list(so_far.logprobs),
+                    stops=request.limits(sampling) if request.stop_strings or request.stop_ids else None,
                 )
             )
     return prefixes, sequences

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.kernels.mixer_states import EMPTY, RESERVED
+from lockstep.types import Sampling
 
 
 @dataclass(eq=False)
@@ -47,6 +48,8 @@ class SequenceState(CachedSpan):
     keys: tuple[int, int] = (0, 0)
     logprobs: list[float] = field(default_factory=list)
     stop: str = ""
+    stops: Sampling | None = None
+    """The sampling parameters, if the request has its own stop conditions."""
 
     @property
     def ready(self) -> bool:

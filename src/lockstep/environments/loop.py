@@ -1,0 +1,492 @@
+"""`EnvironmentEngine`: an engine whose responses are conversations with environments.
+
+Each trajectory runs at its own pace: the engine `inner` generates the turns that are ready, while other trajectories
+wait for their environments. If deterministic algorithms are enabled, the turns are generated in rounds of a fixed
+order, because rounding depends on the batch.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.environments.conversation import ChatConversation, ChatFormat, Extension, TokenConversation
+from lockstep.environments.host import ACKNOWLEDGE_SECONDS, Answer, EnvironmentHosts, Host
+from lockstep.environments.host_worker import LOADING
+from lockstep.environments.messages import Reply
+from lockstep.environments.parsers import parse_reply
+from lockstep.environments.running import Running, row_of
+from lockstep.errors import Refusal
+from lockstep.functions import LOAD_SECONDS
+from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.trajectory import (
+    COMPLETED,
+    CONTEXT_OVERFLOW,
+    MAX_TOKENS,
+    MAX_TOOL_CALLS,
+    MAX_TURNS,
+    PARSE_ERROR,
+    TIMEOUT,
+    TOOL_ERROR,
+    TurnRecord,
+)
+from lockstep.types import Completion, Request, Sampling
+
+# Seconds that the environments of failed trajectories get at the end of a batch to close.
+CLOSE_SECONDS = 5.0
+# A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
+# tokens.
+LONGER, MORE = 1.25, 64
+
+
+class TurnEngine(Protocol):
+    """The engine that generates the turns of the model (`rollout.engine.Engine`)."""
+
+    instead: str
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]: ...
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def release_memory(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EnvironmentEngine:
+    """An engine that has a conversation with an environment for each response.
+
+    A request without a question, such as a request of the engine check, is passed directly to `inner`. If an
+    environment fails, `failure` of the completion contains the reason; if `tolerant` is False, the first failure raises
+    `Refusal`.
+    """
+
+    def __init__(
+        self,
+        inner: TurnEngine,
+        hosts: EnvironmentHosts,
+        settings: EnvironmentSettings,
+        chat: ChatFormat,
+        vocabulary: int,
+        prompt_limit: int | None = None,
+        *,
+        tolerant: bool = True,
+    ):
+        self.inner, self.hosts, self.settings, self.chat = inner, hosts, settings, chat
+        self.vocabulary, self.prompt_limit, self.tolerant = vocabulary, prompt_limit, tolerant
+        self.instead = inner.instead
+        self.sessions = count()
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.inner.sync(weights)
+
+    def release_memory(self) -> None:
+        self.inner.release_memory()
+
+    def close(self) -> None:
+        """Kills the host processes. The owner of the inner engine closes that engine."""
+        self.hosts.close()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        if any(request.question is None for request in requests):
+            yield from self.inner.generate(requests, sampling)
+            return
+        batch = _Batch(self, requests, sampling)
+        try:
+            yield from batch.run()
+        finally:
+            batch.close()
+
+
+@dataclass
+class _Call:
+    """A call of an environment without an answer. `kind` is the method, or `close` after a failure."""
+
+    kind: str
+    host: Host
+    running: Running | None
+    deadline: float
+    sent: float = field(default_factory=time.monotonic)
+    group: int = -1
+
+
+class _Batch:
+    """The trajectories of one call of `generate`. All methods run in the thread that calls the engine."""
+
+    def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
+        self.engine, self.hosts, self.settings = engine, engine.hosts, engine.settings
+        self.sampling, self.requests = sampling, requests
+        self.waiting = [
+            self._new(number, request, sample)
+            for number, request in enumerate(requests)
+            for sample in range(request.first, request.first + request.n)
+        ]
+        self.active: set[Running] = set()
+        self.ready: list[Running] = []
+        """Trajectories that wait for a turn of the model."""
+        self.done: list[Completion] = []
+        self.calls: dict[int, _Call] = {}
+        self.cancels: dict[int, _Call] = {}
+        """The calls that are being cancelled, by the number of the call that cancels them."""
+        self.groups: dict[int, list[Running]] = {}
+        self.asked: list[Running] = []
+        """The trajectory of each request that the inner engine has got."""
+        self.longest_prompt = max((len(request.ids) for request in requests), default=0)
+        self.rounds = torch.are_deterministic_algorithms_enabled()
+
+    def _new(self, number: int, request: Request, sample: int) -> Running:
+        assert request.question is not None
+        session = next(self.engine.sessions)
+        return Running(number, request, sample, session, self.settings, self.sampling, request.question)
+
+    # The loop: turns of the model, and answers of the environments.
+
+    def run(self) -> Iterator[Completion]:
+        inner = self.engine.inner
+        continuous = not self.rounds and hasattr(inner, "further")
+        while self.waiting or self.active or self.done or self._outstanding():
+            self._wait()
+            yield from self._finished()
+            if not self.ready:
+                continue
+            self.asked = []
+            longest = max(_prompt_length(running) for running in self.ready)
+            self.longest_prompt = max(self.longest_prompt, int(longest * LONGER) + MORE)
+            requests = self._taken(len(self.ready))
+            if continuous:
+                inner.further = self  # type: ignore[attr-defined]
+            try:
+                for completion in inner.generate(requests, self.sampling):
+                    self._turn(self.asked[completion.request], completion)
+                    yield from self._finished()
+            finally:
+                if continuous:
+                    inner.further = None  # type: ignore[attr-defined]
+
+    def take(self, room: int, wait: bool = False) -> list[Request]:
+        """Returns requests for at most `room` turns that are ready (`rollout.engine.Further`). With `wait`, waits until
+        a turn is ready or all trajectories have ended."""
+        if wait:
+            self._wait()
+        else:
+            self._pump(block=False)
+        return self._taken(room)
+
+    def _taken(self, room: int) -> list[Request]:
+        fitting = [one for one in sorted(self.ready, key=lambda one: one.order) if self._fits(one)][:room]
+        self.ready = [one for one in self.ready if one not in fitting]
+        self.asked += fitting
+        return [running.next_request() for running in fitting]
+
+    def _fits(self, running: Running) -> bool:
+        """Returns whether the prompt is not longer than `longest_prompt`, for which the inner engine has room."""
+        return _prompt_length(running) <= self.longest_prompt
+
+    def _finished(self) -> Iterator[Completion]:
+        done, self.done = self.done, []
+        yield from done
+
+    def _wait(self) -> None:
+        """Waits until a trajectory is ready for a turn of the model or has ended. In rounds, waits until no trajectory
+        waits for its environment."""
+        self._pump(block=False)
+        while self._outstanding() and (self.rounds or not (self.ready or self.done)):
+            self._pump(block=True)
+
+    def _outstanding(self) -> bool:
+        return any(call.kind != "close" for call in self.calls.values())
+
+    def _pump(self, *, block: bool) -> None:
+        """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
+        next deadline."""
+        self._admit()
+        while True:
+            try:
+                host, answer = self.hosts.inbox.get(timeout=self._patience()) if block else self.hosts.inbox.get(False)
+            except queue.Empty:
+                break
+            self._handle(host, answer)
+            self._admit()
+            block = False
+        self._expire()
+        self._admit()
+
+    def _patience(self) -> float:
+        deadlines = [call.deadline for call in (*self.calls.values(), *self.cancels.values())]
+        return max(min(deadlines, default=0.0) - time.monotonic(), 0.0) + 0.001
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.active) < self.settings.max_concurrent:
+            running = self.waiting.pop(0)
+            self.active.add(running)
+            running.started = time.monotonic()
+            running.host = self.hosts.place(running.session)
+            self._call("reset", running, row=row_of(running.question), seed=running.seed)
+
+    # Calls of the environments.
+
+    def _call(self, kind: str, running: Running, **fields: Any) -> None:
+        host = running.host
+        assert host is not None
+        loading = 0.0 if host.is_loaded else LOAD_SECONDS
+        try:
+            number = self.hosts.send(host, do=kind, trajectory=running.session, **fields)
+        except ValueError as error:
+            self._fail(running, str(error), TOOL_ERROR)
+            return
+        deadline = time.monotonic() + self.settings.step_timeout + loading
+        self.calls[number] = _Call(kind, host, running, deadline)
+
+    def _handle(self, host: Host, answer: Answer) -> None:
+        if answer.call == LOADING:
+            self._lost(host, answer.why)
+        elif answer.call in self.cancels:
+            self._cancelled(self.cancels.pop(answer.call), answer)
+        elif answer.call in self.calls:
+            call = self.calls.pop(answer.call)
+            running = call.running
+            if running is not None:
+                running.seconds += answer.time - call.sent
+            self._answer(call, answer)
+
+    def _answer(self, call: _Call, answer: Answer) -> None:
+        running = call.running
+        if call.kind == "group":
+            self._group_scored(call.group, answer)
+        elif call.kind == "close":
+            assert running is not None
+            self.hosts.release(call.host, running.session)
+        elif running is not None and answer.why:
+            self._fail(running, answer.why, TOOL_ERROR)
+        elif running is not None:
+            getattr(self, f"_after_{call.kind}")(running, answer.fields)
+
+    def _after_reset(self, running: Running, fields: dict[str, Any]) -> None:
+        try:
+            if fields["tokens"]:
+                running.conversation = TokenConversation(fields["ids"], self._decode)
+                self._refuse_unknown(fields["ids"])
+                running.stop_ids = tuple(fields["stop_ids"] or ())
+            else:
+                running.conversation = ChatConversation(
+                    self.engine.chat, running.question, fields["messages"], fields["tools"]
+                )
+                running.stop_strings = tuple(fields["stop"])
+        except Refusal as refusal:
+            self._fail(running, f"reset returned a prompt that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
+            return
+        length, limit = len(running.conversation.prompt), self.engine.prompt_limit
+        if limit is not None and length > limit:
+            why = f"reset returned a prompt of {length} tokens, over the limit of {limit} (data.max_prompt_tokens)"
+            self._fail(running, why, CONTEXT_OVERFLOW)
+            return
+        self.ready.append(running)
+
+    def _turn(self, running: Running, completion: Completion) -> None:
+        """Handles a turn of the model: sends it to the environment, unless a limit is reached."""
+        if running not in self.active:
+            return  # the host of its environment was lost during the turn
+        conversation = running.conversation
+        assert conversation is not None
+        start, stop = conversation.add_turn(completion)
+        finish = "length" if completion.stop == "length" else "stop"
+        text_ids = list(completion.ids)
+        while text_ids and text_ids[-1] in self.engine.chat.end_ids:
+            text_ids.pop()
+        text, tokens = self._decode(text_ids), isinstance(conversation, TokenConversation)
+        reply = Reply(text, text) if tokens else parse_reply(text, conversation.tools)
+        running.reply = replace(reply, finish=finish, ids=tuple(completion.ids))
+        running.ended_by = completion.stop
+        conversation.add_reply(running.reply)
+        record = TurnRecord(start, stop, 0.0, finish, reply.calls, reply.parse_error)
+        running.turns.append(record)
+        limit = self.settings.max_tool_calls
+        if limit is not None and running.tool_calls > limit:
+            self._end(running, MAX_TOOL_CALLS)
+            return
+        self._call("step", running, reply=list(completion.ids) if tokens else running.reply)
+
+    def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
+        running.answered(fields)
+        last, cut = running.turns[-1], running.reply.finish == "length" and running.room() <= 0
+        if cut:
+            self._end(running, MAX_TOKENS)
+        elif fields["done"]:
+            unread = last.parse_error and not running.reply.valid_calls
+            self._end(running, PARSE_ERROR if unread else COMPLETED)
+        elif len(running.turns) >= self.settings.max_turns:
+            self._end(running, MAX_TURNS)
+        elif running.late:
+            self._end(running, TIMEOUT)
+        else:
+            self._continue(running, fields)
+
+    def _continue(self, running: Running, fields: dict[str, Any]) -> None:
+        """Appends the environment's messages, after which the trajectory is ready for the next turn of the model."""
+        conversation = running.conversation
+        try:
+            if isinstance(conversation, TokenConversation):
+                self._refuse_unknown(fields["ids"])
+                extension = Extension(fields["ids"])
+                running.stop_ids = running.stop_ids if fields["stop_ids"] is None else tuple(fields["stop_ids"])
+            else:
+                assert conversation is not None
+                extension = conversation.extension(running.reply, fields["messages"])
+                running.stop_strings = running.stop_strings if fields["stop"] is None else tuple(fields["stop"])
+        except Refusal as refusal:
+            self._fail(running, f"step returned messages that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
+            return
+        used = -len(conversation.ids) if extension.new_row else 0
+        if running.room(len(extension.ids) + used) <= 0:
+            self._end(running, CONTEXT_OVERFLOW)
+            return
+        conversation.extend(extension, fields.get("messages", ()))
+        self.ready.append(running)
+
+    def _refuse_unknown(self, ids: Sequence[int]) -> None:
+        unknown = [token for token in ids if token >= self.engine.vocabulary]
+        if unknown:
+            raise Refusal.at(
+                "token ids",
+                f"token id {unknown[0]}, but the model's vocabulary has {self.engine.vocabulary} tokens",
+                "return token ids of this model's tokenizer",
+                code="unknown-token",
+            )
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.engine.chat.tokenizer.decode(ids, skip_special_tokens=False))
+
+    # The end of a trajectory.
+
+    def _end(self, running: Running, stop: str) -> None:
+        """Scores the trajectory and closes its environment."""
+        running.stop = stop
+        self._call("finish", running, finished=running.trajectory())
+
+    def _after_finish(self, running: Running, fields: dict[str, Any]) -> None:
+        assert running.host is not None
+        running.scores |= fields["score"] or {}
+        running.info = fields["info"]
+        self.hosts.release(running.host, running.session)
+        self._complete(running)
+
+    def _fail(self, running: Running, why: str, stop: str) -> None:
+        """Ends a trajectory whose environment failed. The environment is closed, if its host still runs."""
+        host, setup = running.host, self.hosts.setup
+        assert host is not None
+        log = setup.log(host.index)
+        shown = f" (its last output is in {log})" if log is not None and log.parent.parent.is_dir() else ""
+        running.failure, running.stop = f"{setup.shown}: {why}{shown}", stop
+        if not self.engine.tolerant:
+            raise Refusal.at(
+                setup.where, f"{why}, for {running.question.origin}", "fix the environment", code="function-raised"
+            )
+        if not host.dead and stop != TIMEOUT:
+            self._close(running)
+        self._complete(running)
+
+    def _close(self, running: Running) -> None:
+        """Closes the environment of a failed trajectory. Nothing waits for the answer."""
+        host = running.host
+        assert host is not None
+        number = self.hosts.send(host, do="finish", trajectory=running.session, finished=None)
+        self.calls[number] = _Call("close", host, running, time.monotonic() + self.settings.step_timeout)
+
+    def _complete(self, running: Running) -> None:
+        self.active.discard(running)
+        group = self.groups.setdefault(running.number, [])
+        group.append(running)
+        if not self.hosts.scores_groups:
+            self.done.append(running.completion())
+        elif len(group) == self.requests[running.number].n:
+            self._score_group(running.number)
+
+    def _score_group(self, number: int) -> None:
+        """Calls `score_group` with all trajectories of a prompt that have not failed."""
+        group = sorted(self.groups[number], key=lambda one: one.order)
+        whole = [one for one in group if not one.failure]
+        if not whole:
+            self.done += [one.completion() for one in group]
+            return
+        host = self.hosts.place(whole[0].session)
+        call = self.hosts.send(host, do="group", trajectories=[one.trajectory() for one in whole])
+        deadline = time.monotonic() + self.settings.step_timeout + (0.0 if host.is_loaded else LOAD_SECONDS)
+        self.calls[call] = _Call("group", host, None, deadline, group=number)
+
+    def _group_scored(self, number: int, answer: Answer) -> None:
+        group = sorted(self.groups[number], key=lambda one: one.order)
+        whole = [one for one in group if not one.failure]
+        for place, running in enumerate(whole):
+            if answer.why:
+                running.failure, running.stop = f"{self.hosts.setup.shown}: {answer.why}", TOOL_ERROR
+            else:
+                running.scores["group"] = answer.fields["scores"][place]
+        self.done += [one.completion() for one in group]
+
+    # Time limits, and hosts that are lost.
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for number in [number for number, call in self.calls.items() if call.deadline <= now]:
+            call = self.calls.pop(number)
+            cancel = self.hosts.send(call.host, do="cancel", cancelled=number)
+            self.cancels[cancel] = replace(call, deadline=now + ACKNOWLEDGE_SECONDS)
+            why = f"{call.kind} did not return within {self.settings.step_timeout:g} s (rollout.step_timeout)"
+            if call.kind == "group":
+                self._group_scored(call.group, Answer(number, why=f"score_{why}"))
+            elif call.kind != "close" and call.running is not None:
+                self._fail(call.running, why, TIMEOUT)
+        for number in [number for number, call in self.cancels.items() if call.deadline <= now]:
+            if number in self.cancels:
+                self._lost(self.cancels[number].host, "its host process was killed, because it did not respond")
+
+    def _cancelled(self, call: _Call, answer: Answer) -> None:
+        """Handles the acknowledgement that a call is cancelled. A thread cannot be cancelled; its host gets no more
+        trajectories and is killed when its other trajectories have ended."""
+        session = -1 if call.running is None else call.running.session
+        if answer.fields.get("stuck"):
+            call.host.stuck = True
+        elif call.kind not in ("close", "group") and call.running is not None:
+            self._close(call.running)
+            return
+        self.hosts.release(call.host, session)
+
+    def _lost(self, host: Host, why: str) -> None:
+        """Fails the trajectories of a host that has ended or does not respond, and kills the host."""
+        self.hosts.remove(host)
+        self.cancels = {number: call for number, call in self.cancels.items() if call.host is not host}
+        calls = [call for call in self.calls.values() if call.host is host]
+        self.calls = {number: call for number, call in self.calls.items() if call.host is not host}
+        for call in calls:
+            if call.kind == "group":
+                self._group_scored(call.group, Answer(LOADING, why=why))
+        # A trajectory that waits for the model fails too, because its environment is lost.
+        for running in [running for running in self.active if running.host is host]:
+            self.ready = [one for one in self.ready if one is not running]
+            self._fail(running, why, TOOL_ERROR)
+
+    def close(self) -> None:
+        """Ends the batch. Hosts with calls that do not end are killed, also if the batch was interrupted."""
+        if not self.active and not self.waiting:
+            given_up = time.monotonic() + min(CLOSE_SECONDS, self.settings.step_timeout)
+            while (self.calls or self.cancels) and time.monotonic() < given_up:
+                try:
+                    self._handle(*self.hosts.inbox.get(timeout=0.05))
+                except queue.Empty:
+                    self._expire()
+        busy = {call.host for call in (*self.calls.values(), *self.cancels.values())}
+        busy |= {running.host for running in self.active if running.host is not None}
+        for host in list(self.hosts.hosts):
+            if host in busy or host.stuck:
+                self.hosts.remove(host)
+
+
+def _prompt_length(running: Running) -> int:
+    assert running.conversation is not None
+    return len(running.conversation.prompt)

@@ -1,0 +1,149 @@
+"""A running trajectory: its conversation, its limits, and the record that it leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+from lockstep.environments.conversation import ChatConversation, TokenConversation
+from lockstep.environments.host import Host
+from lockstep.environments.messages import Reply
+from lockstep.kernels.sampling import turn_key
+from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord
+from lockstep.types import FAILED, Completion, Question, Request, Sampling
+
+
+def environment_seed(run: int, key: int, sample: int) -> int:
+    """Returns the seed of a trajectory: 31 bits, which every random generator accepts."""
+    return int.from_bytes(sha256(f"{run}:{key}:{sample}".encode()).digest()[:4], "big") >> 1
+
+
+def row_of(question: Question) -> dict[str, Any]:
+    """Returns the data row that `reset` gets: the columns of the row, and the fields of the question."""
+    return {
+        **question.columns,
+        "prompt": question.prompt,
+        "ground_truth": question.ground_truth,
+        "data_source": question.data_source,
+        "extra_info": question.extra_info,
+        "tools": list(question.tools),
+    }
+
+
+@dataclass(eq=False)
+class Running:
+    """One trajectory that is not finished. `number` is the index of its request, `session` its number in the run."""
+
+    number: int
+    request: Request
+    sample: int
+    session: int
+    settings: EnvironmentSettings
+    sampling: Sampling
+    question: Question
+    host: Host | None = None
+    conversation: ChatConversation | TokenConversation | None = None
+    reply: Reply = field(default_factory=lambda: Reply(""))
+    ended_by: str = ""
+    """The stop reason of the model's last turn: `token`, `string` or `length`."""
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    turns: list[TurnRecord] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
+    """The sums of the metrics that the environment reports, over the turns."""
+    seconds: float = 0.0
+    stop: str = ""
+    failure: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The sort key of the trajectory, which does not depend on timing."""
+        return self.number, self.sample
+
+    @property
+    def seed(self) -> int:
+        return environment_seed(self.sampling.seed, self.request.key, self.sample)
+
+    @property
+    def late(self) -> bool:
+        limit = self.settings.trajectory_timeout
+        return limit is not None and time.monotonic() - self.started > limit
+
+    @property
+    def tool_calls(self) -> int:
+        return sum(len(turn.calls) for turn in self.turns)
+
+    def room(self, added: int = 0) -> int:
+        """Returns how many tokens the model may generate in the next turn, after `added` tokens of the environment in
+        the current row."""
+        assert self.conversation is not None
+        sampled = sum(turn.stop - turn.start for turn in self.turns)
+        rooms = [
+            self.sampling.max_tokens - len(self.conversation.ids) - added,
+            (self.settings.trajectory_tokens or self.sampling.max_tokens) - sampled,
+        ]
+        return min([*rooms, *([self.settings.turn_tokens] if self.settings.turn_tokens else [])])
+
+    def next_request(self) -> Request:
+        """Returns the request for the next turn of the model. The sampling noise depends only on the row, the sample
+        and the turn."""
+        assert self.conversation is not None
+        return Request(
+            self.conversation.context,
+            turn_key(self.request.key, len(self.turns)),
+            first=self.sample,
+            max_tokens=self.room(),
+            session=self.session,
+            stop_strings=self.stop_strings,
+            stop_ids=self.stop_ids,
+        )
+
+    def answered(self, fields: Mapping[str, Any]) -> None:
+        """Records the environment's answer to the last turn."""
+        metrics = fields["metrics"]
+        self.turns[-1] = replace(self.turns[-1], reward=fields["reward"], metrics=metrics)
+        for name, value in metrics.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
+
+    def trajectory(self) -> Trajectory:
+        conversation = self.conversation
+        ids, trained = (0, 0) if conversation is None else (len(conversation.ids), sum(conversation.loss_mask))
+        for row in () if conversation is None else conversation.finished:
+            ids, trained = ids + len(row.ids), trained + sum(row.loss_mask)
+        metrics = {
+            **self.counts,
+            "turns": float(len(self.turns)),
+            "tool_calls": float(self.tool_calls),
+            "parse_errors": float(sum(bool(turn.parse_error) for turn in self.turns)),
+            "tokens": float(ids - trained),
+            "seconds": self.seconds,
+        }
+        messages = [] if conversation is None else list(conversation.messages)
+        return Trajectory(messages, tuple(self.turns), self.stop, dict(self.scores), metrics, self.info)
+
+    def completion(self) -> Completion:
+        trajectory, conversation = self.trajectory(), self.conversation
+        if self.failure or conversation is None:
+            return Completion(
+                self.number, self.sample, [], [], FAILED, failure=self.failure or "no turn", trajectory=trajectory
+            )
+        stop = self.ended_by if self.ended_by in ("token", "string") else "environment"
+        rows = conversation.rows
+        return Completion(
+            self.number,
+            self.sample,
+            [token for row in rows for token in row.ids],
+            [logprob for row in rows for logprob in row.logprobs],
+            "length" if self.stop in TRUNCATED else stop,
+            [mask for row in rows for mask in row.loss_mask],
+            prompt_ids=conversation.prompt,
+            trajectory=trajectory,
+            rows=tuple(rows) if len(rows) > 1 else (),
+        )

@@ -1,0 +1,108 @@
+"""Recipe keys of the group `rollout` for environments and tools: conversations of several turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
+from lockstep.recipe.section import Effect, Field, Named, Section
+
+_LIMIT = Effect("blocks", "trajectories end at different turns or tokens")
+_TIME = Effect("harmless", "changes the metrics only if a trajectory exceeds the limit; see environment/stop/timeout")
+_CODE = Effect("matters", "the code differs, or only its path; compare the samples")
+
+
+class EnvironmentSettings(Section):
+    environment: Annotated[str, Named(ENVIRONMENTS, allow_function=True)] | None = Field(
+        None,
+        description="Environment with which the model has a conversation (docs/environments.md): a class of your own "
+        "(`path/to/file.py:Class` or `package.module:Class`), or a built-in name.",
+        effect=_CODE,
+    )
+    environment_args: dict[str, bool | int | float | str | list[Any] | dict[str, Any] | None] = Field(
+        default_factory=dict,
+        description="Keyword arguments of the environment class.",
+        effect=Effect("blocks", "the environment behaves differently"),
+    )
+    environment_workers: int = Field(
+        2,
+        ge=1,
+        description="Number of processes per rank that run environments and tools. Each process runs many trajectories "
+        "at once.",
+        effect=Effect("harmless", "changes only the number of processes that run environments"),
+        resumable=True,
+    )
+    tools: list[Annotated[str, Named(TOOLS, allow_function=True)]] = Field(
+        default_factory=list,
+        description="Tools that the model may call, without an environment class: Python functions "
+        "(`path/to/file.py:name`), servers of the Model Context Protocol (`mcp:command`), or built-in names. The "
+        "conversation ends with the first reply without a tool call.",
+        effect=_CODE,
+    )
+    parser: str = Field(
+        "auto",
+        description="Format of tool calls in the model's text. `auto` selects the format of the chat template.",
+        effect=Effect("blocks", "the same text of the model is read as different tool calls"),
+    )
+    history: Literal["keep", "as_template"] = Field(
+        "keep",
+        description="What the model sees of its earlier turns, if the chat template changes them, for example removes "
+        "reasoning. `keep`: the turns as sampled. `as_template`: the turns as the template renders them; a trajectory "
+        "then has several rows.",
+        effect=Effect("blocks", "the model sees other earlier turns"),
+    )
+    max_turns: int = Field(16, ge=1, description="Maximum number of turns of the model in a trajectory.", effect=_LIMIT)
+    max_tool_calls: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of tool calls in a trajectory. Default: no limit besides `max_turns`.",
+        effect=_LIMIT,
+    )
+    turn_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of tokens in one turn of the model. Default: what `max_tokens` leaves.",
+        effect=_LIMIT,
+    )
+    trajectory_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of tokens that the model generates in a trajectory, over all turns. `max_tokens` "
+        "limits the tokens of the model and of the environment together. Default: `max_tokens`.",
+        effect=_LIMIT,
+    )
+    step_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="Timeout in seconds of one call of an environment or tool. If a call exceeds it, its trajectory "
+        "fails, and a call that cannot be cancelled is killed.",
+        effect=_TIME,
+        resumable=True,
+    )
+    trajectory_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Time limit in seconds of a trajectory. A trajectory that exceeds it ends after its current turn "
+        "and counts as truncated. Default: no limit.",
+        effect=_TIME,
+        resumable=True,
+    )
+    max_concurrent: int = Field(
+        256,
+        ge=1,
+        description="Maximum number of trajectories per rank that run at once.",
+        effect=Effect("harmless", "changes only how many trajectories wait; the sampled tokens are the same"),
+        resumable=True,
+    )
+    result_chars: int = Field(
+        8192,
+        ge=16,
+        description="Maximum length in characters of the result of a tool call. The middle of a longer result is "
+        "replaced by a note.",
+        effect=Effect("blocks", "the model sees other tool results"),
+    )
+
+    @property
+    def interactive(self) -> bool:
+        """Whether responses are conversations with an environment or with tools."""
+        return self.environment is not None or bool(self.tools)
