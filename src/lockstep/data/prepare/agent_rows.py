@@ -39,6 +39,7 @@ CALCULATOR_TOOL: dict[str, Any] = {
             },
             "required": ["expression"],
         },
+        "return": {"type": "string"},
     },
 }
 # ChatML with short tools, because each character is a token of the tiny model.
