@@ -51,10 +51,10 @@ def truncated(row: Example) -> Example:
 def response_mask(scene: Scene) -> None:
     """Online: the mask is one token early, so that the prompt's last token is trained and the last of all is not."""
 
-    def example(original: Any, rollout: Any) -> Example:
-        return last_untrained(prompt_trained(original(rollout)))
+    def examples(original: Any, rollout: Any) -> list[Example]:
+        return [last_untrained(prompt_trained(example)) for example in original(rollout)]
 
-    patched(scene, "lockstep.train.experience", "make_example", example)
+    patched(scene, "lockstep.train.experience", "make_examples", examples)
 
 
 def packed_batch(change: Callable[[MicroBatch], MicroBatch]) -> Inject:

@@ -3,8 +3,8 @@ lockstep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # The reasons for which a trajectory ends.
@@ -29,6 +29,8 @@ STOP_REASONS = (
 # The stop reasons of trajectories that a limit cut. The keys of `algorithm.overlong` for truncated responses apply to
 # such trajectories.
 TRUNCATED = frozenset({MAX_TURNS, MAX_TOOL_CALLS, MAX_TOKENS, CONTEXT_OVERFLOW, TIMEOUT})
+# Between the turns of the model in the text that rewards get.
+TURN_BREAK = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class TurnRecord:
     calls: tuple[ToolCall, ...] = ()
     parse_error: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    anchor: str | None = None
+    """The text that identifies the state in which the turn starts: the `anchor` of the environment's previous answer,
+    or of its start."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ class Trajectory:
     environment reports."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """What the environment's attribute `info` contains at the end, for reward functions. The values are JSON."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment's attribute `state` contains at the end, for reward functions, if it is a dict of JSON
+    values."""
 
     @property
     def reward(self) -> float:
@@ -90,6 +98,35 @@ class Trajectory:
     def model_text(self) -> str:
         """The text of the model alone, one turn per paragraph."""
         return "\n\n".join(str(one.get("content") or "") for one in self.messages if one.get("role") == "assistant")
+
+    def sampled_text(self, ids: list[int], decode: Callable[[list[int]], str]) -> str:
+        """Returns the text that the model generated, without the text of the environment. `ids` are the tokens of the
+        trajectory."""
+        return TURN_BREAK.join(decode(ids[turn.start : turn.stop]) for turn in self.turns)
+
+    def turn_at(self, ids: list[int], end: int, decode: Callable[[list[int]], str]) -> tuple[TurnRecord, int]:
+        """Returns the turn that contains character `end` of `sampled_text`, and the number of characters before the
+        turn."""
+        before = 0
+        for turn in self.turns:
+            length = len(decode(ids[turn.start : turn.stop])) + len(TURN_BREAK)
+            if end <= before + length or turn is self.turns[-1]:
+                return turn, before
+            before += length
+        raise ValueError("the trajectory has no turn")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the trajectory as a dict of JSON values, for tapes and logs."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trajectory:
+        """Returns the trajectory that `as_dict` returned as a dict."""
+        turns = [
+            TurnRecord(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])})
+            for turn in values["turns"]
+        ]
+        return cls(**{**values, "turns": turns})
 
     def named_metrics(self) -> dict[str, float]:
         """Returns the metrics by their names in a run: `environment/NAME`, and the stop reason as

@@ -341,6 +341,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
+        _check_rows(self.rows, self.ids)
 
 
 def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
@@ -350,16 +351,23 @@ def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
     return list(loss_mask) or [1] * len(ids)
 
 
+def _check_rows(rows: Sequence[TrajectoryRow], ids: Sequence[int]) -> None:
+    if rows and [token for row in rows for token in row.ids] != list(ids):
+        raise ValueError("the ids of the rows are not the ids of the trajectory")
+
+
 @dataclass(frozen=True)
 class Score:
     """The reward of a response: the weighted total, and each component (`parts`).
 
     `steps` assigns parts of the total to steps of the response, as pairs (end of the step in the text, amount).
+    `tokens` assigns parts of the total to tokens, as pairs (token index, amount): the rewards of turns.
     """
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
     steps: tuple[tuple[int, float], ...] = ()
+    tokens: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -427,11 +435,19 @@ class Rollout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
+        _check_rows(self.rows, self.ids)
 
     @property
     def num_response_tokens(self) -> int:
         """The number of tokens that the policy generated, without tokens of the environment."""
         return sum(self.loss_mask)
+
+    @property
+    def sequences(self) -> list[Example]:
+        """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
+        prompt, origin = list(self.prompt.ids), self.prompt.question.origin
+        rows = [(row.ids, list(row.loss_mask)) for row in self.rows] or [(self.ids, list(self.loss_mask))]
+        return [Example(prompt + ids, [0] * len(prompt) + mask, origin) for ids, mask in rows]
 
     @property
     def turns(self) -> list[TokenRun]:
@@ -459,11 +475,13 @@ class RolloutMeta:
     """The number of tokens of the untrained prefix that all scored responses to this prompt have in common."""
     stop: str
     score: Score | Failure
-    """The score, with empty `steps`."""
+    """The score, with empty `steps` and `tokens`."""
     trajectory_metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the trajectory, by their names in the run. Empty without an environment."""
+    rows: tuple[int, ...] = ()
+    """The numbers of tokens after the prompt of each row, if the trajectory has several rows."""
 
     @property
-    def length(self) -> int:
-        """The number of tokens of prompt and response together."""
-        return self.prompt_tokens + self.response_length
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each training sequence: prompt and response, or prompt and row of a trajectory."""
+        return tuple(self.prompt_tokens + row for row in self.rows or (self.response_length,))

@@ -77,7 +77,7 @@ def _assistant(made: random.Random, thoughts: bool, calls: int, turn: str) -> di
     message: dict[str, Any] = {"role": "assistant", "content": said}
     form = made.choice(("none", "field", "content", "tight", "empty")) if thoughts else "none"
     if form == "field":
-        message["reasoning_content"] = _words(made)
+        message["reasoning_content"] = f"Because {_words(made)}"
     elif form != "none":
         thought = {"content": f"\n{_words(made)}\n", "tight": _words(made), "empty": "\n\n"}[form]
         message["content"] = f"<think>{thought}</think>" + ("" if form == "tight" else "\n\n") + said

@@ -190,6 +190,115 @@ _MISTRAL = (
 MISTRAL = _MISTRAL.replace("GAP", " ").replace("TRIMMED", "m.content | trim")
 MISTRAL_NEMO = _MISTRAL.replace("GAP", "").replace("TRIMMED", "m.content")
 
+# Assistant turns have no end token: the next message begins with it. Reasoning before the last user message is dropped.
+GLM45 = (
+    "{%- set off = enable_thinking is defined and not enable_thinking %}{{ '[gMASK]<sop>' }}"
+    "{%- if tools %}{{ '<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n' }}"
+    "{%- for t in tools %}{{ t | tojson ~ '\n' }}{% endfor %}"
+    "{{ '</tools>\n\nFor each function call, output the function name and arguments within the following XML format:\n"
+    "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n"
+    "<arg_key>{arg-key-2}</arg_key>\n<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>' }}{% endif %}"
+    + _LAST_USER
+    + "{%- for m in messages %}{% set i = loop.index0 %}{% set body = m.content %}"
+    "{%- if m.role == 'system' %}{{ '<|system|>\n' ~ body }}"
+    "{%- elif m.role == 'user' %}{{ '<|user|>\n' ~ body }}"
+    "{%- if off and not body.endswith('/nothink') %}{{ '/nothink' }}{% endif %}"
+    "{%- elif m.role == 'tool' %}{% if messages[i - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}"
+    "{{ '\n<tool_response>\n' ~ body ~ '\n</tool_response>' }}"
+    "{%- else %}" + _THOUGHT + "{{ '<|assistant|>\n<think>' ~ (thought | trim if i > ns.last else '') ~ '</think>' }}"
+    "{%- if body | trim %}{{ '\n' ~ body | trim }}{% endif %}"
+    "{%- for c in m.tool_calls %}{{ '\n<tool_call>' ~ c.function.name ~ '\n' }}"
+    "{%- for key, value in c.function.arguments | items %}"
+    "{{ '<arg_key>' ~ key ~ '</arg_key>\n<arg_value>' ~ (value if value is string else value | tojson) }}"
+    "{{ '</arg_value>\n' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% if off %}{{ '\n<think></think>' }}{% endif %}{% endif %}"
+)
+
+# Only the last answer shows its analysis and ends with <|return|>. A call shows its analysis until an answer follows.
+# Further calls of a turn are dropped.
+GPT_OSS = (
+    "{{ '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+    "Knowledge cutoff: 2024-06\nCurrent date: ' ~ strftime_now('%Y-%m-%d') ~ '\n\nReasoning: medium\n\n"
+    "# Valid channels: analysis, commentary, final. Channel must be included for every message.' }}"
+    "{%- if tools %}{{ '\nCalls to these tools must go to the commentary channel: ' }}{{ \"'functions'.\" }}{% endif %}"
+    "{{ '<|end|>' }}"
+    "{%- set told = messages[0].role == 'system' %}{% set others = messages[1:] if told else messages %}"
+    "{%- if told or tools %}{{ '<|start|>developer<|message|>' }}"
+    "{%- if told %}{{ '# Instructions\n\n' ~ messages[0].content ~ '\n\n' }}{% endif %}"
+    "{%- if tools %}{{ '# Tools\n\n## functions\n\nnamespace functions {\n\n' }}{% for t in tools %}"
+    "{{ '// ' ~ t.function.description ~ '\ntype ' ~ t.function.name ~ ' = (_: {\n' }}"
+    "{%- for key, value in t.function.parameters.properties | items %}"
+    "{{ key ~ ('' if key in (t.function.parameters.required or []) else '?') ~ ': ' ~ value.type ~ ',\n' }}{% endfor %}"
+    "{{ '}) => any;\n\n' }}{% endfor %}{{ '} // namespace functions' }}{% endif %}{{ '<|end|>' }}{% endif %}"
+    "{%- set opens, ns = '<|start|>assistant', namespace(name='') %}"
+    "{%- for m in others %}{% set later = others[loop.index0 + 1:] | rejectattr('tool_calls', 'defined') %}"
+    "{%- if m.role == 'user' %}{{ '<|start|>user<|message|>' ~ m.content ~ '<|end|>' }}"
+    "{%- elif m.role == 'tool' %}{{ '<|start|>functions.' ~ ns.name }}"
+    "{{ ' to=assistant<|channel|>commentary<|message|>' ~ m.content | tojson ~ '<|end|>' }}"
+    "{%- elif m.tool_calls %}{% set f = m.tool_calls[0].function %}{% set ns.name = f.name %}"
+    "{%- if m.content and m.thinking %}{{ raise_exception('two analyses') }}"
+    "{%- elif (m.content or m.thinking) and not later | selectattr('role', 'equalto', 'assistant') | list %}"
+    "{{ opens ~ '<|channel|>analysis<|message|>' ~ (m.content or m.thinking) ~ '<|end|>' }}{% endif %}"
+    "{{ opens ~ ' to=functions.' ~ f.name ~ '<|channel|>commentary json<|message|>' ~ f.arguments | tojson }}"
+    "{{ '<|call|>' }}"
+    "{%- elif loop.last and not add_generation_prompt %}"
+    "{%- if 'thinking' in m %}{{ opens ~ '<|channel|>analysis<|message|>' ~ m.thinking ~ '<|end|>' }}{% endif %}"
+    "{{ opens ~ '<|channel|>final<|message|>' ~ m.content ~ '<|return|>' }}"
+    "{%- else %}{{ opens ~ '<|channel|>final<|message|>' ~ m.content ~ '<|end|>' }}{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ opens }}{% endif %}"
+)
+
+# The thinking model shows reasoning only in calls after the last answer, so never in an answer.
+_KIMI_K2 = (
+    "{%- if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' ~ tools | tojson ~ '<|im_end|>' }}{% endif %}"
+    "{%- if messages[0].role != 'system' %}"
+    "{{ '<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>' }}{% endif %}"
+    "{%- set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{%- if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for m in messages %}"
+    "{%- set mark = {'user': 'user', 'assistant': 'assistant'}.get(m.role, 'system') %}"
+    "{{ '<|im_' ~ mark ~ '|>' ~ m.role ~ '<|im_middle|>' }}"
+    "{%- if m.role == 'assistant' %}THOUGHT"
+    "{%- elif m.role == 'tool' %}{{ '## Return of ' ~ m.tool_call_id ~ '\n' }}{% endif %}{{ m.content }}"
+    "{%- if m.tool_calls %}{{ '<|tool_calls_section_begin|>' }}{% for c in m.tool_calls %}"
+    "{{ '<|tool_call_begin|>' ~ c.id ~ '<|tool_call_argument_begin|>' ~ c.function.arguments | tojson }}"
+    "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
+)
+KIMI_K2 = _KIMI_K2.replace("THOUGHT", "")
+KIMI_K2_THINKING = _KIMI_K2.replace(
+    "THOUGHT", "{{ '<think>' ~ (m.reasoning_content or '' if loop.index0 > ns.last else '') ~ '</think>' }}"
+)
+
+# Tool calls, tools and reasoning fields are dropped. The system message has no end token.
+SMOLLM3 = (
+    "{%- set thinks = enable_thinking is not defined or enable_thinking %}"
+    "{%- set block = '' if thinks else '<think>\n\n</think>\n' %}"
+    "{{ '<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\nToday Date: ' }}"
+    "{{ strftime_now('%d %B %Y') ~ '\nReasoning Mode: ' ~ ('/think' if thinks else '/no_think') }}"
+    "{{ '\n\n## Custom Instructions\n\n' }}"
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content.rstrip() }}"
+    "{%- else %}{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face.' }}{% if thinks %}"
+    "{{ ' Your role as an assistant involves thoroughly exploring questions through a systematic thinking process"
+    " before providing the final precise and accurate solutions. This requires engaging in a comprehensive cycle "
+    "of analysis, summarizing, exploration, reassessment, reflection, backtracking, and iteration to develop "
+    "well-considered thinking process. Please structure your response into two main sections: Thought and "
+    "Solution using the specified format: <think> Thought section </think> Solution section. In the Thought "
+    "section, detail your reasoning process in steps. Each step should include detailed considerations such as "
+    "analysing questions, summarizing relevant findings, brainstorming new ideas, verifying the accuracy of the "
+    "current steps, refining any errors, and revisiting previous steps. In the Solution section, based on various"
+    " attempts, explorations, and reflections from the Thought section, systematically present the final solution"
+    " that you deem correct. The Solution section should be logical, accurate, and concise and detail necessary "
+    "steps needed to reach the conclusion.' }}"
+    "{% endif %}{% endif %}{{ '\n\n' }}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}{% generation %}"
+    "{{ '<|im_start|>assistant\n' ~ block ~ m.content.lstrip('\n') ~ '<|im_end|>\n' }}{% endgeneration %}"
+    "{%- elif m.role != 'system' %}{{ '<|im_start|>user\n' ~ m.content ~ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ block }}{% endif %}"
+)
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -210,6 +319,11 @@ ORIGINALS = {
     "gemma": GEMMA,
     "mistral": MISTRAL,
     "mistral-nemo": MISTRAL_NEMO,
+    "glm4.5": GLM45,
+    "gpt-oss": GPT_OSS,
+    "kimi-k2": KIMI_K2,
+    "kimi-k2-thinking": KIMI_K2_THINKING,
+    "smollm3": SMOLLM3,
 }
 SPECIAL = {
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},

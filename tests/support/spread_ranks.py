@@ -36,6 +36,7 @@ from lockstep.train.experience import (
 )
 from lockstep.train.models import Models, Packing
 from lockstep.train.update_terms import select_tokens
+from lockstep.trajectory import Trajectory, TrajectoryRow
 from lockstep.types import Prompt, Rollout, Score
 from object_sizes import sizes_of
 
@@ -69,7 +70,19 @@ def step(prompts: int, times: int = 1) -> list[Rollout]:
     """`times`: by how much the responses are longer."""
     found = [rollout for index in range(prompts) for rollout in answered(index, random.Random(index))]
     repeated = [(one, one.ids * times, one.logprobs * times) for one in found]
-    return [replace(one, ids=ids, logprobs=logprobs, loss_mask=()) for one, ids, logprobs in repeated]
+    return [in_rows(replace(one, ids=ids, logprobs=logprobs, loss_mask=())) for one, ids, logprobs in repeated]
+
+
+def in_rows(one: Rollout) -> Rollout:
+    """Every third response is a trajectory of three turns in two rows; the second row begins with masked history."""
+    if (one.prompt_index + one.sample) % 3:
+        return one
+    half, size = len(one.ids) // 2, len(one.ids)
+    mask = [int(i % 11 < 8 and not half <= i < half + 5) for i in range(size)]
+    spans = slice(0, half), slice(half, size)
+    rows = tuple(TrajectoryRow(one.ids[at], mask[at], one.logprobs[at]) for at in spans)
+    trajectory = Trajectory([], [], "completed")
+    return replace(one, loss_mask=mask, rows=rows, trajectory=trajectory)
 
 
 def spread(every: list[Rollout], world: World, models: Models, recipe: Recipe) -> tuple[Experience, list[Any]]:

@@ -49,7 +49,10 @@ def outlines(groups: Sequence[Sequence[Example]]) -> list[Outline]:
 def batches(groups: Sequence[Sequence[Example]], laid: Sequence[PackedRow], packing: Packing) -> list[MicroBatch]:
     examples = [example for group in groups for example in group]
     starts = target_starts(examples)
-    return [packing.batch(line, [examples[n] for n, _ in line], [starts[n] for n, _ in line]) for line in laid]
+    return [
+        packing.batch(line, [[examples[one.number]] for one in line], [starts[one.number] for one in line])
+        for line in laid
+    ]
 
 
 def test_a_line_written_out() -> None:

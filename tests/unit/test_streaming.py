@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import multiprocessing
+import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -23,7 +27,7 @@ from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.row_reader import Kept
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.shards import Shard, open_shards
-from lockstep.data.streaming import SAMPLED_ROWS, RowStream, _first_rows, stream_rows
+from lockstep.data.streaming import SAMPLED_ROWS, RowStream, Window, _first_rows, stream_rows
 from lockstep.errors import Problem, Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data
@@ -53,12 +57,19 @@ class NumberedRows:
         return "numbers"
 
 
-def streamed(folder: Path | list[dict[str, object]], per_update: int = 4, seed: int = 1, **keys: Any) -> RowStream[Any]:
+def streamed(
+    folder: Path | list[dict[str, object]],
+    per_update: int = 4,
+    seed: int = 1,
+    processes: int = 0,
+    reader: Any = NumberedRows,
+    **keys: Any,
+) -> RowStream[Any]:
     train = str(folder) if isinstance(folder, Path) else folder
     data = Data.model_validate({"train": train, "streaming": True, "shuffle_buffer": 8, **keys})
-    loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, lambda items: ())  # type: ignore[arg-type]
+    loaded = stream_rows(Dataset, reader, data.train, data, None, 100, lambda items: ())  # type: ignore[arg-type]
     assert loaded.open_stream is not None
-    stream = loaded.open_stream(per_update, seed, {})
+    stream = loaded.open_stream(per_update, seed, {}, processes)
     assert isinstance(stream, RowStream)
     return stream
 
@@ -157,6 +168,95 @@ def test_a_resumed_stream_skips_the_files_before(tmp_path: Path) -> None:
     (tmp_path / "part-0.jsonl").write_text("damaged")
     again.restore(state)
     assert numbers(again.between(30, 40)) == list(range(30, 40))
+
+
+# --- worker processes -------------------------------------------------------------------------------------------------
+
+
+class MarkedRows(NumberedRows):
+    """Adds the id of the process that encoded a row as a token."""
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
+        found = super().__call__(row, origin)
+        return [one and replace(one, item=replace(one.item, ids=[*one.item.ids, os.getpid()])) for one in found]
+
+
+def writers(items: Sequence[Example]) -> set[int]:
+    return {item.ids[2] for item in items}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_workers_change_no_row_and_no_state(tmp_path: Path, shuffle: bool) -> None:
+    """The window of 8 rows is smaller than the 2 updates that are encoded ahead, so windows and epochs are crossed."""
+    write_numbers(tmp_path, [[*range(10), -1], [-1, -2], range(10, 64)], copies=3, drop=1)
+    alone = streamed(tmp_path, 5, shuffle=shuffle)
+    workers = streamed(tmp_path, 5, shuffle=shuffle, processes=2)
+    for step in range(90):
+        assert workers.take(step) == alone.take(step)
+        assert workers.state(5 * step + 5) == alone.state(5 * step + 5)
+        assert workers.progress(5 * step + 5, "train") == alone.progress(5 * step + 5, "train")
+    assert alone.progress(450, "train")["train/epoch"] >= 2
+    # An earlier update, and a resumed run, whose next row is in the middle of a task.
+    assert workers.take(3) == alone.take(3)
+    for step in (7, 38, 61):
+        state = streamed(tmp_path, 5, shuffle=shuffle)
+        state.take(step)
+        again = streamed(tmp_path, 5, shuffle=shuffle, processes=1)
+        again.restore(state.state(5 * step + 5))
+        assert [again.take(next_step) for next_step in (step + 1, step + 2)] == [
+            alone.take(next_step) for next_step in (step + 1, step + 2)
+        ]
+
+
+def test_rows_are_encoded_by_workers_ahead_of_the_step(tmp_path: Path) -> None:
+    stream = streamed(write_numbers(tmp_path, FIVE_FILES), 4, processes=2, reader=MarkedRows, shuffle_buffer=40)
+    first = stream.take(0)
+    (window,) = stream.pools[0]._windows
+    assert isinstance(window, Window)
+    assert window.submitted >= 12  # this update and the next two
+    for _, encoded in window.ahead:
+        assert encoded.result(60)
+    assert os.getpid() not in writers([*first, *stream.between(4, 30)])
+    assert streamed(tmp_path, reader=MarkedRows).take(0)[0].ids[2] == os.getpid()
+
+
+def test_rows_of_a_killed_worker_are_encoded_here(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    stream = streamed(write_numbers(tmp_path, FIVE_FILES), 4, processes=2, reader=MarkedRows)
+    stream.take(0)
+    for worker in set(multiprocessing.active_children()) - before:
+        worker.kill()
+        worker.join()
+    assert numbers(stream.between(4, 100)) == numbers(streamed(tmp_path).between(4, 100))
+    assert os.getpid() in writers(stream.between(90, 100))
+
+
+def test_workers_end_with_the_stream(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    stream = streamed(write_numbers(tmp_path, FIVE_FILES), processes=2)
+    stream.take(0)
+    started = set(multiprocessing.active_children()) - before
+    assert len(started) == 2
+    del stream
+    gc.collect()
+    assert not started & set(multiprocessing.active_children())
+
+
+def test_a_bad_row_is_refused_when_it_is_taken(tmp_path: Path) -> None:
+    """Workers and the reading of windows are ahead, but rows after the end of a run must not stop it."""
+    write_numbers(tmp_path, [range(300)])
+    with (tmp_path / "part-0.jsonl").open("a") as file:
+        file.write('{"m": 1}\n{"n": 301}\n{"n": 302}\n{"n": 303}\n{"n": \n')
+    stream = streamed(tmp_path, shuffle=False, processes=1)
+    assert numbers(stream.between(0, 300)) == list(range(300))
+    with refuses("part-0.jsonl line 301", "missing-column", remedy="data.bad_rows=drop"):
+        stream.between(300, 301)
+    # The damaged line is in the window after the row 303.
+    stream = streamed(tmp_path, shuffle=False, processes=1, bad_rows="drop")
+    assert numbers(stream.between(0, 303)) == [*range(300), 301, 302, 303]
+    for _ in range(2):
+        with refuses("part-0.jsonl line 305", "invalid-json"):
+            stream.between(303, 304)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -307,7 +407,7 @@ def test_an_epoch_without_items_ends(tmp_path: Path) -> None:
     write_numbers(tmp_path, [[-1] * 10])
     assert loaded.open_stream is not None
     with refuses("part-0.jsonl", "no-rows", "10 were dropped"):
-        loaded.open_stream(4, 0, {}).take(0)
+        loaded.open_stream(4, 0, {}, 0).take(0)
 
 
 def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
@@ -318,7 +418,7 @@ def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
 
     loaded = stream_rows(Dataset, NumberedRows, data.train, data, None, 100, check)  # type: ignore[arg-type]
     assert loaded.open_stream is not None
-    stream = loaded.open_stream(4, 0, {})
+    stream = loaded.open_stream(4, 0, {}, 0)
     assert numbers(stream.take(0)) == [0, 1, 2, 3]
     with refuses("line 8", "not-text"):
         stream.take(1)
@@ -327,8 +427,9 @@ def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
 # --- real readers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("method", ["sft", "dpo", "prompts"])
-def test_streamed_items_equal_those_in_memory(tmp_path: Path, tiny_folder: Path, method: str) -> None:
+def test_streamed_items_equal_those_in_memory(tmp_path: Path, tiny_folder: Path, method: str, processes: int) -> None:
     from lockstep.data.dataset import load_rows
 
     rows = [{"prompt": f"{n}+1?", "chosen": f"#### {n + 1}", "rejected": "no", "answer": str(n + 1)} for n in range(20)]
@@ -342,6 +443,6 @@ def test_streamed_items_equal_those_in_memory(tmp_path: Path, tiny_folder: Path,
     arguments = (kind, reader, data.train, data, load_tokenizer(str(tiny_folder)), 100)
     memory, stream = load_rows(*arguments), stream_rows(*arguments, lambda items: ())
     assert stream.open_stream is not None
-    found = stream.open_stream(5, 0, {}).between(0, 20)
+    found = stream.open_stream(5, 0, {}, processes).between(0, 20)
     assert found == list(memory.items)
     assert (stream.streamed, stream.longest) == (True, 100)

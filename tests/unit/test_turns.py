@@ -14,7 +14,7 @@ import yaml
 from conftest import run, write_jsonl
 from conversations import conversations
 from lockstep.data.array_store import Store, stored
-from lockstep.data.encode.builtin_templates import builtin_text
+from lockstep.data.encode.builtin_templates import BUILTIN, builtin_text
 from lockstep.data.encode.chat_template import with_arguments
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.preference_rows import RankingRows
@@ -24,7 +24,18 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin
-from original_templates import CHATML, DEEPSEEK_R1, GEMMA, MISTRAL, QWEN3, QWEN25, QWEN35_NOTHINK
+from original_templates import (
+    CHATML,
+    DEEPSEEK_R1,
+    GEMMA,
+    GLM45,
+    GPT_OSS,
+    MISTRAL,
+    QWEN3,
+    QWEN25,
+    QWEN35_NOTHINK,
+    SMOLLM3,
+)
 from refusals import refuses
 
 ORIGIN = Origin("rows.jsonl", 7)
@@ -56,13 +67,14 @@ class Rows:
     """The sequences of rows, as text with the trained parts in [[double brackets]]."""
 
     eos = "<|im_end|>"
+    special: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, jinja: str, *rows: Row, **data: Any) -> list[str]:
         self.tokenizer: Any = load_tokenizer(str(self.folder))
-        self.tokenizer.add_special_tokens({"eos_token": self.eos})
+        self.tokenizer.add_special_tokens({"eos_token": self.eos, "extra_special_tokens": list(self.special)})
         self.tokenizer.chat_template = jinja
         settings = Data(train=["x"], **data)
         with_arguments(self.tokenizer, settings.template_arguments)
@@ -115,6 +127,77 @@ def test_the_last_turn_alone(rows: Rows) -> None:
     assert rows(QWEN3, chat(*TWO[:3], TWO[3] | {"weight": 0}), turns="last") == [FIRST]
     with refuses("rows.jsonl row 7", "no-trained-token"):
         rows(QWEN3, chat(user("a"), bot("b", weight=0)), turns="last")
+
+
+# -- templates that drop more than reasoning ---------------------------------------------------------------------------
+
+WEATHER = {"function": {"name": "weather", "arguments": {"city": "Rome"}}, "id": "call00001", "type": "function"}
+TOOLS = [{"name": "weather", "description": "Weather.", "parameters": {"properties": {"city": {"type": "string"}}}}]
+CALLS = [user("a"), bot("", tool_calls=[WEATHER]), {"role": "tool", "content": "19"}, bot("B", reasoning_content="r")]
+
+
+def test_glm_turns_end_with_the_token_of_the_next_message(rows: Rows) -> None:
+    rows.special = BUILTIN["glm4.5"].tokens
+    (shown,) = rows(GLM45, chat(*TWO))
+    first = "[gMASK]<sop><|user|>\na<|assistant|>[[\n<think>r</think>\nB<|user|>]]\nc<|assistant|>"
+    assert shown == first + "[[\n<think>s</think>\nD<|user|>]]"
+    assert "glm4.5, because the tokenizer's template writes no end token" in rows.reader.found()
+    # One turn is enough: the original has no end token there either.
+    (shown,) = rows(GLM45, chat(user("a"), bot("B")))
+    assert shown == "[gMASK]<sop><|user|>\na<|assistant|>[[\n<think></think>\nB<|user|>]]"
+    (shown,) = rows(GLM45, chat(*CALLS, tools=TOOLS))
+    call = "\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+    assert f"[[\n<think></think>{call}<|observation|>]]\n<tool_response>\n19\n</tool_response><|assistant|>" in shown
+    assert shown.endswith("[[\n<think>r</think>\nB<|user|>]]")
+    # In the context of its generation, the first turn has no reasoning.
+    (last,) = rows(GLM45, chat(*TWO), turns="last")
+    assert last == (
+        "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>\nB<|user|>\nc<|assistant|>"
+        "[[\n<think>s</think>\nD<|user|>]]"
+    )
+    # Another format is not the template of GLM, so the missing end token is refused.
+    with refuses("rows.jsonl row 7", "no-end-token"):
+        rows(GLM45.replace("<tool_response>", "<result>"), chat(user("a"), bot("B")))
+
+
+def test_gpt_oss_turns_keep_their_analysis(rows: Rows) -> None:
+    rows.special, rows.eos = BUILTIN["gpt-oss"].tokens[:-1], "<|return|>"
+    (shown,) = rows(GPT_OSS, chat(user("a"), bot("B", thinking="r"), user("c"), bot("D", reasoning_content="s")))
+    analysis = "<|start|>assistant[[<|channel|>analysis<|message|>{}<|end|>"
+    turn = analysis + "<|start|>assistant<|channel|>final<|message|>{}<|return|>]]"
+    asked = "<|start|>user<|message|>{}<|end|>"
+    assert shown.endswith(asked.format("a") + turn.format("r", "B") + asked.format("c") + turn.format("s", "D"))
+    assert "1 rows use the append-only template gpt-oss" in rows.reader.found()
+    call = {**CALLS[1], "reasoning_content": "n"}
+    (shown,) = rows(GPT_OSS, chat(CALLS[0], call, *CALLS[2:], tools=TOOLS))
+    assert (
+        "<|start|>assistant[[<|channel|>analysis<|message|>n<|end|><|start|>assistant to=functions.weather"
+        '<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>]]<|start|>functions.weather to=assistant'
+        '<|channel|>commentary<|message|>"19"<|end|>'
+    ) in shown
+    two = {
+        **CALLS[1],
+        "tool_calls": [WEATHER, {**WEATHER, "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    }
+    with refuses("rows.jsonl row 7", "template-changes-chat"):  # the original drops the second call
+        rows(GPT_OSS, chat(CALLS[0], two, CALLS[3], tools=TOOLS))
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_smollm3_keeps_tool_calls_and_reasoning(rows: Rows, turns: str) -> None:
+    (shown,) = rows(SMOLLM3, chat(*CALLS, tools=TOOLS), turns=turns)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    assert f"assistant\n{f'[[{call}]]' if turns == 'all' else call}\n" in shown
+    assert shown.endswith("user\n19<|im_end|>\n<|im_start|>assistant\n[[<think>\nr\n</think>\nB<|im_end|>]]\n")
+    assert "{'name': 'weather'" in shown.partition("<|im_start|>user")[0]
+    assert "smollm3, because the tokenizer's template drops tool calls or reasoning" in rows.reader.found()
+    # Without them the original renders the row, and its markers decide what is trained.
+    (shown,) = rows(SMOLLM3, chat(user("a"), bot("B")), turns=turns)
+    assert shown.endswith("user\na<|im_end|>\n[[<|im_start|>assistant\nB<|im_end|>]]\n")
+    # A template that writes the tools in another way has no version.
+    other = SMOLLM3.replace("{%- for m in messages %}", "{{ tools | tojson if tools else '' }}{%- for m in messages %}")
+    with refuses("rows.jsonl row 7", "template-changes-chat"):
+        rows(other, chat(*CALLS, tools=TOOLS), turns=turns)
 
 
 def test_turns_of_rows_that_are_too_long_are_not_counted_as_trained(rows: Rows) -> None:

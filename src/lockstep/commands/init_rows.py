@@ -173,15 +173,18 @@ def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
     """Chooses a rule for each data source without a rule, by the ground truths of its rows."""
     from lockstep.reward.row_rewards import read_by_rewards
     from lockstep.reward.rules import DEFAULT_RULES, RULES
-    from lockstep.reward.scorer import active_weights
+    from lockstep.reward.scorer import recipe_weights
 
-    if not active_weights(recipe.reward)[0].get("rule"):
+    if not recipe_weights(recipe)[0].get("rule"):
         return {}
     ruled = {**DEFAULT_RULES, **recipe.reward.rules}
     truths: dict[str, list[str]] = {}
     for source in recipe.data.train:
         rows = read_rows(source.path)
-        columns = find_question_columns(ColumnFinder(source, recipe.data, rows.columns), read_by_rewards(recipe.reward))
+        columns = find_question_columns(
+            ColumnFinder(source, recipe.data, rows.columns),
+            read_by_rewards(recipe.reward, environment=recipe.rollout.environment is not None),
+        )
         for question in read_questions(rows, source.rows, columns):
             if question.data_source not in ruled:
                 truths.setdefault(question.data_source, []).append(str(question.ground_truth))

@@ -25,15 +25,28 @@ def cost(length: int) -> float:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, devices: int, tokens: int | None, rows: int | None
+    lengths: Sequence[int],
+    *,
+    devices: int,
+    tokens: int | None,
+    rows: int | None,
+    counts: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Returns the micro-batches of each device, as lists of row numbers.
+
+    `counts` are the numbers of sequences of each entry of `lengths`, if an entry is a trajectory with several
+    sequences, which stay in one micro-batch. A trajectory with more than `rows` sequences has its own micro-batch.
 
     Every device gets the same number of micro-batches, because sharded training needs all ranks in every forward pass.
     Micro-batches that run at the same time have about the same cost. With fewer rows than devices, some micro-batches
     are empty.
     """
-    bins = _pack(lengths, devices, tokens) if tokens is not None else _chunk(lengths, devices, rows or 1)
+    if tokens is not None:
+        bins = _pack(lengths, devices, tokens)
+    elif counts is not None and max(counts, default=1) > 1:
+        bins = _chunk_trajectories(lengths, counts, devices, rows or 1)
+    else:
+        bins = _chunk(lengths, devices, rows or 1)
     # Sorted by cost, so that micro-batches of similar cost run at the same time on all devices.
     bins.sort(key=lambda members: -sum(cost(lengths[i]) for i in members))
     return [bins[device::devices] for device in range(devices)]
@@ -68,6 +81,19 @@ def _chunk(lengths: Sequence[int], devices: int, rows: int) -> list[list[int]]:
     even = -(-len(lengths) // count)
     bins = [longest_first[start : start + even] for start in range(0, len(lengths), even)]
     return bins + [[] for _ in range(count - len(bins))]
+
+
+def _chunk_trajectories(lengths: Sequence[int], counts: Sequence[int], devices: int, rows: int) -> list[list[int]]:
+    """Puts trajectories of similar length into one micro-batch of at most `rows` sequences."""
+    bins: list[list[int]] = []
+    used = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not bins or used + counts[i] > rows:
+            bins.append([])
+            used = 0
+        bins[-1].append(i)
+        used += counts[i]
+    return bins + [[] for _ in range(_round_up(max(len(bins), 1), devices) - len(bins))]
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -251,14 +277,33 @@ class Outline:
     length: int
     shared: int
     """Number of leading tokens that a packed row already contains if it has another response to the prompt."""
+    further: tuple[int, ...] = ()
+    """The lengths of the further sequences of a trajectory with several rows. They share the same leading tokens. All
+    sequences of a trajectory are in one packed row."""
+
+    @property
+    def packed(self) -> int:
+        """The number of tokens of all sequences of the response in a packed row without other responses."""
+        return self.length + sum(length - self.shared for length in self.further)
+
+    @property
+    def full(self) -> int:
+        """The sum of the lengths of all sequences of the response."""
+        return self.length + sum(self.further)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence of the response."""
+        return max(self.length, *self.further) if self.further else self.length
 
 
 class PackedSequence(NamedTuple):
-    """A response in a packed row: its index (`number`), and how many leading tokens it shares with an earlier
-    response."""
+    """A response in a packed row: its index (`number`), and how many leading tokens it shares with an earlier response.
+    `further` is the number of leading tokens that the further sequences of a trajectory share."""
 
     number: int
     shared: int
+    further: int = 0
 
 
 # The plan of a packed micro-batch: its responses, in order.
@@ -270,7 +315,9 @@ def pack_groups(
 ) -> list[list[PackedRow]]:
     """Returns the packed rows of each of `shares` data-parallel ranks, each row with at most `tokens` tokens.
 
-    If the responses to one prompt are split over several rows, each row contains the prompt.
+    A trajectory whose sequences have more than `tokens` tokens together has its own, longer row, because all sequences
+    of a trajectory are in one row. If the responses to one prompt are split over several rows, each row contains the
+    prompt.
 
     In sequences of up to `alike_up_to` tokens (None: of any length), the hidden states of a prefix do not depend on the
     sequence length. If the sequence of one response is longer than `alike_up_to`, the responses to its prompt do not
@@ -278,14 +325,14 @@ def pack_groups(
     """
     numbered = list(enumerate(_alike(responses, alike_up_to)))
     bins = _even(numbered, shares, tokens)
-    bins.sort(key=lambda members: -sum(cost(one.length) for _, one in members))
+    bins.sort(key=lambda members: -sum(cost(length) for _, one in members for length in (one.length, *one.further)))
     return [[list(_packed_row(members)) for members in bins[share::shares]] for share in range(shares)]
 
 
 def _alike(responses: Sequence[Outline], alike_up_to: int | None) -> Iterator[Outline]:
     for _, members in groupby(responses, key=lambda one: one.prompt):
         group = list(members)
-        moves = alike_up_to is not None and max(one.length for one in group) > alike_up_to
+        moves = alike_up_to is not None and max(one.longest for one in group) > alike_up_to
         yield from (replace(one, shared=0) for one in group) if moves else group
 
 
@@ -311,15 +358,18 @@ def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
     """Yields the responses of a packed row. The first response of each group includes the prompt."""
     before: Outline | None = None
     for number, one in members:
-        yield PackedSequence(number, one.shared if before is not None and before.prompt == one.prompt else 0)
+        shared = one.shared if before is not None and before.prompt == one.prompt else 0
+        yield PackedSequence(number, shared, one.shared if one.further else 0)
         before = one
 
 
 def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[list[_Numbered]]:
     """Packs responses into as few rows as `tokens` allows: equally many rows per device, of about equal length."""
-    longest = max(one.length for _, one in responses)
+    longest = max(one.longest for _, one in responses)
     if longest > tokens:
         raise ValueError(f"a row of {longest} tokens does not fit into a micro-batch of {tokens} tokens")
+    longest = max(one.packed for _, one in responses)
+    tokens = max(tokens, longest)
     wanted = -(-len(_filled(responses, tokens, tokens)) // devices) * devices
     low, high = longest, tokens
     while low < high:
@@ -338,11 +388,11 @@ def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list
     used = full = 0
     for number, one in responses:
         together = bins and bins[-1][-1][1].prompt == one.prompt
-        added = one.length - one.shared if together else one.length
-        if not bins or used + added > room or full + one.length > MAX_FULL_LENGTHS * tokens:
+        added = one.packed - one.shared if together else one.packed
+        if not bins or used + added > room or full + one.full > MAX_FULL_LENGTHS * tokens:
             bins.append([])
-            used, full, added = 0, 0, one.length
+            used, full, added = 0, 0, one.packed
         bins[-1].append((number, one))
         used += added
-        full += one.length
+        full += one.full
     return bins

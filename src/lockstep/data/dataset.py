@@ -185,9 +185,10 @@ class LoadedRows(Generic[T]):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
-    open_stream: Callable[[int, int, Mapping[str, float]], BatchSource[T]] | None = None
-    """Opens the stream of a streamed data set (`data/streaming.py`), from the number of rows of an update, the seed and
-    the state of a checkpoint. `sources` and `counts` of a streamed data set contain only its first rows."""
+    open_stream: Callable[[int, int, Mapping[str, float], int], BatchSource[T]] | None = None
+    """Opens the stream of a streamed data set (`data/streaming.py`), from the number of rows of an update, the seed,
+    the state of a checkpoint and the number of worker processes. `sources` and `counts` of a streamed data set contain
+    only its first rows."""
     limit: int = 0
     """The maximum number of tokens of a streamed row."""
 

@@ -2,8 +2,11 @@
 
 The order of rows depends only on the files and `run.seed`. In each epoch the files are visited in a new order. The
 rows of the files, in this order, are divided into windows of `data.shuffle_buffer` rows, and the rows of a window are
-shuffled. So only one window of rows is in memory. To continue, a run needs only the start of the window and the
-position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
+shuffled. So only one or two windows of rows are in memory. To continue, a run needs only the start of the window and
+the position in it: a checkpoint stores this `StreamCursor` as numbers (`RowStream.state`).
+
+Worker processes encode the rows of the next updates while this process trains. The cursor counts the items that were
+taken, not the rows that were encoded, so the workers change neither the order of rows nor a resume.
 
 Every rank reads all rows, and an update has the same rows for any number of ranks (`data/updates.py` divides them).
 """
@@ -13,13 +16,16 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lockstep.data.dataset import Dataset, LoadedRows, OpenRows, with_drop_hint
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import OverLimit
+from lockstep.data.parallel import BackgroundWorkers
 from lockstep.data.row_reader import Kept, RowReader
 from lockstep.data.sources.mix import permutation
 from lockstep.data.sources.rowset import FORMAT_COLUMNS, OPTIONAL
@@ -42,6 +48,8 @@ SAMPLED_ROWS = 256
 _SHARDS, _WINDOW = 4, 5
 # Items of this many updates stay in memory, because a run reads some updates twice (asynchronous rollouts).
 _KEPT_UPDATES = 8
+# Rows of this many updates are encoded ahead, in tasks of so many rows.
+_AHEAD_UPDATES, _TASK_ROWS = 2, 16
 _STATE = "stream/"
 
 
@@ -87,28 +95,74 @@ class SourceShard(Generic[T]):
         return self.reader(row, origin)
 
 
+RowTask = tuple[int, list[tuple[int, OriginRow]]]
+"""Rows that a worker encodes: the number of the pool, and for each row the index of its file, its origin and itself."""
+Encoded = Sequence[Kept[T] | None] | Refusal
+"""The items of a row, or why the row is refused."""
+Workers = BackgroundWorkers[RowTask, list[Any]]
+
+
+def encode_rows(pools: Sequence[Sequence[SourceShard[T]]], task: RowTask) -> list[Encoded[T]]:
+    """Encodes rows in a worker process."""
+    number, rows = task
+    found: list[Encoded[T]] = []
+    for which, (origin, row) in rows:
+        try:
+            found.append(pools[number][which].encoded(row, origin))
+        except Refusal as refusal:
+            found.append(refusal)
+    return found
+
+
+@dataclass
+class Window(Generic[T]):
+    """Rows that are shuffled together, in the order in which they are taken. A window without rows ends an epoch."""
+
+    rows: list[tuple[int, OriginRow] | None] = field(default_factory=list)
+    """For each row the index of its file, its origin and itself; None after the row was taken."""
+    end: tuple[int, int] = (0, 0)
+    """The file (its index in the order of the epoch) and the row in it with which the next window starts."""
+    submitted: int = 0
+    """Number of rows that workers encoded or encode."""
+    ahead: deque[tuple[int, Future[list[Encoded[T]] | None]]] = field(default_factory=deque)
+    """The tasks of workers: the number of the first row of a task, and the encoded rows."""
+
+
 class ShardPool(Generic[T]):
     """An endless sequence of items: the encoded rows of some files, epoch after epoch."""
 
-    def __init__(self, shards: Sequence[SourceShard[T]], data: Data, key: tuple[int, ...]):
-        """`key` seeds the order of the rows."""
-        self.shards, self._key = shards, key
+    def __init__(
+        self,
+        shards: Sequence[SourceShard[T]],
+        data: Data,
+        key: tuple[int, ...],
+        workers: Workers | None = None,
+        ahead: int = 0,
+    ):
+        """`key` seeds the order of the rows. Its last number is the number of the pool. The workers encode `ahead` rows
+        before they are taken."""
+        self.shards, self._key, self._workers, self._rows_ahead = shards, key, workers, ahead
         self._shuffle, self._buffer, self._drop_bad = data.shuffle, data.shuffle_buffer, data.bad_rows == "drop"
+        # The window of the cursor, if it was read, and the next one. A Refusal is raised when its rows are taken.
+        self._windows: deque[Window[T] | Refusal] = deque()
         self.go_to(StreamCursor())
 
     def go_to(self, cursor: StreamCursor) -> None:
+        for window in self._windows:
+            for _, encoded in window.ahead if isinstance(window, Window) else ():
+                encoded.cancel()
         self.cursor = cursor
-        self._rows: Iterator[tuple[int, int, OriginRow]] | None = None
-        self._window: list[tuple[int, OriginRow] | None] | None = None
-        self._window_end = cursor.shard, cursor.row
+        self._windows.clear()
+        self._reading = self._read_windows(cursor)
         self._items: deque[Kept[T]] = deque()
         # None: the start of the epoch was not seen, so it is unknown whether the epoch gave items.
         self._given_before: int | None = cursor.given if cursor == StreamCursor() else None
 
     @property
     def resident_rows(self) -> int:
-        """Number of rows in memory that are not encoded yet."""
-        return sum(row is not None for row in self._window or ())
+        """Number of rows in memory that were not taken yet."""
+        windows = (window for window in self._windows if isinstance(window, Window))
+        return sum(row is not None for window in windows for row in window.rows)
 
     def epochs(self, cursor: StreamCursor) -> float:
         """Returns the number of epochs up to the window of the cursor. A visited file is a fraction of an epoch."""
@@ -116,39 +170,44 @@ class ShardPool(Generic[T]):
 
     def take(self) -> T:
         while not self._items:
-            if self._window is None:
-                self._read_window()
-            elif self.cursor.used == len(self._window):
-                self._next_window()
+            if not self._windows:
+                self._windows.append(self._next_read())
+            window = self._windows[0]
+            if isinstance(window, Refusal):
+                raise window
+            if not window.rows:
+                self._next_epoch()
+            elif self.cursor.used == len(window.rows):
+                self._next_window(window)
             else:
-                self._encode_row(self._window)
+                self._take_row(window)
         kept = self._items.popleft()
         cursor = self.cursor
         at = {"item": cursor.item + 1} if self._items else {"used": cursor.used + 1, "item": 0}
         self.cursor = replace(cursor, **at, given=cursor.given + 1, truncated=cursor.truncated + kept.truncated)
         return kept.item
 
-    def _read_window(self) -> None:
-        cursor = self.cursor
-        if self._rows is None:
-            self._rows = self._rows_from(cursor.epoch, cursor.shard, cursor.row)
-        read = list(islice(self._rows, self._buffer))
-        if not read:
-            self._next_epoch()
-            return
-        last_shard, last_row, _ = read[-1]
-        self._window_end = last_shard, last_row + 1
-        order: Iterable[int] = range(len(read))
-        if self._shuffle:
-            order = permutation(len(read), *self._key, _WINDOW, cursor.epoch, cursor.window).tolist()
-        visits = self._visits(cursor.epoch)
-        self._window = [(visits[read[number][0]], read[number][2]) for number in order]
-        self._window[: cursor.used] = [None] * cursor.used
+    def _read_windows(self, cursor: StreamCursor) -> Iterator[Window[T]]:
+        """Reads the windows from the cursor on, without end."""
+        epoch, number, shard, row, used = cursor.epoch, cursor.window, cursor.shard, cursor.row, cursor.used
+        while True:
+            rows, visits = self._rows_from(epoch, shard, row), self._visits(epoch)
+            while read := list(islice(rows, self._buffer)):
+                order: Iterable[int] = range(len(read))
+                if self._shuffle:
+                    order = permutation(len(read), *self._key, _WINDOW, epoch, number).tolist()
+                taken: list[tuple[int, OriginRow] | None] = [(visits[read[at][0]], read[at][2]) for at in order]
+                taken[:used] = [None] * used
+                last_shard, last_row, _ = read[-1]
+                yield Window(taken, (last_shard, last_row + 1), used)
+                number, used = number + 1, 0
+            yield Window()
+            epoch, number, shard, row = epoch + 1, 0, 0, 0
 
-    def _next_window(self) -> None:
-        shard, row = self._window_end
+    def _next_window(self, window: Window[T]) -> None:
+        shard, row = window.end
         self.cursor = replace(self.cursor, window=self.cursor.window + 1, shard=shard, row=row, used=0, item=0)
-        self._window = None
+        self._windows.popleft()
 
     def _next_epoch(self) -> None:
         cursor = self.cursor
@@ -161,8 +220,8 @@ class ShardPool(Generic[T]):
                 code="no-rows",
             )
         counts = {"given": cursor.given, "dropped": cursor.dropped, "truncated": cursor.truncated}
-        self.cursor = StreamCursor(epoch=cursor.epoch + 1, **counts)
-        self._rows, self._given_before = None, cursor.given
+        self.cursor, self._given_before = StreamCursor(epoch=cursor.epoch + 1, **counts), cursor.given
+        self._windows.popleft()
 
     def _visits(self, epoch: int) -> list[int]:
         """Returns the order in which the epoch visits the files."""
@@ -178,26 +237,67 @@ class ShardPool(Generic[T]):
             for index, read in enumerate(self.shards[which].shard.rows(first), start=first):
                 yield number, index, read
 
-    def _encode_row(self, window: list[tuple[int, OriginRow] | None]) -> None:
+    def _take_row(self, window: Window[T]) -> None:
         """Encodes the next row of the window into `_items`. A row without items is counted and skipped."""
         cursor = self.cursor
-        visited = window[cursor.used]
+        visited = window.rows[cursor.used]
         assert visited is not None
         which, (origin, row) = visited
-        window[cursor.used] = None
+        found = self._encoded_ahead(window, cursor.used)
         try:
-            found = self.shards[which].encoded(row, origin)
+            if isinstance(found, Refusal):
+                raise found
+            if found is None:
+                found = self.shards[which].encoded(row, origin)
         except Refusal as refusal:
             of_row = refusal.problems[0].where == str(origin) and not isinstance(refusal, OverLimit)
             if not (self._drop_bad and of_row):
                 raise Refusal(with_drop_hint(refusal.problems)) from refusal
             found = [None]
+        window.rows[cursor.used] = None
         kept = [one for one in found if one is not None]
         if cursor.item == 0:
             self.cursor = cursor = replace(cursor, dropped=cursor.dropped + len(found) - len(kept))
         if not kept:
             self.cursor = replace(cursor, used=cursor.used + 1)
         self._items.extend(kept[cursor.item :])
+
+    def _encoded_ahead(self, window: Window[T], used: int) -> Encoded[T] | None:
+        """Returns the row as a worker encoded it; None if no worker did. Also submits the rows of the next updates."""
+        if self._workers is None:
+            return None
+        self._submit_rows(self._workers)
+        first, encoded = window.ahead[0]
+        rows = encoded.result()
+        last = window.ahead[1][0] if len(window.ahead) > 1 else window.submitted
+        if used + 1 == last:
+            window.ahead.popleft()
+        return None if rows is None else rows[used - first]
+
+    def _submit_rows(self, workers: Workers) -> None:
+        """Submits rows to the workers until `_rows_ahead` rows are submitted and not taken. Reads the next window if
+        this one has fewer rows."""
+        left = self._rows_ahead + self.cursor.used
+        for at in range(2):
+            if at == len(self._windows):
+                self._windows.append(self._next_read())
+            window = self._windows[at]
+            if isinstance(window, Refusal) or not window.rows:
+                return  # an epoch may be without items, so the next epoch is not read ahead
+            while window.submitted < min(len(window.rows), left):
+                first = window.submitted
+                rows = [row for row in window.rows[first : first + _TASK_ROWS] if row is not None]
+                window.ahead.append((first, workers.submit((self._key[-1], rows))))
+                window.submitted += len(rows)
+            left -= len(window.rows)
+            if left <= 0:
+                return
+
+    def _next_read(self) -> Window[T] | Refusal:
+        try:
+            return next(self._reading)
+        except Refusal as refusal:
+            return refusal
 
 
 class RowStream(Generic[T]):
@@ -324,8 +424,10 @@ def stream_rows(
     # Without weights, the files of all sources are shuffled together.
     groups = by_source if weights else [[shard for shards in by_source for shard in shards]]
 
-    def open_stream(rows_per_update: int, seed: int, carried: Mapping[str, float]) -> RowStream[Any]:
-        pools = [ShardPool(group, data, (seed, number)) for number, group in enumerate(groups)]
+    def open_stream(rows_per_update: int, seed: int, carried: Mapping[str, float], processes: int) -> RowStream[Any]:
+        workers = BackgroundWorkers(partial(encode_rows, groups), processes) if processes else None
+        ahead = _AHEAD_UPDATES * rows_per_update
+        pools = [ShardPool(group, data, (seed, number), workers, ahead) for number, group in enumerate(groups)]
         stream = RowStream(pools, weights or [1.0], rows_per_update=rows_per_update, check=check)
         stream.restore(carried)
         return stream

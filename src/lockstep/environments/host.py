@@ -35,6 +35,8 @@ class HostSetup:
     """Maximum number of synchronous methods that run at once in a host."""
     output: Path | None = None
     """OUTPUT-N.log keeps the last output lines of host N; with None the output is dropped."""
+    more_seconds: float = 0.0
+    """Seconds that a call may take besides `rollout.step_timeout`."""
 
     @property
     def where(self) -> str:
@@ -106,11 +108,14 @@ class Host(SupervisedProcess):
                 piece = b""
             if not piece:
                 break
-            *lines, rest = (partial + piece).split(b"\n")
-            partial = bytearray(rest)
+            first, *more = piece.split(b"\n")
+            partial += first
+            lines = [bytes(partial), *more[:-1]] if more else []
+            if more:
+                partial = bytearray(more[-1])
             try:
                 for line in lines:
-                    self._deliver(_answer(bytes(line)))
+                    self._deliver(_answer(line))
             except ValueError:
                 why = "wrote something other than its answer to the connection of its process"
             if len(partial) > LONGEST_LINE:

@@ -14,13 +14,17 @@ import pickle
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.environments.return_values import checked_scores, checked_start, checked_turn, json_object
+from lockstep.environments.return_values import checked_scores, checked_start, checked_turn, json_object, json_or_empty
+from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, check_signature, describe_error, run_file
 from lockstep.launch.supervisor import exit_if_forked, worker_socket
 
@@ -99,8 +103,45 @@ def _line(call: int, fields: dict[str, Any]) -> bytes:
 
 
 class _Failed(Exception):
-    """Wraps whatever a synchronous method raised, also exceptions that asyncio cannot pass on (SystemExit,
-    StopIteration)."""
+    """Wraps an exception of a thread that asyncio cannot pass on, such as SystemExit."""
+
+
+# The number of the call that runs in a task, and in the threads that the task starts; and the method that it runs.
+_number: ContextVar[int] = ContextVar("number", default=LOADING)
+_method: ContextVar[str] = ContextVar("method", default="")
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that know for which call they run. Threads that user code starts with `asyncio.to_thread` are counted
+    too."""
+
+    def __init__(self, threads: int):
+        super().__init__(threads, "environment")
+        self._running: Counter[int] = Counter()
+        self._count = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        return super().submit(self._counted, _number.get(), function, *arguments, **named)
+
+    def _counted(self, number: int, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        process = os.getpid()
+        self._add(number, 1)
+        try:
+            return function(*arguments, **named)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
+            raise _Failed from error
+        finally:
+            exit_if_forked(process)
+            self._add(number, -1)
+
+    def _add(self, number: int, count: int) -> None:
+        with self._count:
+            self._running[number] += count
+
+    def runs(self, number: int) -> bool:
+        """Returns whether a thread of the call is running."""
+        with self._count:
+            return self._running[number] > 0
 
 
 class _Host:
@@ -110,13 +151,11 @@ class _Host:
         self._connection, self._created, self._arguments, self._file = connection, created, arguments, file
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._in_threads: set[int] = set()
-        """The calls whose synchronous method is running."""
-        self._threads = ThreadPoolExecutor(threads, "environment")
-        self._process = os.getpid()
+        self._threads = _Threads(threads)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._threads)
         threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()  # the thread ends the process
 
@@ -147,80 +186,70 @@ class _Host:
         task = self._tasks.get(cancelled)
         if task is not None:
             task.cancel()
-        self._send(number, {"stuck": cancelled in self._in_threads})
+        self._send(number, {"stuck": self._threads.runs(cancelled)})
 
     async def _answer(self, number: int, fields: dict[str, Any]) -> None:
-        where = fields["do"]
+        _number.set(number)
         try:
-            where, answer = await self._call(number, fields)
-            self._send(number, answer)
+            answer = await self._call(fields)
+            self._send(number, {**answer, "stuck": True} if self._threads.runs(number) else answer)
         except _Invalid as error:
-            self._send(number, {"raised": f"{error.method} {error.__cause__}", "code": "invalid-return"})
+            self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
         except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
             cause = error.__cause__ if isinstance(error, _Failed) and error.__cause__ is not None else error
-            why = f"{where} raised {describe_error(cause, self._file)}"
-            self._send(number, {"raised": why})
+            self._send(number, {"raised": f"{_method.get()} raised {_described(cause, self._file)}"})
         finally:
             self._tasks.pop(number, None)
 
-    async def _call(self, number: int, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Runs a call. Returns the name of the last method, and the fields of the answer."""
+    async def _call(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Runs a call. Returns the fields of the answer."""
         key = fields.get("trajectory")
         if fields["do"] == "reset":
-            environment = await self._run(number, self._create)
+            environment = await self._run("__init__", self._created, self._arguments)
             self._environments[key] = environment
             tokens = hasattr(environment, "reset_tokens")
             method = "reset_tokens" if tokens else "reset"
-            value = await self._run(number, getattr(environment, method), fields["row"], fields["seed"])
-            return method, {**_valid(method, lambda: checked_start(value, tokens)), "tokens": tokens}
+            value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
+            return {**_valid(lambda: checked_start(value, tokens)), "tokens": tokens}
         if fields["do"] == "step":
-            environment, reply = self._environments[key], fields["reply"]
+            reply = fields["reply"]
             tokens = isinstance(reply, list)
             method = "step_tokens" if tokens else "step"
-            value = await self._run(number, getattr(environment, method), reply)
-            return method, _valid(method, lambda: checked_turn(value, tokens))
+            value = await self._run(method, getattr(self._environments[key], method), {}, reply)
+            return _valid(lambda: checked_turn(value, tokens))
         if fields["do"] == "group":
-            value = await self._run(number, self._created.score_group, fields["trajectories"])  # type: ignore[attr-defined]
-            return "score_group", _valid(
-                "score_group", lambda: {"scores": checked_scores(value, fields["trajectories"])}
-            )
-        return await self._finish(number, key, fields["finished"])
+            trajectories = fields["trajectories"]
+            scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
+            value = await self._run("score_group", scored, {}, trajectories)
+            return _valid(lambda: {"scores": checked_scores(value, trajectories)})
+        return await self._finish(self._environments.pop(key, None), fields["finished"])
 
-    async def _finish(self, number: int, key: int, finished: Any) -> tuple[str, dict[str, Any]]:
+    async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
         """Scores a finished trajectory, and closes its environment. `finished` is None if the trajectory failed."""
-        environment = self._environments.pop(key, None)
-        answer: dict[str, Any] = {"score": None, "info": {}}
+        answer: dict[str, Any] = {"score": None, "info": {}, "state": {}}
         try:
             if finished is not None and callable(getattr(environment, "score", None)):
-                value = await self._run(number, environment.score, finished)
-                answer["score"] = _valid("score", lambda: checked_scores(value))
+                value = await self._run("score", environment.score, {}, finished)
+                answer["score"] = _valid(lambda: checked_scores(value))
             if finished is not None:
-                answer["info"] = _valid("info", lambda: json_object(getattr(environment, "info", {})))
+                _method.set("info")
+                answer["info"] = _valid(lambda: json_object(getattr(environment, "info", {})))
+                # Many classes have an attribute `state` of another kind, which is not meant for rewards.
+                answer["state"] = json_or_empty(getattr(environment, "state", {}))
         finally:
             if callable(getattr(environment, "close", None)):
-                await self._run(number, environment.close)
-        return "close", answer
+                failed = _method.get()
+                await self._run("close", environment.close, {})
+                _method.set(failed)
+        return answer
 
-    def _create(self) -> Any:
-        return self._created(**self._arguments)
-
-    async def _run(self, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _run(self, method: str, function: Callable[..., Any], named: dict[str, Any], *arguments: Any) -> Any:
         """Calls a method. A coroutine function runs in the loop, another function in a thread."""
+        _method.set(method)
         if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        loop = asyncio.get_running_loop()
-        value = await loop.run_in_executor(self._threads, self._in_thread, number, function, *arguments)
+            return await function(*arguments, **named)
+        value = await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
         return await value if inspect.isawaitable(value) else value
-
-    def _in_thread(self, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        self._in_threads.add(number)
-        try:
-            return function(*arguments)
-        except BaseException as error:
-            raise _Failed from error
-        finally:
-            exit_if_forked(self._process)
-            self._in_threads.discard(number)
 
     def _send(self, number: int, fields: dict[str, Any]) -> None:
         try:
@@ -233,13 +262,14 @@ class _Host:
 class _Invalid(Exception):
     """A method returned a value that cannot be used. The cause is a ValueError."""
 
-    def __init__(self, method: str):
-        super().__init__(method)
-        self.method = method
 
-
-def _valid(method: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return check()
     except Exception as error:
-        raise _Invalid(method) from error
+        raise _Invalid from error
+
+
+def _described(error: BaseException, file: str) -> str:
+    """Returns the message of an exception. A refusal of lockstep's own code has no name of an exception."""
+    return error.problems[0].why if isinstance(error, Refusal) else describe_error(error, file)

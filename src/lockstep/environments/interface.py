@@ -21,6 +21,8 @@ class Start:
     """The JSON schemas of the tools that the model may call."""
     stop: Sequence[str] = ()
     """Strings that end the first turn of the model."""
+    anchor: str | None = None
+    """A text that identifies the state at the start, as in `Turn`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Turn:
     """Strings that end the next turn of the model. None keeps the previous strings."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the run averages over the trajectories of a step."""
+    anchor: str | None = None
+    """A text that identifies the state that the model sees next. The estimator `gigpo` compares the turns that start in
+    states with the same text, among the trajectories of one prompt. None: the state is compared with no other state."""
 
 
 class Environment(Protocol):
@@ -67,6 +72,8 @@ class TokenTurn:
     stop_ids: Sequence[int] | None = None
     """Token ids that end the next turn of the model. None keeps the previous ones."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    anchor: str | None = None
+    """A text that identifies the state that the model sees next, as in `Turn`."""
 
 
 class TokenEnvironment(Protocol):

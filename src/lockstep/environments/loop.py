@@ -40,6 +40,8 @@ from lockstep.types import Completion, Request, Sampling
 
 # Seconds that the environments of failed trajectories get at the end of a batch to close.
 CLOSE_SECONDS = 5.0
+# The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
+PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
 # tokens.
 LONGER, MORE = 1.25, 64
@@ -234,14 +236,17 @@ class _Batch:
     def _call(self, kind: str, running: Running, **fields: Any) -> None:
         host = running.host
         assert host is not None
-        loading = 0.0 if host.is_loaded else LOAD_SECONDS
         try:
             number = self.hosts.send(host, do=kind, trajectory=running.session, **fields)
         except ValueError as error:
             self._fail(running, str(error), TOOL_ERROR)
             return
-        deadline = time.monotonic() + self.settings.step_timeout + loading
-        self.calls[number] = _Call(kind, host, running, deadline)
+        self.calls[number] = _Call(kind, host, running, self._deadline(host))
+
+    def _deadline(self, host: Host) -> float:
+        """Returns the time by which a call must be answered. A new host also loads the class."""
+        loading = 0.0 if host.is_loaded else LOAD_SECONDS
+        return time.monotonic() + self.settings.step_timeout + self.hosts.setup.more_seconds + loading
 
     def _handle(self, host: Host, answer: Answer) -> None:
         if answer.call == LOADING:
@@ -251,6 +256,7 @@ class _Batch:
         elif answer.call in self.calls:
             call = self.calls.pop(answer.call)
             running = call.running
+            host.stuck |= bool(answer.fields.get("stuck"))
             if running is not None:
                 running.seconds += answer.time - call.sent
             self._answer(call, answer)
@@ -268,6 +274,7 @@ class _Batch:
             getattr(self, f"_after_{call.kind}")(running, answer.fields)
 
     def _after_reset(self, running: Running, fields: dict[str, Any]) -> None:
+        running.anchor = fields["anchor"]
         try:
             if fields["tokens"]:
                 running.conversation = TokenConversation(fields["ids"], self._decode)
@@ -294,23 +301,40 @@ class _Batch:
             return  # the host of its environment was lost during the turn
         conversation = running.conversation
         assert conversation is not None
+        tokens = isinstance(conversation, TokenConversation)
+        running.reply = self._reply(running, completion)
         start, stop = conversation.add_turn(completion)
-        finish = "length" if completion.stop == "length" else "stop"
-        text_ids = list(completion.ids)
-        while text_ids and text_ids[-1] in self.engine.chat.end_ids:
-            text_ids.pop()
-        text, tokens = self._decode(text_ids), isinstance(conversation, TokenConversation)
-        reply = Reply(text, text) if tokens else parse_reply(text, conversation.tools)
-        running.reply = replace(reply, finish=finish, ids=tuple(completion.ids))
         running.ended_by = completion.stop
         conversation.add_reply(running.reply)
-        record = TurnRecord(start, stop, 0.0, finish, reply.calls, reply.parse_error)
+        reply = running.reply
+        record = TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error, anchor=running.anchor)
         running.turns.append(record)
         limit = self.settings.max_tool_calls
         if limit is not None and running.tool_calls > limit:
             self._end(running, MAX_TOOL_CALLS)
             return
         self._call("step", running, reply=list(completion.ids) if tokens else running.reply)
+
+    def _reply(self, running: Running, completion: Completion) -> Reply:
+        """Returns a turn of the model, before its tokens are added to the conversation."""
+        conversation, ids = running.conversation, list(completion.ids)
+        assert conversation is not None
+        while ids and ids[-1] in self.engine.chat.end_ids:
+            ids.pop()
+        finish = "length" if completion.stop == "length" else "stop"
+        if isinstance(conversation, TokenConversation):
+            text = self._decode(ids)
+            return Reply(text, text, finish=finish, ids=tuple(completion.ids))
+        reply = parse_reply(
+            ids,
+            self.engine.chat.tokenizer,
+            self.settings.parser,
+            conversation.tools,
+            prompt=self._decode(conversation.context[-PROMPT_TOKENS:]),
+            finish=finish,
+            first_call=running.tool_calls,
+        )
+        return replace(reply, ids=tuple(completion.ids))
 
     def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
         running.answered(fields)
@@ -372,7 +396,7 @@ class _Batch:
     def _after_finish(self, running: Running, fields: dict[str, Any]) -> None:
         assert running.host is not None
         running.scores |= fields["score"] or {}
-        running.info = fields["info"]
+        running.info, running.state = fields["info"], fields["state"]
         self.hosts.release(running.host, running.session)
         self._complete(running)
 
@@ -396,7 +420,7 @@ class _Batch:
         host = running.host
         assert host is not None
         number = self.hosts.send(host, do="finish", trajectory=running.session, finished=None)
-        self.calls[number] = _Call("close", host, running, time.monotonic() + self.settings.step_timeout)
+        self.calls[number] = _Call("close", host, running, self._deadline(host))
 
     def _complete(self, running: Running) -> None:
         self.active.discard(running)
@@ -416,8 +440,7 @@ class _Batch:
             return
         host = self.hosts.place(whole[0].session)
         call = self.hosts.send(host, do="group", trajectories=[one.trajectory() for one in whole])
-        deadline = time.monotonic() + self.settings.step_timeout + (0.0 if host.is_loaded else LOAD_SECONDS)
-        self.calls[call] = _Call("group", host, None, deadline, group=number)
+        self.calls[call] = _Call("group", host, None, self._deadline(host), group=number)
 
     def _group_scored(self, number: int, answer: Answer) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)

@@ -27,7 +27,8 @@ def checked_start(value: Any, tokens: bool) -> dict[str, Any]:
         raise ValueError("returned no messages, so the model has no prompt")
     if messages[-1]["role"] == "assistant":
         raise ValueError("returned messages that end with an assistant turn, so the model would answer its own turn")
-    return {"messages": messages, "tools": _tools(value.tools), "stop": _texts(value.stop)}
+    fields = {"messages": messages, "tools": _tools(value.tools), "stop": _texts(value.stop)}
+    return {**fields, "anchor": _anchor(value.anchor)}
 
 
 def checked_turn(value: Any, tokens: bool) -> dict[str, Any]:
@@ -72,6 +73,14 @@ def json_object(value: Any) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error}") from None
 
 
+def json_or_empty(value: Any) -> dict[str, Any]:
+    """Returns a dict that JSON can represent, or an empty dict."""
+    try:
+        return json_object(value)
+    except ValueError:
+        return {}
+
+
 def _token_turn(value: Any) -> dict[str, Any]:
     if not isinstance(value, TokenTurn):
         raise ValueError(f"returned {shown(value)}, expected TokenTurn(ids=[...])")
@@ -85,7 +94,14 @@ def _outcome(value: Turn | TokenTurn) -> dict[str, Any]:
     metrics = {str(name): _number(number, f"the metric {name!r}") for name, number in value.metrics.items()}
     if not isinstance(value.done, bool | int) and not hasattr(value.done, "item"):
         raise ValueError(f"returned {shown(value.done)} as done, expected True or False")
-    return {"reward": _number(value.reward, "the reward"), "done": bool(value.done), "metrics": metrics}
+    reward = _number(value.reward, "the reward")
+    return {"reward": reward, "done": bool(value.done), "metrics": metrics, "anchor": _anchor(value.anchor)}
+
+
+def _anchor(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"returned {shown(value)} as anchor, expected a text or None")
+    return value
 
 
 def _messages(value: Any, roles: Sequence[str]) -> list[dict[str, Any]]:

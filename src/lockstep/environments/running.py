@@ -60,6 +60,9 @@ class Running:
     failure: str = ""
     scores: dict[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    anchor: str | None = None
+    """The text that identifies the state in which the next turn starts."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -107,7 +110,7 @@ class Running:
 
     def answered(self, fields: Mapping[str, Any]) -> None:
         """Records the environment's answer to the last turn."""
-        metrics = fields["metrics"]
+        metrics, self.anchor = fields["metrics"], fields["anchor"]
         self.turns[-1] = replace(self.turns[-1], reward=fields["reward"], metrics=metrics)
         for name, value in metrics.items():
             self.counts[name] = self.counts.get(name, 0.0) + value
@@ -126,7 +129,7 @@ class Running:
             "seconds": self.seconds,
         }
         messages = [] if conversation is None else list(conversation.messages)
-        return Trajectory(messages, tuple(self.turns), self.stop, dict(self.scores), metrics, self.info)
+        return Trajectory(messages, tuple(self.turns), self.stop, dict(self.scores), metrics, self.info, self.state)
 
     def completion(self) -> Completion:
         trajectory, conversation = self.trajectory(), self.conversation

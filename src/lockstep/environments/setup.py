@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
 from lockstep.environments.host import Answer, EnvironmentHosts, HostSetup
 from lockstep.environments.loop import EnvironmentEngine, TurnEngine
+from lockstep.environments.parsers import format_named
 from lockstep.environments.running import environment_seed, row_of
 from lockstep.errors import Refusal, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
-from lockstep.recipe.registry import ENVIRONMENTS
+from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
 from lockstep.types import ENVIRONMENT, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOL_ENVIRONMENT = "lockstep.environments.tool_environment:ToolEnvironment"
+# The environment of tools limits each tool itself, so its own calls get this many seconds more.
+TOOL_SECONDS = 10.0
 _REMEDY = "fix the environment, or use another one (rollout.environment)"
 
 
@@ -27,14 +30,13 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
     threads = settings.max_concurrent
     if settings.environment is None:
         arguments: dict[str, Any] = {
-            "tools": list(settings.tools),
+            "tools": [_tool(tool) for tool in settings.tools],
             "result_chars": settings.result_chars,
             "timeout": settings.step_timeout,
         }
         shown = ", ".join(settings.tools)
-        return HostSetup(
-            TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, settings.environment_workers, threads, output
-        )
+        workers = settings.environment_workers
+        return HostSetup(TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, workers, threads, output, TOOL_SECONDS)
     arguments = {
         name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
         for name, value in settings.environment_args.items()
@@ -42,6 +44,12 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
     path = ENVIRONMENTS.get(settings.environment, settings.environment)
     workers = settings.environment_workers
     return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output)
+
+
+def _tool(tool: str) -> list[str]:
+    """Returns the text of a tool, the path of the function that makes it, if it is built in, and its argument."""
+    name, _, argument = tool.partition(":")
+    return [tool, TOOLS[name], argument] if name in TOOLS else [tool, "", ""]
 
 
 def open_environments(
@@ -65,6 +73,8 @@ def try_environment(
     """Loads the environment and starts a trajectory for one row. Returns a summary line. Raises `Refusal` if the
     environment or its first prompt cannot be used."""
     setup, question = host_setup(settings), prompt.question
+    if settings.parser != "auto":
+        format_named(settings.parser, "rollout.parser")
     chat = ChatFormat(tokenizer, history=settings.history)
     hosts = EnvironmentHosts(setup)
     try:

@@ -37,7 +37,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
-from lockstep.reward.scorer import active_weights
+from lockstep.reward.scorer import recipe_weights
 from lockstep.rollout.collect import encode_questions, prompt_format
 from lockstep.rollout.native.native_engine import refuse_moving_positions
 from lockstep.types import Question
@@ -80,7 +80,9 @@ def read_questions_of(context: Context) -> None:
 def _fields_read(recipe: Recipe) -> frozenset[str]:
     """Returns the fields of a row that the rewards or the environment read. An environment gets all columns."""
     interactive = recipe.rollout.interactive or recipe.val.environment is not None
-    return read_by_rewards(recipe.reward) | ({COLUMNS} if interactive else frozenset())
+    return read_by_rewards(recipe.reward, environment=recipe.rollout.environment is not None) | (
+        {COLUMNS} if interactive else frozenset()
+    )
 
 
 def _encoded_prompts(context: Context) -> PromptSet:
@@ -218,7 +220,7 @@ def _row_problems(context: Context, items: Sequence[Any]) -> Iterator[Problem]:
 def _prompt_problems(context: Context, prompts: Sequence[Any]) -> Iterator[Problem]:
     """Checks the streamed prompts of a step like the prompts of a data set in memory."""
     yield from refuse_placeholders(context.config, ((one.question.origin, one.ids) for one in prompts))
-    weights, _ = active_weights(context.recipe.reward)
+    weights, _ = recipe_weights(context.recipe)
     if "rule" in weights:
         for name in sorted({prompt.question.data_source for prompt in prompts}):
             yield from problems_of(partial(rule_for, name, context.recipe.reward.rules))
@@ -276,7 +278,7 @@ def shared_and_moving(items: Sequence[Any], *configs: Any) -> list[Problem]:
 def reward_rules(context: Context) -> Iterator[Problem]:
     """Reports missing reward weights, data sources without a reward rule, and reward rules without a data source."""
     recipe = context.recipe
-    weights, problems = active_weights(recipe.reward)
+    weights, problems = recipe_weights(recipe)
     yield from problems
     if "rule" not in weights:
         return

@@ -144,7 +144,10 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
     output = run_folder(recipe).reward_output(world.rank)
     device = runtime.device.torch_device(world.local_rank)
     offload = recipe.parallel.offload_reward
-    with Scorer.open(recipe.reward, _data_sources(prepared), device, output=output, offload=offload) as scorer:
+    environment = recipe.rollout.environment is not None
+    with Scorer.open(
+        recipe.reward, _data_sources(prepared), device, output=output, offload=offload, environment=environment
+    ) as scorer:
         _try_rewards(scorer, prepared, runtime.console)
         yield scorer
 

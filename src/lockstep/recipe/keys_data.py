@@ -158,7 +158,8 @@ class Data(Section):
         description="Chat template. `auto` uses the tokenizer's chat template if it has one; for training rows whose "
         "earlier turns it would change, its built-in append-only version. `none` concatenates prompt and response. "
         "A built-in name (`chatml`, `qwen`, `qwen2.5`, `qwen3`, `qwen3-thinking`, `qwen3.5`, `qwen3.5-nothink`, "
-        "`qwen3.6`, `llama3`, `llama3.1`, `deepseek-r1`, `gemma`, `mistral`, `mistral-nemo`) or the path of a "
+        "`qwen3.6`, `llama3`, `llama3.1`, `deepseek-r1`, `gemma`, `mistral`, `mistral-nemo`, `glm4.5`, "
+        "`gpt-oss`, `kimi-k2`, `kimi-k2-thinking`, `smollm3`) or the path of a "
         "`.jinja` file replaces the tokenizer's template, also in the exported model.",
         effect=Effect("blocks", "prompts are formatted differently"),
     )

@@ -434,10 +434,14 @@ class Reward(Section):
         description="Regular expression for the full response. The reward is 1 if the expression matches, otherwise 0.",
         effect=REWARD,
     )
-    weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
+    weights: dict[
+        Literal["rule", "function", "model", "process", "remote", "format", "environment", "score", "group"], float
+    ] = Field(
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each reward that is set. The reward rule is used only if "
-        "it is listed here or if no other reward is set.",
+        "it is listed here or if no other reward is set. An environment (`rollout.environment`) gives `environment` "
+        "(the sum of its rewards per turn), `score` and `group` (the results of its methods `score` and "
+        "`score_group`).",
         effect=REWARD,
     )
     clip: list[float] | None = Field(

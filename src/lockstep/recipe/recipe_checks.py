@@ -210,6 +210,7 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
 TEMPLATES = (
     "auto", "none", "chatml", "qwen", "llama3", "qwen2.5", "qwen3", "qwen3-thinking", "qwen3.5", "qwen3.5-nothink",
     "qwen3.6", "llama3.1", "deepseek-r1", "gemma", "mistral", "mistral-nemo",
+    "glm4.5", "gpt-oss", "kimi-k2", "kimi-k2-thinking", "smollm3",
 )
 # fmt: on
 

@@ -153,11 +153,16 @@ def awaited(value: Any) -> Any:
 
 # Arguments of OpenRLHF's batch signature.
 BATCH_CALL = ("queries", "prompts", "labels")
+# What a function gets of a trajectory with an environment.
+TRAJECTORY = ("messages", "state", "info")
 
 
 class BatchFunction:
     """Wraps a reward function with OpenRLHF's signature and calls it with lists of one entry. A query is the text of
     the prompt followed by the response, without a chat template.
+
+    A function with an argument `messages`, `state` or `info`, or with `**kwargs`, also gets these fields of the
+    trajectory with an environment, as lists of one entry.
 
     The function returns a list, array or tensor of one number, or a dict: its entry `rewards` is the score, and the
     numbers in its entry `extra_logs` are logged.
@@ -165,9 +170,21 @@ class BatchFunction:
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
+        parameters = inspect.signature(function).parameters
+        self._open = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        self._names = frozenset(parameters)
 
-    def __call__(self, prompt: str, solution_str: str, ground_truth: str, **unread: Any) -> dict[str, Any]:
-        value = awaited(self._function(queries=[prompt + solution_str], prompts=[prompt], labels=[ground_truth]))
+    def __call__(
+        self, prompt: str, solution_str: str, ground_truth: str, extra_info: Any = None, **unread: Any
+    ) -> dict[str, Any]:
+        seen = {
+            name: [extra_info[name]]
+            for name in TRAJECTORY
+            if isinstance(extra_info, dict) and name in extra_info and (self._open or name in self._names)
+        }
+        value = awaited(
+            self._function(queries=[prompt + solution_str], prompts=[prompt], labels=[ground_truth], **seen)
+        )
         if not isinstance(value, dict):
             return {"score": _single_value(value)}
         if "rewards" not in value:

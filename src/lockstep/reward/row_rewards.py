@@ -22,13 +22,14 @@ from lockstep.recipe.keys_online import Reward
 from lockstep.reward.rules import any_isolated, rule_for
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.reward.trl_signature import COMPLETIONS
+from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Question, Rollout, Score
 
 
 class RuleJudge:
     """Scores answers with the built-in rules that cannot hang, for validation of offline runs and `lockstep eval`."""
 
-    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
+    def submit(self, question: Question, text: str, trajectory: Trajectory | None = None) -> Future[Score | Failure]:
         rule = rule_for(question.data_source)
         future: Future[Score | Failure] = Future()
         value = rule(text, question.ground_truth)
@@ -62,10 +63,10 @@ EVERYTHING = frozenset({"ground_truth", "data_source"})
 _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source": "data_source"}
 
 
-def read_by_rewards(settings: Reward) -> frozenset[str]:
+def read_by_rewards(settings: Reward, *, environment: bool = False) -> frozenset[str]:
     """Returns which of `ground_truth` and `data_source` the rule or the function reads, and `columns` for a function
     with TRL's signature. Endpoints and reward models require no column and get the columns that exist."""
-    weights, _ = active_weights(settings)
+    weights, _ = active_weights(settings, environment=environment)
     by_rule = EVERYTHING if weights.get("rule") else frozenset()  # a rule with weight 0 is optional
     return by_rule | _read_by_function(settings)
 
@@ -156,15 +157,20 @@ def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
         total = min(max(total, bounds[0]), bounds[1])
     if settings.buffer:
         parts["overlong"] = overlong_penalty(
-            len(rollout.ids), recipe.rollout.max_tokens, settings.buffer, settings.factor
+            _longest_row(rollout), recipe.rollout.max_tokens, settings.buffer, settings.factor
         )
         total += parts["overlong"]
     return replace(rollout, score=Score(total, parts))
 
 
+def _longest_row(rollout: Rollout) -> int:
+    """Returns the number of tokens after the prompt that `rollout.max_tokens` limits: those of one row."""
+    return max((len(row.ids) for row in rollout.rows), default=len(rollout.ids))
+
+
 def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:
     """Scores existing responses with the rewards of this run."""
-    waiting = [scorer.submit(rollout.prompt.question, rollout.text) for rollout in rollouts]
+    waiting = [scorer.submit(one.prompt.question, one.text, one.trajectory) for one in rollouts]
     scorer.flush()
     pairs = zip(rollouts, waiting, strict=True)
     return [shaped(replace(rollout, score=future.result()), recipe).score for rollout, future in pairs]

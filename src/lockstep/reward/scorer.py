@@ -15,13 +15,23 @@ import torch
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.trials import TrialReport
 from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.schema import Recipe
 from lockstep.reward.dry_run import dry_run
+from lockstep.reward.environment_rewards import (
+    ENVIRONMENT_PARTS,
+    STEPS,
+    environment_parts,
+    turn_rewards,
+    weighted,
+    with_trajectory,
+)
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.model import ModelPart, ModelsPart
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, StepOutcome, settled
 from lockstep.reward.process_model import ProcessPart
 from lockstep.reward.remote import RemotePart
 from lockstep.reward.rules import Rule, rule_for, rule_named, rules_at_hand
+from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Question, Score
 
 # The reward components `rule` and `format`, which check the text of a response.
@@ -106,14 +116,21 @@ class FormatPart(RewardPart):
         return settled({self.name: 1.0 if self._pattern.fullmatch(text) else 0.0})
 
 
-PARTS = ("rule", "function", "model", "process", "remote", "format")
+PARTS = ("rule", "function", "model", "process", "remote", "format", *ENVIRONMENT_PARTS)
 
 
 class Scorer:
     """Scores responses. Scores do not depend on timing or on the number of processes."""
 
-    def __init__(self, parts: Sequence[RewardPart], weights: Mapping[str, float], rules: Mapping[str, str]):
-        self._parts = list(parts)
+    def __init__(
+        self,
+        parts: Sequence[RewardPart],
+        weights: Mapping[str, float],
+        rules: Mapping[str, str],
+        required: frozenset[str] = frozenset(),
+    ):
+        """`required` are the rewards that the environment must give."""
+        self._parts, self._required = list(parts), required
         self._weights = dict(weights)
         self._rules = dict(rules)
 
@@ -126,15 +143,17 @@ class Scorer:
         *,
         output: Path | None = None,
         offload: bool = False,
+        environment: bool = False,
     ) -> Scorer:
-        """Creates the reward components that `settings` names, for rows of the data sources `sources`.
+        """Creates the reward components that `settings` names, for rows of the data sources `sources`. `environment`
+        says whether the run has an environment, whose rewards count.
 
         Reports all problems at once. The file `output`-N.log keeps the last output lines of function worker N, if its
         parent folder exists; without `output` they are dropped. With `offload` the weights of reward models are on the
         device only during their forward passes.
         """
         sources = list(sources)
-        weights, problems = active_weights(settings)
+        weights, problems = active_weights(settings, environment=environment)
         available = rules_at_hand(settings.rules)
         if weights.get("rule") == 0 and not all(source in available for source in sources):
             del weights["rule"]  # a rule with weight 0 is only logged, and some rows have no rule
@@ -149,7 +168,7 @@ class Scorer:
         }
         with ExitStack() as opened:
             parts: list[RewardPart] = []
-            for name in weights:
+            for name in [name for name in weights if name in makers]:
                 try:
                     parts.append(makers[name]())
                 except Refusal as refusal:
@@ -159,17 +178,23 @@ class Scorer:
             if problems:
                 raise Refusal(list(dict.fromkeys(problems)))
             opened.pop_all()
-        return cls(parts, weights, settings.rules)
+        required = frozenset(str(name) for name in settings.weights) & frozenset(ENVIRONMENT_PARTS) & weights.keys()
+        return cls(parts, weights, settings.rules, required)
 
-    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
-        """Submits a response and returns the future of its score, which may wait for `flush` and never raises."""
+    def submit(self, question: Question, text: str, trajectory: Trajectory | None = None) -> Future[Score | Failure]:
+        """Submits a response and returns the future of its score, which may wait for `flush` and never raises. The text
+        of a trajectory is that of the model alone."""
+        if trajectory is not None:
+            question = with_trajectory(question, trajectory)
         outcomes = [part.submit(question, text) for part in self._parts]
         future: Future[Score | Failure] = Future()
         future.set_running_or_notify_cancel()
         if not outcomes:
-            future.set_result(Score(0.0))
+            future.set_result(self._sum([], trajectory))
             return future
-        remaining = Countdown(len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes])))
+        remaining = Countdown(
+            len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes], trajectory))
+        )
         for outcome in outcomes:
             outcome.add_done_callback(remaining)
         return future
@@ -219,13 +244,17 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _sum(self, outcomes: Sequence[PartOutcome]) -> Score | Failure:
+    def _sum(self, outcomes: Sequence[PartOutcome], trajectory: Trajectory | None) -> Score | Failure:
         """Returns the first failure in the order of the components, or the weighted sum of their scores."""
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        given = {} if trajectory is None else environment_parts(trajectory, self._required)
+        failures = [outcome for outcome in (*outcomes, given) if isinstance(outcome, Failure)]
         if failures:
             return failures[0]
+        assert isinstance(given, dict)
         unscored = [part for part, outcome in zip(self._parts, outcomes, strict=True) if not outcome]
-        if unscored and not any(self._weights[part.name] for part in self._parts if part not in unscored):
+        counted = [self._weights[part.name] for part in self._parts if part not in unscored]
+        counted += [self._weights[name] for name in given if name in self._weights]
+        if unscored and not any(counted):
             return Failure(unscored[0].name, "returned None for the response, and no other reward scores it")
         parts: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
@@ -235,7 +264,10 @@ class Scorer:
             if isinstance(outcome, StepOutcome):
                 steps += [(end, self._weights[part.name] * share) for end, share in outcome.steps]
         total = sum(self._weights[part.name] * parts[part.name] for part in self._parts if part not in unscored)
-        return Score(total, parts, tuple(steps))
+        if trajectory is None or STEPS not in self._weights:
+            return Score(total, parts, tuple(steps))
+        shares = turn_rewards(trajectory, self._weights[STEPS])
+        return Score(total + weighted(given, self._weights), parts | given, tuple(steps), shares)
 
 
 def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart:
@@ -244,16 +276,18 @@ def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart
     return ModelPart(str(settings.model), device, offload=offload)
 
 
-def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
+def active_weights(settings: Reward, *, environment: bool = False) -> tuple[dict[str, float], list[Problem]]:
     """Returns the weights of the active reward components in the order of PARTS, and a problem for each weight of a
-    component that is not set."""
-    is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
+    component that is not set. `environment` says whether the run has an environment."""
+    is_set = dict.fromkeys(ENVIRONMENT_PARTS, environment)
+    is_set |= {name: getattr(settings, name) is not None for name in PARTS if name not in (*is_set, "rule")}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
+    keys = {name: "rollout.environment" if name in ENVIRONMENT_PARTS else f"reward.{name}" for name in PARTS}
     problems = [
         Problem(
             f"reward.weights.{name}",
-            f"reward.{name} is not set",
-            f"set reward.{name}, or remove the weight",
+            f"{keys[name]} is not set",
+            f"set {keys[name]}, or remove the weight",
             code="needs-key",
         )
         for name in settings.weights
@@ -261,6 +295,12 @@ def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
     ]
     configured: Mapping[str, float] = {str(name): weight for name, weight in settings.weights.items()}
     return {name: configured.get(name, 1.0) for name in PARTS if is_set[name]}, problems
+
+
+def recipe_weights(recipe: Recipe) -> tuple[dict[str, float], list[Problem]]:
+    """Returns the weights and problems of `active_weights` for a recipe. An environment gives rewards; functions in
+    `rollout.tools` give none."""
+    return active_weights(recipe.reward, environment=recipe.rollout.environment is not None)
 
 
 def _unknown_rules(rules: Mapping[str, str]) -> list[Problem]:

@@ -18,6 +18,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Recipe
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.trajectory import Trajectory
 from lockstep.types import (
     ENVIRONMENT,
     ROLLOUT_FUNCTION,
@@ -180,7 +181,9 @@ class Shares:
 class Judge(Protocol):
     """Scores responses asynchronously; implemented by `reward/scorer.py`."""
 
-    def submit(self, question: Question, text: str) -> Future[Score | Failure]: ...
+    def submit(
+        self, question: Question, text: str, trajectory: Trajectory | None = None
+    ) -> Future[Score | Failure]: ...
 
     def flush(self) -> None: ...
 
@@ -196,14 +199,25 @@ class Collected:
 
 
 def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    steps = score.steps if isinstance(score, Score) else ()
-    token_rewards = tuple((token_at(fields["ids"], end, decode), share) for end, share in steps)
+    if not isinstance(score, Score):
+        return {**fields, "score": score, "token_rewards": ()}
+    ids, trajectory = fields["ids"], fields["trajectory"]
+
+    def token(end: int) -> int:
+        if trajectory is None:
+            return token_at(ids, end, decode)
+        turn, before = trajectory.turn_at(ids, end, decode)
+        return int(turn.start) + token_at(ids[turn.start : turn.stop], end - before, decode)
+
+    token_rewards = (*((token(end), share) for end, share in score.steps), *score.tokens)
     return {**fields, "score": score, "token_rewards": token_rewards}
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
     """Submits a response to the judge, which scores it. If the rollout function or the environment of the response
     failed, the result is a `Failure`."""
+    if not completion.failure and completion.trajectory is not None:
+        return judge.submit(question, text, completion.trajectory)
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()
@@ -249,7 +263,7 @@ def collect(
             for completion in source.generate(sampling):
                 index = source.indices[completion.request]
                 source.answered(index, completion.sample)
-                text = decode(completion.ids)
+                text = _text(completion, decode)
                 fields = {
                     "prompt_index": index,
                     "sample": completion.sample,
@@ -275,6 +289,13 @@ def collect(
                 scored.append(_with_score(fields, score.result(), decode))
     scored.sort(key=lambda fields: (fields["prompt_index"], fields["sample"]))
     return Collected([Rollout(**fields) for fields in scored], seconds, source.shares.taken)
+
+
+def _text(completion: Completion, decode: Callable[[list[int]], str]) -> str:
+    """Returns the text that rewards get. In a conversation with an environment, it is the text of the model alone."""
+    if completion.trajectory is None:
+        return decode(completion.ids)
+    return completion.trajectory.sampled_text(completion.ids, decode)
 
 
 def _prompt(prompt: Prompt, completion: Completion) -> Prompt:

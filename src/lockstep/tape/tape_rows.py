@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.trajectory import Trajectory, TrajectoryRow
 from lockstep.types import (
     Example,
     Failure,
@@ -70,7 +71,25 @@ def _untagged(found: dict[str, Any]) -> Any:
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    return [_rollout_row(rollout) for rollout in rollouts]
+    rows = [_rollout_row(rollout) for rollout in rollouts]
+    # All rows of a table have the same columns.
+    if any(rollout.trajectory is not None for rollout in rollouts):
+        rows = [row | {"trajectory": _trajectory_text(one)} for row, one in zip(rows, rollouts, strict=True)]
+    if any(rollout.rows for rollout in rollouts):
+        lengths = [[len(part.ids) for part in rollout.rows] for rollout in rollouts]
+        rows = [row | {"row_lengths": counts} for row, counts in zip(rows, lengths, strict=True)]
+    return rows
+
+
+def _trajectory_text(rollout: Rollout) -> str:
+    """Returns the trajectory as JSON, or an empty text. The tokens of the trajectory are in the other columns."""
+    return "" if rollout.trajectory is None else to_json(rollout.trajectory.as_dict())
+
+
+def _trajectory_rows(row: dict[str, Any]) -> tuple[TrajectoryRow, ...]:
+    ends = list(accumulate(row.get("row_lengths") or (), initial=0))
+    spans = [slice(start, stop) for start, stop in pairwise(ends)]
+    return tuple(TrajectoryRow(row["ids"][at], row["trained"][at], row["logprobs"][at]) for at in spans)
 
 
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
@@ -138,6 +157,8 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         # response.
         row.get("trained") or (),
         row.get("versions") or (),
+        Trajectory.from_dict(from_json(row["trajectory"])) if row.get("trajectory") else None,
+        _trajectory_rows(row),
     )
 
 

@@ -15,7 +15,7 @@ from lockstep.algorithms.user_functions import user_estimator
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm, RolloutCorrection
 from lockstep.recipe.registry import estimator_row
-from lockstep.reward.scorer import active_weights
+from lockstep.reward.scorer import recipe_weights
 from lockstep.run.runtime import generator_of
 from lockstep.train.experience import Experience, ModelOutputs, reward_part
 
@@ -156,7 +156,7 @@ def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor |
 def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
     """Returns the weight and the values of each separate reward: of the rewards in `gdpo_rewards`, or of all rewards if
     that key is not set."""
-    weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
+    weights = recipe.algorithm.gdpo_rewards or recipe_weights(recipe)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
     metas, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"

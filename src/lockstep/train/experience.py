@@ -44,7 +44,8 @@ class Experience:
     local_numbers: Sequence[int]
     """The numbers (indices in `metas`) of the responses on this rank, in ascending order."""
     rollouts: list[Rollout]
-    examples: list[Example]
+    sequences_of: list[list[Example]]
+    """The training sequences of each response: one, or one per row of its trajectory."""
     sequence_K: torch.Tensor
     """For each token, the index in `metas` of the response that contains the token."""
     group_S: torch.Tensor
@@ -83,7 +84,7 @@ class Experience:
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
     def outlines(self, responses: slice) -> list[Outline]:
-        return [Outline(one.prompt_index, one.length, one.shared) for one in self.metas[responses]]
+        return [Outline(one.prompt_index, one.lengths[0], one.shared, one.lengths[1:]) for one in self.metas[responses]]
 
     def local_tokens(self, responses: slice) -> slice:
         """Returns the tokens of `responses` as a slice of the vectors over the tokens of this rank."""
@@ -114,9 +115,15 @@ class Experience:
         """Returns all responses of the step. All ranks must call this function."""
         return [rollout for rollout, _ in self.all_rollouts_and_examples()]
 
-    def all_rollouts_and_examples(self) -> list[tuple[Rollout, Example]]:
-        """Returns all responses of the step with their training examples. All ranks must call this function."""
-        pairs = zip(self.rollouts, self.examples, strict=True)
+    @property
+    def examples(self) -> list[Example]:
+        """The training sequences of all responses on this rank. The concatenation of their targets has the order of the
+        vectors over tokens."""
+        return [example for sequences in self.sequences_of for example in sequences]
+
+    def all_rollouts_and_examples(self) -> list[tuple[Rollout, list[Example]]]:
+        """Returns all responses of the step with their training sequences. All ranks must call this function."""
+        pairs = zip(self.rollouts, self.sequences_of, strict=True)
         shares = self.world.gather(list(zip(self.local_numbers, pairs, strict=True)))
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
 
@@ -158,14 +165,14 @@ def rollout_metas(rollouts: Sequence[Rollout]) -> list[RolloutMeta]:
     found: list[RolloutMeta] = []
     for _, members in groupby(rollouts, key=lambda rollout: rollout.prompt_index):
         group = list(members)
-        scored = [make_example(rollout) for rollout in group if isinstance(rollout.score, Score)]
+        scored = [one for rollout in group if isinstance(rollout.score, Score) for one in make_examples(rollout)]
         shared = common_prompt(scored) if scored else 0
         found += [_meta(rollout, shared) for rollout in group]
     return found
 
 
 def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
-    score = replace(rollout.score, steps=()) if isinstance(rollout.score, Score) else rollout.score
+    score = replace(rollout.score, steps=(), tokens=()) if isinstance(rollout.score, Score) else rollout.score
     return RolloutMeta(
         rollout.prompt_index,
         rollout.sample,
@@ -176,6 +183,7 @@ def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
         rollout.stop,
         score,
         {} if rollout.trajectory is None else rollout.trajectory.named_metrics(),
+        tuple(len(row.ids) for row in rollout.rows),
     )
 
 
@@ -194,7 +202,7 @@ def _experience(
         prompts=prompts,
         local_numbers=numbers,
         rollouts=rollouts,
-        examples=[make_example(rollout) for rollout in rollouts],
+        sequences_of=[make_examples(rollout) for rollout in rollouts],
         sequence_K=torch.repeat_interleave(torch.tensor(numbers, dtype=torch.long), lengths),
         group_S=torch.tensor([meta.prompt_index for meta in metas], dtype=torch.long),
         rollout_logprobs_K=torch.from_numpy(
@@ -253,10 +261,10 @@ def _policy_logprobs(rollout: Rollout) -> np.ndarray:
     return logprobs[np.asarray(rollout.loss_mask, dtype=bool)]
 
 
-def make_example(rollout: Rollout) -> Example:
-    """Returns prompt and response as a training example whose loss mask selects only the policy tokens."""
-    prompt = list(rollout.prompt.ids)
-    return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.loss_mask), rollout.prompt.question.origin)
+def make_examples(rollout: Rollout) -> list[Example]:
+    """Returns prompt and response as training sequences whose loss masks select only the policy tokens: one sequence,
+    or one per row of a trajectory with several rows."""
+    return rollout.sequences
 
 
 # This part splits a step into mini-batches, and computes the models' log-probs and values before the first update.
@@ -333,7 +341,7 @@ def _plan(experience: Experience, update: UpdateRows, models: Models) -> UpdateP
         batches.append(
             models.packing.batch(
                 row,
-                [experience.examples[index[number]] for number in numbers],
+                [experience.sequences_of[index[number]] for number in numbers],
                 starts=[starts[packed.number] for packed in row],
                 places=[places[number] for number in numbers],
             )

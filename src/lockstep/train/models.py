@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from lockstep.data.batching import (
     pack_groups,
     plan_micro_batches,
     run_on,
+    target_starts,
 )
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
@@ -74,25 +76,43 @@ class Packing:
     def pack(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
         """Returns the packed rows of each data-parallel rank. Responses to the same prompt in a packed row share the
         tokens of the prompt, except with context parallelism."""
-        alone = len({one.prompt for one in responses}) == len(responses)
+        alone = len({one.prompt for one in responses}) == len(responses) and not any(one.further for one in responses)
         if self.tokens is None or self.world.context is not None or alone:
-            lengths = [one.length for one in responses]
-            plan = plan_micro_batches(lengths, devices=self.world.dp_size, tokens=self.tokens, rows=self.rows)
+            # The sequences of a trajectory share no tokens here.
+            lengths = [one.full for one in responses]
+            several = [one.full for one in responses if one.further]
+            tokens = None if self.tokens is None else max([self.tokens, *several])
+            counts = [1 + len(one.further) for one in responses]
+            plan = plan_micro_batches(lengths, devices=self.world.dp_size, tokens=tokens, rows=self.rows, counts=counts)
             return [[[PackedSequence(number, 0) for number in members] for members in share] for share in plan]
         return pack_groups(responses, self.world.dp_size, tokens=self.tokens, alike_up_to=alike_up_to)
 
     def batch(
-        self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
+        self,
+        row: PackedRow,
+        sequences: Sequence[Sequence[Example]],
+        starts: Sequence[int],
+        places: Sequence[int] | None = None,
     ) -> MicroBatch:
-        """Returns the micro-batch of a packed row. `starts` is the index of the first target of each example among all
-        targets of the update. If this rank does not have all targets, `places` is the index of the first target of each
-        example in the vectors of this rank."""
+        """Returns the micro-batch of a packed row. `sequences` are the sequences of each response of the row. `starts`
+        is the index of the first target of each response among all targets of the update. If this rank does not have
+        all targets, `places` is the index of the first target of each response in the vectors of this rank."""
         context = self.world.context
-        shares = [packed.shared for packed in row]
+        further = [[packed.further] * (len(group) - 1) for packed, group in zip(row, sequences, strict=True)]
         batch = micro_batch(
-            examples, packed=self.tokens is not None, pad_id=self.pad_id, starts=starts, shares=shares, places=places
+            list(chain.from_iterable(sequences)),
+            packed=self.tokens is not None,
+            pad_id=self.pad_id,
+            starts=_of_sequences(starts, sequences),
+            shares=[share for packed, rest in zip(row, further, strict=True) for share in (packed.shared, *rest)],
+            places=None if places is None else _of_sequences(places, sequences),
         )
         return batch if context is None else replace(batch, context=Division(batch, context))
+
+
+def _of_sequences(starts: Sequence[int], sequences: Sequence[Sequence[Example]]) -> list[int]:
+    """Returns the index of the first target of each sequence, given that of the first target of each response."""
+    return [start + offset for start, group in zip(starts, sequences, strict=True) for offset in target_starts(group)]
 
 
 class TargetBatches(Protocol):

@@ -15,7 +15,7 @@ from lockstep.recipe.keys_online import DynamicSampling
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.registry import estimator_row, loss_row
 from lockstep.recipe.schema import EarlyStopping
-from lockstep.reward.scorer import active_weights
+from lockstep.reward.scorer import recipe_weights
 from lockstep.train.advantages import TrainBatch
 from lockstep.train.experience import reward_part
 from lockstep.train.step import Learner
@@ -106,7 +106,7 @@ def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "prompt_length/min": float(prompts.min()),
-        "perf/total_num_tokens": float(sum(r.length for r in every)),
+        "perf/total_num_tokens": float(sum(sum(r.lengths) for r in every)),
         "reward/failed": float(failed),
     }
     parts: dict[str, list[float]] = {}
@@ -290,7 +290,7 @@ def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
     cut = metrics.get("response/skipped_ratio", 0.0)
     if not reduce.count(int(kept_K.sum())):
         return _all_masked(cut)
-    rewarded = any(active_weights(recipe.reward)[0].values())
+    rewarded = any(recipe_weights(recipe)[0].values())
     if not rewarded or reduce.max(advantages.advantages_K[kept_K].abs()) > 0:
         return None
     masked = f"{cut:.0%} of the responses are masked as truncated, and of the others " if cut else ""

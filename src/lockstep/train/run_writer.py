@@ -366,7 +366,7 @@ def record_rollouts(
     judged_S = experience.scores_S if rollouts.rescored_S is None else rollouts.rescored_S
     generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
     tape.rollouts(generated, judged_S, experience.baseline_S)
-    tape.examples([example for _, example in every])
+    tape.examples([example for _, sequences in every for example in sequences])
     # The names of these vectors are part of the tape format.
     vectors = {
         "old": outputs.old_K,

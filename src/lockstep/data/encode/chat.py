@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from lockstep.data.encode.builtin_templates import BUILTIN, append_only_version, builtin_text, same_without_thoughts
+from lockstep.data.encode.builtin_templates import (
+    BUILTIN,
+    append_only_version,
+    builtin_text,
+    closing_version,
+    same_without_thoughts,
+    without_closing,
+    without_dropped,
+)
 from lockstep.data.encode.chat_text import NO_INPUTS, ChatText, TemplateInputs, refuse_unused, refused_by_template
 from lockstep.data.encode.messages import REASONING, as_written
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
@@ -53,18 +61,21 @@ def render_chat(
 ) -> Spans:
     """Renders a chat that passed `check_messages`. Each trained message must appear unchanged in the text.
 
-    If the tokenizer's template changes a trained turn, and `append_only` is set, the chat is rendered with the built-in
-    append-only version of the template. `remedy` is the advice if a template changes a turn when later ones follow.
+    If the tokenizer's template changes a trained turn, or writes no end token after it, and `append_only` is set, the
+    chat is rendered with the built-in append-only version of the template. `remedy` is the advice if a template changes
+    a turn when later ones follow.
     """
     given = (tokenizer, messages, origin, inputs, roles)
     if not append_only:
         return _rendered(*given, remedy=remedy)
-    try:
-        return _rendered(*given, remedy=None)
-    except Refusal as refusal:
-        if refusal.problems[0].code not in _REWRITTEN:
-            raise
-    version, spans = append_only_version(tokenizer), None
+    version, spans = closing_version(tokenizer), None
+    if version is None:
+        try:
+            return _rendered(*given, remedy=None)
+        except Refusal as refusal:
+            if refusal.problems[0].code not in _REWRITTEN:
+                raise
+        version = append_only_version(tokenizer)
     if version is None:
         return _rendered(*given, remedy=remedy)
     try:
@@ -72,12 +83,32 @@ def render_chat(
     except Refusal as refusal:
         if refusal.problems[0].code in _REWRITTEN:
             raise
-    original = ChatText(tokenizer, messages, origin, inputs).upto(len(messages), open_turn=False)
-    moves = BUILTIN[version].rewrites == "system"
-    if spans is None or not (moves or same_without_thoughts(original, spans.text)):
+    if spans is None or not _same_chat(tokenizer, messages, origin, inputs, spans):
         # The tokenizer's template has a feature that its append-only version lacks, so its refusal is reported.
         return _rendered(*given, remedy=remedy)
     return spans
+
+
+def _same_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    origin: Origin,
+    inputs: TemplateInputs,
+    spans: Spans,
+) -> bool:
+    """Returns whether the tokenizer's template renders a chat as its append-only version does, except for reasoning and
+    for what it moves or drops."""
+    changes, count = BUILTIN[spans.version].rewrites, len(messages)
+    if changes == "system":
+        return True
+    original = ChatText(tokenizer, messages, origin, inputs).upto(count, open_turn=False)
+    if changes != "drops":
+        text = without_closing(spans.version, spans.text) if messages[-1]["role"] == "assistant" else spans.text
+        return same_without_thoughts(original, text)
+    kept, template = without_dropped(messages), builtin_text(spans.version)
+    tried = (inputs, TemplateInputs((), inputs.arguments))  # the tools are rendered, or dropped
+    texts = (ChatText(tokenizer, kept, origin, one, template).upto(count, open_turn=False) for one in tried)
+    return any(same_without_thoughts(original, text) for text in texts)
 
 
 def render_turn(
@@ -100,11 +131,12 @@ def render_turn(
         for number, turn in enumerate(messages[: index + 1])
     ]
     if has_markers(tokenizer):
-        return _rendered(tokenizer, messages, origin, inputs, ASSISTANT)
+        return render_chat(tokenizer, messages, origin, inputs, append_only=append_only)
     chat = ChatText(tokenizer, messages, origin, inputs)
-    before, text, version = chat.upto(index, open_turn=True), chat.upto(index + 1, open_turn=False), ""
-    if not text.startswith(before):
-        version = (append_only_version(tokenizer) if append_only else None) or ""
+    before, text = chat.upto(index, open_turn=True), chat.upto(index + 1, open_turn=False)
+    version = (closing_version(tokenizer) if append_only else None) or ""
+    if version or not text.startswith(before):
+        version = version or (append_only_version(tokenizer) if append_only else None) or ""
         turn = _turn_of_version(tokenizer, messages, origin, inputs, version, chat) if version else None
         if turn is None:
             raise not_after_prompt(tokenizer, messages, origin, inputs, where=where)

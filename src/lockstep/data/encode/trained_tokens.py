@@ -24,7 +24,7 @@ class Spans:
     text: str
     trained: tuple[tuple[int, int], ...]
     marked: bool = False
-    """Whether the template's generation markers delimit the ranges. Then they end with the end token of the turn."""
+    """Whether the template's generation markers delimit the ranges."""
     version: str = ""
     """Name of the built-in append-only template that rendered the text instead of the tokenizer's template."""
 
@@ -40,8 +40,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
         ids, trained, split = _by_offsets(tokenizer, spans)
     else:
         (ids, trained), split = counted, False
-    if not spans.marked:
-        _untrain_after_end(tokenizer, ids, trained)
+    _untrain_after_end(tokenizer, ids, trained)
     return Example(ids, bytes(trained), origin), split
 
 

@@ -215,7 +215,13 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
 
 def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return [
-        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], loss_mask=r.loss_mask[:FIRST_TOKENS])
+        replace(
+            r,
+            ids=r.ids[:FIRST_TOKENS],
+            logprobs=r.logprobs[:FIRST_TOKENS],
+            loss_mask=r.loss_mask[:FIRST_TOKENS],
+            rows=(),
+        )
         for r in rollouts
     ]
 

@@ -1,0 +1,49 @@
+"""The rewards of an environment as reward components, and what reward functions see of a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lockstep.trajectory import Trajectory
+from lockstep.types import Failure, Question
+
+# The reward components that an environment gives: the sum of its rewards per turn, the result of its method `score`,
+# and the result of its method `score_group`.
+STEPS, SCORE, GROUP = "environment", "score", "group"
+ENVIRONMENT_PARTS = (STEPS, SCORE, GROUP)
+_METHODS = {SCORE: "score", GROUP: "score_group"}
+
+
+def environment_parts(trajectory: Trajectory, required: frozenset[str] = frozenset()) -> dict[str, float] | Failure:
+    """Returns the rewards of the environment by name. Components in `required` must exist: the recipe has a weight for
+    them."""
+    parts = {STEPS: trajectory.reward, **trajectory.scores}
+    missing = sorted(required - parts.keys())
+    if missing:
+        why = f"reward.weights has an entry {missing[0]!r}, but the environment has no method {_METHODS[missing[0]]}"
+        return Failure(missing[0], why)
+    return parts
+
+
+def turn_rewards(trajectory: Trajectory, weight: float) -> tuple[tuple[int, float], ...]:
+    """Returns the weighted reward of each turn, at the last token of the turn."""
+    return tuple((turn.stop - 1, weight * turn.reward) for turn in trajectory.turns if turn.reward)
+
+
+def with_trajectory(question: Question, trajectory: Trajectory) -> Question:
+    """Returns the question for reward functions: `messages`, `state` and `info` of the trajectory are in `extra_info`,
+    and in the columns if a reward reads columns (TRL's signature)."""
+    seen: dict[str, Any] = {
+        "messages": [dict(message) for message in trajectory.messages],
+        "state": dict(trajectory.state),
+        "info": dict(trajectory.info),
+    }
+    columns = {**question.columns, **seen} if question.columns else question.columns
+    return replace(question, extra_info={**question.extra_info, **seen}, columns=columns)
+
+
+def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Returns the weighted sum of the rewards of an environment. Rewards that it does not give add nothing."""
+    return sum(weights[name] * parts[name] for name in ENVIRONMENT_PARTS if name in weights and name in parts)
