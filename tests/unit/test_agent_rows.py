@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as parquet
@@ -60,7 +61,7 @@ def test_the_template_is_append_only_and_marks_the_turns_of_the_model(tmp_path: 
     row = rows(tmp_path / "sft_train.parquet")[0]
     chat, tools = row["messages"], json.loads(row["tools"])
     texts = [tokenizer.apply_chat_template(chat[:n], tools=tools, tokenize=False) for n in range(1, len(chat) + 1)]
-    assert all(text.startswith(before) for before, text in zip(texts, texts[1:], strict=False))
+    assert all(text.startswith(before) for before, text in pairwise(texts))
     assert texts[0].startswith("<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\n")
     marked = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from random import Random
 
@@ -13,10 +15,20 @@ import pytest
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.corpus_search import Corpus, words
 from lockstep.environments.builtin.guess_number import GuessNumber
-from lockstep.environments.builtin.names import BUILTIN_ENVIRONMENTS, BUILTIN_TOOLS, builtin_tool
 from lockstep.environments.messages import Reply
 from lockstep.environments.sandbox import NAMESPACES, why_unusable
+from lockstep.environments.setup import host_setup
+from lockstep.environments.tool_environment import ToolEnvironment
 from lockstep.errors import Refusal
+from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
+
+
+def builtin_tool(tool: str) -> Callable[..., str]:
+    """The function of a built-in tool, found as the host of a run finds it."""
+    arguments = host_setup(EnvironmentSettings(tools=[tool])).arguments
+    (loaded,) = ToolEnvironment(**arguments)._tools.values()
+    return loaded.function
 
 
 @pytest.mark.parametrize(
@@ -84,14 +96,12 @@ def test_search_ranks_by_bm25(tmp_path: Path) -> None:
     file.write_text(
         "".join(json.dumps({"title": f"Page {n}", "text": text}) + "\n" for n, text in enumerate(documents))
     )
-    search = builtin_tool(f"search:{file}", "rollout.tools")
-    assert search is not None
+    search = builtin_tool(f"search:{file}")
     assert search("Stone?") == "[1] Page 3: Stone"
     assert search("unknown") == "no document matches"
     plain = tmp_path / "corpus.txt"
     plain.write_text("One\ntext.\n\n\nAnother one.\n")
-    search = builtin_tool(f"search:{plain}", "rollout.tools")
-    assert search is not None
+    search = builtin_tool(f"search:{plain}")
     assert search("another") == "[1] Another one."
 
 
@@ -105,9 +115,9 @@ def test_search_ranks_by_bm25(tmp_path: Path) -> None:
         ("calculator:2", "unknown-name"),
     ],
 )
-def test_wrong_arguments_of_tools_are_refused(tool: str, code: str, tmp_path: Path, monkeypatch: object) -> None:
+def test_wrong_arguments_of_tools_are_refused(tool: str, code: str) -> None:
     with pytest.raises(Refusal) as refusal:
-        builtin_tool(tool, "rollout.tools")
+        builtin_tool(tool)
     assert refusal.value.problems[0].code == code
     assert refusal.value.problems[0].where.startswith("rollout.tools")
 
@@ -116,22 +126,21 @@ def test_wrong_arguments_of_tools_are_refused(tool: str, code: str, tmp_path: Pa
 def test_a_broken_corpus_is_refused(content: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(content)
     with pytest.raises(Refusal, match=why):
-        builtin_tool(f"search:{tmp_path / 'corpus.jsonl'}", "rollout.tools")
+        builtin_tool(f"search:{tmp_path / 'corpus.jsonl'}")
 
 
 @pytest.mark.skipif(bool(why_unusable(NAMESPACES)), reason=why_unusable(NAMESPACES))
 def test_code_runs_in_a_sandbox() -> None:
-    python, bash = builtin_tool("python:seconds=60", "k"), builtin_tool("bash:seconds=60,output_bytes=4", "k")
-    assert python is not None and bash is not None
+    python, bash = builtin_tool("python:seconds=60"), builtin_tool("bash:seconds=60,output_bytes=4")
     assert python("print(6 * 7)") == "42"
     assert "ZeroDivisionError" in python("1 / 0")
     assert bash("echo 123456").startswith("1234\n[the program was stopped: output limit]")
 
 
-def test_other_names_are_not_built_in() -> None:
-    assert builtin_tool("tools.py:calculator", "k") is None
-    assert set(BUILTIN_TOOLS) == {"calculator", "python", "bash", "search"}
-    assert set(BUILTIN_ENVIRONMENTS) == {"guess_number"}
+def test_every_name_leads_to_code() -> None:
+    for path in (*TOOLS.values(), *ENVIRONMENTS.values()):
+        module, _, name = path.partition(":")
+        assert callable(getattr(import_module(module), name))
 
 
 def guess(game: GuessNumber, text: str) -> tuple[str, float, bool]:

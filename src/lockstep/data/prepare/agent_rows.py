@@ -20,10 +20,10 @@ from lockstep.run.files import replace_text
 from lockstep.types import Message, Row
 
 # Products of two numbers with three digits. A tiny model cannot compute them, so it needs the calculator. In the SFT
-# rows only every sixth answer calls it; the others guess. So the warm-up teaches the format of a call, but the model
+# rows only every third answer calls it; the others guess. So the warm-up teaches the format of a call, but the model
 # rarely calls, and GRPO teaches it to call.
 
-CALL_EVERY = 6
+CALL_EVERY = 3
 CALCULATOR_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {

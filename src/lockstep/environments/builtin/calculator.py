@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from lockstep.errors import Refusal
 
 Number = int | float
 
@@ -24,6 +26,13 @@ def calculator(expression: str) -> str:
         return _text(_Parser(expression).result())
     except (ValueError, ArithmeticError) as error:
         return f"error: {error}"
+
+
+def calculator_tool(argument: str, where: str) -> Callable[..., str]:
+    """Returns the tool `calculator`, which has no argument in the recipe."""
+    if argument:
+        raise Refusal.at(where, "calculator has no argument", "write calculator", code="unknown-name")
+    return calculator
 
 
 class _Parser:
