@@ -9,7 +9,7 @@ import re
 import sys
 from html import escape
 
-from lockstep.data.prepare.agent_rows import CALCULATOR_TOOL, TEMPLATE, _call_chat
+from lockstep.data.prepare.agent_rows import CALCULATOR_TOOL, TEMPLATE, call_chat
 
 FONT = "font-family='DejaVu Sans Mono, Menlo, Consolas, monospace'"
 COLOURS = {"prompt": "#dfe6ee", "model": "#bfe3c0", "tool": "#f6dfb5", "template": "#e9e9e9"}
@@ -36,7 +36,7 @@ def speaker_lines() -> list[tuple[str, str, str]]:
     """Returns the rendered conversation as (speaker, text, mask): the tokens that the loss uses have the mask 1."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    chat = _call_chat(444, 378)
+    chat = call_chat(444, 378)
     rendered, spans = render_jinja_template(
         [chat], tools=[CALCULATOR_TOOL], chat_template=TEMPLATE, return_assistant_tokens_mask=True
     )

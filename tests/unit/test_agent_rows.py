@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
 
-from lockstep.data.prepare.agent_rows import CALCULATOR_TOOL, CALL_EVERY, write_calculator, write_guess_number
+from lockstep.data.prepare.agent_rows import CALCULATOR_TOOL, GUESS_EVERY, write_calculator, write_guess_number
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.guess_number import GuessNumber
 from lockstep.environments.messages import Reply
@@ -21,7 +22,7 @@ def rows(path: Path) -> list[dict]:
     return parquet.read_table(path).to_pylist()
 
 
-def test_calls_are_right_and_guesses_are_wrong(tmp_path: Path) -> None:
+def test_few_calls_are_right_and_all_guesses_are_wrong(tmp_path: Path) -> None:
     counts = write_calculator(tmp_path, train_rows=120, val_rows=20)
     assert counts == {"train.parquet": 120, "val.parquet": 20, "sft_train.parquet": 120}
     asked = []
@@ -31,18 +32,24 @@ def test_calls_are_right_and_guesses_are_wrong(tmp_path: Path) -> None:
             # Python is the independent judge.
             assert str(eval(question.removeprefix("What is ").removesuffix("?"))) == row["reward_model"]["ground_truth"]
             asked.append(question)
-    called = 0
+    signs, guesses = Counter[str](), 0
     for row in rows(tmp_path / "sft_train.parquet"):
         question, *turns, answer = row["messages"]
         asked.append(question["content"])
         truth = str(eval(question["content"].removeprefix("What is ").removesuffix("?")))
-        rule = rule_for("arithmetic")
+        right = rule_for("arithmetic")(answer["content"], truth)
         if turns:
-            called += 1
             expression = turns[0]["tool_calls"][0]["function"]["arguments"]["expression"]
-            assert calculator(expression) == turns[1]["content"] == truth
-        assert rule(answer["content"], truth) == bool(turns)
-    assert called == 120 / CALL_EVERY
+            result = calculator(expression)
+            assert (turns[1]["content"], answer["content"]) == (result, f"#### {result}")
+            assert right == (result == truth)
+            signs[expression.split()[1]] += 1
+        else:
+            assert not right
+            guesses += 1
+    assert guesses == 120 / GUESS_EVERY
+    assert 0 < signs["*"] < signs["+"]
+    assert signs["*"] < signs["-"]
     assert len(set(asked)) == len(asked) == 260
 
 

@@ -19,11 +19,13 @@ from lockstep.errors import refuse_all
 from lockstep.run.files import replace_text
 from lockstep.types import Message, Row
 
-# Products of two numbers with three digits. A tiny model cannot compute them, so it needs the calculator. In the SFT
-# rows only every third answer calls it; the others guess. So the warm-up teaches the format of a call, but the model
-# rarely calls, and GRPO teaches it to call.
+# Products of two numbers with three digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
+# teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls have the
+# wrong sign. GRPO teaches the model to call, with the right sign.
 
-CALL_EVERY = 3
+GUESS_EVERY = 4
+# The signs of the calls in the SFT rows. The right sign is the rarest.
+CALL_SIGNS = ("+", "-", "+", "-", "*")
 CALCULATOR_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -91,7 +93,7 @@ def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 10
         for split in ("train", "val")
     }
     files["sft_train"] = [
-        {"messages": _call_chat(a, b) if index % CALL_EVERY == 0 else _guess_chat(a, b, draw), "tools": _TOOLS}
+        {"messages": _sft_chat(index, a, b, draw), "tools": _TOOLS}
         for index, (a, b) in enumerate(splits["sft_train"])
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,13 +104,21 @@ def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 10
 _TOOLS = json.dumps([CALCULATOR_TOOL])
 
 
-def _call_chat(a: int, b: int) -> list[Message]:
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} * {b}"}}}
+def _sft_chat(index: int, a: int, b: int, draw: random.Random) -> list[Message]:
+    if index % GUESS_EVERY == 0:
+        return _guess_chat(a, b, draw)
+    return call_chat(a, b, draw.choice(CALL_SIGNS))
+
+
+def call_chat(a: int, b: int, sign: str = "*") -> list[Message]:
+    """Returns the question for a product, a call of the calculator with a sign, its result, and the answer."""
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} {sign} {b}"}}}
     return [
         *user_message(f"What is {a} * {b}?"),
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": str(a * b)},
-        *assistant_message(f"#### {a * b}"),
+        {"role": "tool", "content": str(result)},
+        *assistant_message(f"#### {result}"),
     ]
 
 
