@@ -450,6 +450,13 @@ class Rollout:
         return [Example(prompt + ids, [0] * len(prompt) + mask, origin) for ids, mask in rows]
 
     @property
+    def turn_tokens(self) -> list[int]:
+        """The number of policy tokens of each turn of the policy."""
+        if self.trajectory is not None and self.trajectory.turns:
+            return [sum(self.loss_mask[turn.start : turn.stop]) for turn in self.trajectory.turns]
+        return [len(run.ids) for run in self.turns if run.policy]
+
+    @property
     def turns(self) -> list[TokenRun]:
         """The tokens of the response, split into turns of the policy and of the environment."""
         turns: list[TokenRun] = []
@@ -480,6 +487,8 @@ class RolloutMeta:
     """The metrics of the trajectory, by their names in the run. Empty without an environment."""
     rows: tuple[int, ...] = ()
     """The numbers of tokens after the prompt of each row, if the trajectory has several rows."""
+    anchors: tuple[str | None, ...] = ()
+    """For each turn of the policy, a digest of the text that identifies the state in which the turn starts."""
 
     @property
     def lengths(self) -> tuple[int, ...]:

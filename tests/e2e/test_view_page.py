@@ -17,7 +17,9 @@ from hang import wait_until
 from lockstep.parity.compare.compare_report import write_report
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, append_text
+from lockstep.run.sample_log import conversation
 from lockstep.serve.viewer import RunViewer
+from lockstep.trajectory import Trajectory, TurnRecord
 from parity_example import HOSTILE, example
 from view_runs import sample, write_run
 
@@ -34,6 +36,23 @@ ESCAPES = "\x1b[31mred\x1b[0m \u202eright to left\u202c"
 
 def reward(step: int) -> float:
     return 7.5 if step == SPIKE else math.sin(step / 400) / 2
+
+
+def played_game() -> dict[str, Any]:
+    """A line of samples.jsonl of a conversation with an environment: two turns, as a run writes them."""
+    texts = ["<tool_call>", "2+2", "</tool_call>", "tool: 4", "It is ", "4"]
+    trajectory = Trajectory(
+        [
+            {"role": "user", "content": f"What is 2 + 2? {HOSTILE}"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculator"}}]},
+            {"role": "tool", "name": "calculator", "content": "the result is 4"},
+            {"role": "assistant", "content": "It is 4"},
+        ],
+        [TurnRecord(0, 3, 0.25, parse_error="no such tool"), TurnRecord(4, 6, 1.0)],
+        "completed",
+    )
+    details = {"texts": texts, "logprobs": [-0.01, -0.7, -0.01, None, -0.02, -6.0]}
+    return {**conversation(trajectory), "response": "It is 4", "tokens": 6, "token_details": details}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / "short",
         40,
         {"critic/score/mean": lambda step: step / 40, "actor/entropy": lambda step: odd.get(step, 1.0)},
+        [sample(7, 0, **played_game())],
         lr=3e-4,
     )
     extremes = {"huge": lambda step: 1.7e308 * (-1) ** step, "tiny": lambda step: 5e-324, "zero": lambda step: 0.0}
@@ -355,6 +375,29 @@ def test_responses_token_by_token(page: Page) -> None:
     page.until("document.querySelector('#sample-count').innerText === '2 responses in step 4'")
     page.click("#step-before")
     page.until("document.querySelector('#sample-count').innerText === '2 responses in step 2'")
+
+
+def test_a_conversation_by_speaker(page: Page, tmp_path: Path) -> None:
+    """The speakers apart, the tokens of the model's turns as tokens, and the reward of each turn."""
+    page.open("#run=short&tab=samples&step=7")
+    page.until("document.querySelectorAll('.speaker').length === 4")
+    speakers = page.evaluate("[...document.querySelectorAll('.speaker h4')].map((one) => one.innerText)")
+    assert [" ".join(one.split()).upper() for one in speakers] == [
+        "USER",
+        "MODEL, TURN 1, 3 TRAINED TOKENS REWARD +0.250",
+        "CALCULATOR",
+        "MODEL, TURN 2, 2 TRAINED TOKENS REWARD +1.00",
+    ]
+    tokens = "[...document.querySelectorAll('.speaker')].map((one) => one.querySelectorAll('.token').length)"
+    assert page.evaluate(tokens) == [0, 3, 0, 2], "what the environment wrote is text, not trained tokens"
+    assert "the result is 4" in page.text(".speaker:nth-child(3)")
+    assert "no such tool" in page.text(".speaker:nth-child(2)")
+    assert HOSTILE in page.text(".speaker:nth-child(1)")
+    assert "ended by completed" in page.text(".sample-head")
+    page.choose("#colour", "")
+    assert "It is 4" in page.text(".speaker:nth-child(4)")
+    page.choose("#colour", "logprob")
+    page.browser.screenshot(tmp_path / "conversation.png")
 
 
 def test_filters_and_search(page: Page) -> None:

@@ -36,7 +36,7 @@ from lockstep.train.experience import (
 )
 from lockstep.train.models import Models, Packing
 from lockstep.train.update_terms import select_tokens
-from lockstep.trajectory import Trajectory, TrajectoryRow
+from lockstep.trajectory import Trajectory, TrajectoryRow, TurnRecord
 from lockstep.types import Prompt, Rollout, Score
 from object_sizes import sizes_of
 
@@ -78,10 +78,15 @@ def in_rows(one: Rollout) -> Rollout:
     if (one.prompt_index + one.sample) % 3:
         return one
     half, size = len(one.ids) // 2, len(one.ids)
-    mask = [int(i % 11 < 8 and not half <= i < half + 5) for i in range(size)]
+    turns = [
+        TurnRecord(0, 12, anchor="start"),
+        TurnRecord(15, half, anchor=f"state {one.sample % 2}"),
+        TurnRecord(half + 5, size),
+    ]
+    mask = [int(any(turn.start <= i < turn.stop for turn in turns)) for i in range(size)]
     spans = slice(0, half), slice(half, size)
     rows = tuple(TrajectoryRow(one.ids[at], mask[at], one.logprobs[at]) for at in spans)
-    trajectory = Trajectory([], [], "completed")
+    trajectory = Trajectory([], turns, "completed")
     return replace(one, loss_mask=mask, rows=rows, trajectory=trajectory)
 
 
@@ -135,7 +140,11 @@ KEYS: tuple[dict[str, Any], ...] = (
         "overlong__mask_truncated": True,
         "pf_ppo__method": "pow",
     },
-    {"rollout_correction": {"weight": "sequence", "normalize": True}, "pf_ppo__method": "max_random"},
+    {
+        "rollout_correction": {"weight": "sequence", "normalize": True},
+        "pf_ppo__method": "max_random",
+        "turn_discount": 0.7,
+    },
 )
 
 
@@ -191,7 +200,9 @@ def estimating(name: str, keys: dict[str, Any]) -> Recipe:
     given = {"advantage": name, **keys, **(gdpo if name == "gdpo" else {"kl__where": "reward"})}
     if name == "gdpo":
         given.pop("kl__before_baseline", None)
-    return recipe_of(rollout__n=4, **{f"algorithm__{key}": value for key, value in given.items()})
+        given.pop("turn_discount", None)
+    rollout = {"rollout__n": 4, "rollout__environment": "game.py:Game"}
+    return recipe_of(**rollout, **{f"algorithm__{key}": value for key, value in given.items()})
 
 
 def check_weights(

@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, positions, running_sum, whiten
+from lockstep.algorithms.advantage import (
+    ESTIMATORS,
+    Signals,
+    Turns,
+    Whitening,
+    informative,
+    positions,
+    running_sum,
+    whiten,
+)
 from lockstep.errors import Refusal
 from work import lines_run, operators_run
 
@@ -28,6 +37,14 @@ def step(scores, groups, lengths, dtype=torch.float64, **extra) -> Signals:
         if length:
             rewards[end] = score
     return Signals(rewards, sequence, torch.tensor(groups, dtype=torch.int64), **extra)
+
+
+def one_turn(name: str, signals: Signals) -> Signals:
+    """The signals with one turn per sequence, for an estimator that compares turns; all start in one state."""
+    if name != "gigpo":
+        return signals
+    count = len(signals.group_S)
+    return replace(signals, turns=Turns(signals.sequence_K, torch.arange(count), torch.zeros(count).long(), 0.9))
 
 
 def by_sequence(name: str, signals: Signals) -> list[float | None]:
@@ -176,7 +193,7 @@ def test_no_tokens_at_all(name):
         energy_K=none,
         rewards=((1.0, torch.zeros(2)),),
     )
-    estimate = ESTIMATORS[name](signals, gamma=0.9, lam=0.9)
+    estimate = ESTIMATORS[name](one_turn(name, signals), gamma=0.9, lam=0.9)
     assert len(estimate.advantages_K) == len(estimate.returns_K) == 0
 
 
@@ -269,7 +286,13 @@ def test_informative_groups():
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("gae", "values"), ("remax", "greedy"), ("gdpo", "separate rewards"), ("optimal_token_baseline", "squared")],
+    [
+        ("gae", "values"),
+        ("remax", "greedy"),
+        ("gdpo", "separate rewards"),
+        ("optimal_token_baseline", "squared"),
+        ("gigpo", "turns"),
+    ],
 )
 def test_what_is_missing_is_named(name, what):
     with pytest.raises(Refusal, match=what):
@@ -302,7 +325,7 @@ def test_no_loop_over_sequences_or_tokens(name):
         )
 
         def estimate():
-            return ESTIMATORS[name](signals, gamma=0.99, lam=0.95)
+            return ESTIMATORS[name](one_turn(name, signals), gamma=0.99, lam=0.95)
 
         estimate()  # what is only done the first time
         return operators_run(estimate) + lines_run(estimate)
@@ -379,7 +402,7 @@ def test_nothing_is_ever_nan(name, drawn):
     tokens = sum(lengths)
     more = {"energy_K": torch.ones(tokens), "rewards": ((1.0, torch.tensor(scores)), (0.5, torch.ones(len(scores))))}
     signals = step(scores, groups, lengths, values_K=torch.ones(tokens), baseline_S=torch.ones(len(lengths)), **more)
-    estimate = ESTIMATORS[name](signals, gamma=0.9, lam=0.9)
+    estimate = ESTIMATORS[name](one_turn(name, signals), gamma=0.9, lam=0.9)
     assert bool(estimate.advantages_K.isfinite().all())
     assert bool(estimate.returns_K.isfinite().all())
 

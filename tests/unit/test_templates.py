@@ -19,7 +19,7 @@ from lockstep.data.encode.builtin_templates import (
     shows_reasoning,
     without_dropped,
 )
-from lockstep.data.encode.chat_template import with_template
+from lockstep.data.encode.chat_template import turn_ends, with_template
 from lockstep.data.encode.chat_text import TemplateInputs, messages_after_turn
 from lockstep.data.encode.prompt_rows import prompt_ids
 from lockstep.errors import Refusal
@@ -180,6 +180,17 @@ def test_the_marks_of_a_named_template_must_be_tokens(tokenizer: Any) -> None:
     tokenizer.add_special_tokens({"eos_token": "<｜end▁of▁sentence｜>"})
     with_template(tokenizer, Data(train="x", template="deepseek-r1"))
     assert tokenizer.chat_template == builtin_text("deepseek-r1")
+
+
+@pytest.mark.parametrize(("name", "ends"), [("glm4.5", "<|user|><|observation|>"), ("gpt-oss", "<|return|><|call|>")])
+def test_generation_stops_after_answers_and_after_calls(tokenizer: Any, name: str, ends: str) -> None:
+    tokenizer.add_special_tokens({"extra_special_tokens": list(BUILTIN[name].tokens)})
+    data = Data(train="x", template=name, template_arguments={} if name == "glm4.5" else {"date_string": "2025-01-31"})
+    with_template(tokenizer, data)
+    assert turn_ends(tokenizer, data) == tokenizer(ends)["input_ids"]
+    assert turn_ends(tokenizer, Data(train="x")) == []
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert ("Current date: 2025-01-31\n" in shown) == (name == "gpt-oss")
 
 
 # -- messages after a generated turn -----------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Advantage estimators, with discounted returns and generalized advantages.
 
-The suffixes of tensor names mean K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
+The suffixes of tensor names mean K tokens, S sequences of a step, P sequences that have a token, G groups, T positions,
+U turns of the model in all trajectories of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,25 +15,61 @@ from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.errors import Refusal
 
 
-def return_to_go(rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The discounted sum of the rewards of a token and all later tokens: G_t = r_t + gamma G_{t+1}, in float64."""
-    return _accumulated(_Layout(sequence_K), rewards_K.double(), gamma)
+@dataclass(frozen=True)
+class Turns:
+    """The turns of the model in the trajectories of a step, in the order of the sequences."""
+
+    turn_K: torch.Tensor
+    """The index of the turn of each token among all turns of the step."""
+    sequence_U: torch.Tensor
+    state_U: torch.Tensor
+    """The number of the state in which a turn starts. Turns with the same number start in the same state, in
+    trajectories of the same prompt."""
+    discount: float = 1.0
+    """The discount factor between turns: a turn has the return R_t = r_t + discount R_{t+1} (`turn_discount` in
+    AReaL)."""
+    weight: float = 1.0
+    """The weight of the advantages of turns in `gigpo`."""
+
+    @property
+    def discount_K(self) -> torch.Tensor:
+        """The discount of the rewards at each token, from the start of the trajectory: discount^t in turn t."""
+        return (self.discount ** positions(self.sequence_U).double())[self.turn_K]
+
+    def decay(self, gamma: float) -> torch.Tensor:
+        """The discount factor from each token to the next: gamma, times `discount` at the last token of a turn."""
+        last_K = torch.ones_like(self.turn_K, dtype=torch.bool)
+        last_K[:-1] = self.turn_K[1:] != self.turn_K[:-1]
+        return gamma * torch.where(last_K, self.discount, 1.0).double()
+
+
+def return_to_go(
+    rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float, turns: Turns | None = None
+) -> torch.Tensor:
+    """The discounted sum of the rewards of a token and all later tokens: G_t = r_t + gamma G_{t+1}, in float64. Between
+    two turns, the discount factor is also multiplied by `turns.discount`."""
+    return _accumulated(_Layout(sequence_K), rewards_K.double(), gamma if turns is None else turns.decay(gamma))
 
 
 def generalized_advantages(
-    rewards_K: torch.Tensor, values_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float, lam: float
+    rewards_K: torch.Tensor,
+    values_K: torch.Tensor,
+    sequence_K: torch.Tensor,
+    gamma: float,
+    lam: float,
+    turns: Turns | None = None,
 ) -> torch.Tensor:
     """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), in float64, not whitened.
 
     The value after the last token is 0. The vectors have no environment tokens (tool output), so such tokens add no
     discount and no TD residual.
     """
-    layout = _Layout(sequence_K)
+    layout, decay = _Layout(sequence_K), gamma if turns is None else turns.decay(gamma)
     values_K = values_K.double()
     values_TS = layout.padded(values_K)
     next_TS = torch.cat([values_TS[1:], torch.zeros_like(values_TS[:1])])
-    residuals_K = rewards_K.double() + gamma * layout.flat(next_TS) - values_K
-    return _accumulated(layout, residuals_K, gamma * lam)
+    residuals_K = rewards_K.double() + decay * layout.flat(next_TS) - values_K
+    return _accumulated(layout, residuals_K, decay * lam)
 
 
 def positions(sequence_K: torch.Tensor) -> torch.Tensor:
@@ -66,11 +103,16 @@ class _Layout:
         return values_TS[self.position_K, self.column_K]
 
 
-def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch.Tensor:
-    """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each sequence. Padding zeros add nothing."""
+def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float | torch.Tensor) -> torch.Tensor:
+    """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each sequence. Padding zeros add nothing. If `decay` is a
+    tensor, it has the decay from each token to the next."""
     sums_TS = layout.padded(values_K)
+    decay_TS = layout.padded(decay) if isinstance(decay, torch.Tensor) else None
     for position in range(layout.positions - 2, -1, -1):
-        sums_TS[position].add_(sums_TS[position + 1], alpha=decay)
+        if decay_TS is None:
+            sums_TS[position].add_(sums_TS[position + 1], alpha=decay)
+        else:
+            sums_TS[position].addcmul_(sums_TS[position + 1], decay_TS[position])
     return layout.flat(sums_TS)
 
 
@@ -121,11 +163,15 @@ class Signals:
     kl_penalty_K: torch.Tensor | None = None
     """A KL penalty that is not in the scores of the groups: its return to go is subtracted from the advantages."""
     reduce: StepReduce = SINGLE_PROCESS
+    turns: Turns | None = None
+    """The turns of trajectories, if the estimator or `turn_discount` needs them."""
 
     @property
     def scores_S(self) -> torch.Tensor:
-        """The sum of the rewards of each sequence."""
-        return self.reduce.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
+        """The sum of the rewards of each sequence. With `turn_discount`, the return of its first turn: the reward of
+        turn t is multiplied by turn_discount^t."""
+        rewards_K = self.rewards_K if self.turns is None else self.rewards_K * self.turns.discount_K
+        return self.reduce.sum_by(rewards_K.to(self.rewards_K), self.sequence_K, len(self.group_S))
 
 
 @dataclass(frozen=True)
@@ -139,13 +185,13 @@ class Estimate:
 def gae(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """Generalised advantages A (arXiv 1506.02438), whitened over the step; returns are A + V with the unwhitened A."""
     values_K = _needed(signals.values_K, "gae", "the critic's values")
-    advantages_K = generalized_advantages(signals.rewards_K, values_K, signals.sequence_K, gamma, lam)
+    advantages_K = generalized_advantages(signals.rewards_K, values_K, signals.sequence_K, gamma, lam, signals.turns)
     return _estimate(signals, advantages_K, advantages_K + values_K.double(), whitens=True)
 
 
 def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """The discounted return to go, without a baseline (Williams 1992)."""
-    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma, signals.turns)
     return _estimate(signals, returns_K, returns_K)
 
 
@@ -161,14 +207,14 @@ def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 def reinforce_pp(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """REINFORCE++ (arXiv 2501.03262): the return to go, whitened over the tokens of the step."""
-    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma, signals.turns)
     return _estimate(signals, returns_K, returns_K, whitens=True)
 
 
 def remax(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """ReMax (arXiv 2310.10505): the return to go minus the score of the greedy response to the same prompt."""
     baseline_S = _needed(signals.baseline_S, "remax", "the scores of the greedy responses")
-    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma, signals.turns)
     return _estimate(signals, returns_K - baseline_S.double()[signals.sequence_K], returns_K)
 
 
@@ -259,7 +305,7 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
         signals.energy_K, "optimal_token_baseline", "the squared probabilities of the vocabulary"
     ).double()
     sequence_K, reduce = signals.sequence_K, signals.reduce
-    returns_K = return_to_go(signals.rewards_K, sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, sequence_K, gamma, signals.turns)
     group_S, groups = _numbered(signals.group_S)
     place_K = positions(sequence_K)
     energy_K = running_sum(energy_K, sequence_K)
@@ -274,6 +320,37 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
     advantages_K = returns_K - torch.where(alone_K, 0.0, baseline_K)
     single_K = _Groups(signals).single_K
     return _estimate(signals, torch.where(single_K, 0.0, advantages_K), returns_K)
+
+
+def gigpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """GiGPO (arXiv 2505.10978): the advantage of the trajectory as in `grpo`, plus the weighted advantage of the turn.
+
+    The advantage of a turn is (R_t - mean) / (standard deviation + 1e-6) over the turns of the group that start in the
+    same state, with the return R_t = r_t + turn_discount R_{t+1}. It is 0 if no other turn starts in this state. As in
+    the paper, the score of a trajectory is the sum of its rewards without discount. The deviations have the divisor
+    n - 1 (`mean_std_norm` in verl-agent).
+    """
+    turns = signals.turns
+    if turns is None:
+        raise Refusal.at(
+            "algorithm.advantage", "gigpo needs the turns of trajectories, and the step has none", code="missing-input"
+        )
+    groups = _Groups(replace(signals, turns=None))
+    rewards_U = signals.reduce.sum_by(signals.rewards_K.double(), turns.turn_K, len(turns.sequence_U))
+    returns_U = return_to_go(rewards_U, turns.sequence_U, turns.discount)
+    turn_K = (turns.weight * _normalized(returns_U, turns.state_U))[turns.turn_K]
+    trajectory_K = groups.at_tokens(groups.centred_P / (groups.deviation_P + STD_FLOOR))
+    return _estimate(signals, trajectory_K + turn_K, returns_U[turns.turn_K])
+
+
+def _normalized(values_U: torch.Tensor, group_U: torch.Tensor) -> torch.Tensor:
+    """(value - group mean) / (standard deviation of the group + 1e-6); 0 in a group with one value or equal values."""
+    number_U, groups = _numbered(group_U)
+    size_U = sum_by(torch.ones_like(values_U), number_U, groups)[number_U]
+    above_U = values_U - _extreme(values_U, number_U, groups, "amin")
+    centred_U = above_U - sum_by(above_U, number_U, groups)[number_U] / size_U
+    variance_U = sum_by(centred_U.square(), number_U, groups)[number_U] / (size_U - 1).clamp(min=1)
+    return centred_U / (variance_U.sqrt() + STD_FLOOR)
 
 
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
@@ -291,6 +368,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "gpg": gpg,
     "gdpo": gdpo,
     "optimal_token_baseline": optimal_token_baseline,
+    "gigpo": gigpo,
 }
 
 
@@ -328,7 +406,9 @@ class _Groups:
         reduce, sequence_K, sequences = signals.reduce, signals.sequence_K, len(signals.group_S)
         lengths_S = reduce.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
         if scores_S is None:
-            scores_S = reduce.sum_by(signals.rewards_K.double(), sequence_K, sequences)
+            rewards_K = signals.rewards_K.double()
+            rewards_K = rewards_K if signals.turns is None else rewards_K * signals.turns.discount_K
+            scores_S = reduce.sum_by(rewards_K, sequence_K, sequences)
         present_S = lengths_S > 0
         # For each token, the index of its sequence among the sequences that have a token.
         self._index_K = (present_S.cumsum(0) - 1)[sequence_K]

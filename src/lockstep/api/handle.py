@@ -33,7 +33,7 @@ from lockstep.api.losses import (
     chosen_loss,
 )
 from lockstep.data.encode.chat import check_messages
-from lockstep.data.encode.chat_template import end_of_turn, is_named, template_text
+from lockstep.data.encode.chat_template import is_named, template_text, turn_ends
 from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.encode.encoding import Encoding, as_chat
 from lockstep.data.encode.responses import ResponseEncoder
@@ -97,8 +97,7 @@ class Handle:
         self._engine_checked = False
         self._encoding = Encoding(tokenizer, data)
         self._encode = ResponseEncoder(self._encoding)
-        end = end_of_turn(tokenizer, data)
-        self._stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *([] if end is None else [end])}))
+        self._stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *turn_ends(tokenizer, data)}))
         self._files = {RunFolder(Path()).template.name: template_text(data.template)} if is_named(data) else {}
         self._gathered = _Gathered()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.environments.json_schema import InvalidJson, read_json
+from lockstep.environments.json_schema import DEEPEST, InvalidJson, read_json
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class Reasoning(str):
     __slots__ = ()
 
 
-Parts = Iterator[str | RawCall]
+ReplyParts = Iterator[str | RawCall]
 """The text of a reply, in order: pieces of content, and calls. The consumer may stop early, so a reader is lazy."""
+
+
+THINK = ("<think>", "</think>")
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,13 @@ class CallFormat:
 
     marks: tuple[str, ...]
     """Texts of which a chat template of this format contains all."""
-    read: Callable[[str], Parts]
+    read: Callable[[str], ReplyParts]
     example: str
     """A call, for messages to the model."""
     ends: tuple[str, ...] = ()
     """Tokens that end a turn, besides the end token of the tokenizer."""
-    think: tuple[str, str] = ("<think>", "</think>")
-    """The marks around reasoning."""
+    think: tuple[str, str] = THINK
+    """The marks around reasoning; empty if the reader finds the reasoning."""
     needs_tools: bool = False
     """Whether a call looks like ordinary text, so that it is read only if there are tools."""
 
@@ -73,7 +76,8 @@ def call_of_message(value: Any) -> RawCall:
     made = value.get("function", value)
     if not isinstance(made, dict):
         made = {**value, "name": made}
-    name, given = made.get("name"), next((made[key] for key in ("arguments", "parameters") if key in made), {})
+    name = made.get("name")
+    given: Any = next((made[key] for key in ("arguments", "parameters") if key in made), {})
     if not isinstance(name, str) or not name:
         return RawCall(error='has no "name"')
     identity = value.get("id")
@@ -91,7 +95,7 @@ def _with_arguments(name: str, arguments: Any, identity: str = "") -> RawCall:
 
 
 def _json_end(text: str, start: int) -> int:
-    """Returns the end of the JSON object or list that begins at `start`; -1 if it does not end."""
+    """Returns the end of the JSON object or list at `start`; -1 if it does not end, or is nested too deeply."""
     depth, inside, at = 0, False, start
     for found in _STRUCTURE.finditer(text, start):
         mark = found.group()
@@ -101,6 +105,8 @@ def _json_end(text: str, start: int) -> int:
             inside = True
         elif mark in "{[":
             depth += 1
+            if depth > DEEPEST:
+                return -1
         elif mark in "}]":
             depth -= 1
         at = found.end()
@@ -113,7 +119,7 @@ _SOME_TEXT = re.compile(r"\S")
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
-def _between(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> Parts:
+def _between(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> ReplyParts:
     """Reads calls between two marks. A closing mark inside a JSON string belongs to the string."""
     at = 0
     while (start := text.find(opening, at)) >= 0:
@@ -136,7 +142,7 @@ def _between(text: str, opening: str, closing: str, read: Callable[[str], RawCal
 # -- Hermes: Qwen2.5, Qwen3, SmolLM3 -----------------------------------------------------------------------------------
 
 
-def _hermes(text: str) -> Parts:
+def _hermes(text: str) -> ReplyParts:
     return _between(text, "<tool_call>", "</tool_call>", _from_object)
 
 
@@ -153,10 +159,14 @@ class _Tags:
     closing: re.Pattern[str]
     closed: str
     """The closing tag, for messages."""
+    stray: str
+    """A mark that begins a call. Outside of a call, it is an error."""
     lines: bool = False
     """Whether a line break after the opening tag and before the closing tag of a value does not belong to it."""
+    wrapper: tuple[str, str] = ("", "")
+    """Tags around a call that may both be missing."""
 
-    def read(self, text: str) -> Parts:
+    def read(self, text: str) -> ReplyParts:
         at = 0
         while found := self.opening.search(text, at):
             yield from self._outside(text[at : found.start()])
@@ -164,9 +174,9 @@ class _Tags:
             yield call
         yield from self._outside(text[at:])
 
-    def _outside(self, text: str) -> Parts:
+    def _outside(self, text: str) -> ReplyParts:
         """Returns text between calls. A call in another format is an error, and not content."""
-        content, stray, _ = text.partition("<tool_call>")
+        content, stray, _ = text.partition(self.stray)
         yield content
         if stray:
             yield RawCall(error="is not in the right format")
@@ -185,6 +195,9 @@ class _Tags:
             given[key] = value.removeprefix("\n").removesuffix("\n") if self.lines else value
             at = end + len(self.value_end)
         closing = self.closing.match(text, at)
+        wrapped, unwrapped = self.wrapper
+        if closing is not None and wrapped and found.group().startswith(wrapped):
+            closing = re.compile(r"\s*" + re.escape(unwrapped)).match(text, closing.end())
         if closing is None:
             after = self.opening.search(text, at)
             cut = after.start() if after else len(text)
@@ -208,9 +221,11 @@ _QWEN_CODER = _Tags(
     opening=re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>"),
     key=re.compile(r"\s*<parameter=(?P<key>[^>\n]*)>"),
     value_end="</parameter>",
-    closing=re.compile(r"\s*</function>(?:\s*</tool_call>)?"),
+    closing=re.compile(r"\s*</function>"),
     closed="</function>",
+    stray="<tool_call>",
     lines=True,
+    wrapper=("<tool_call>", "</tool_call>"),
 )
 _GLM = _Tags(
     opening=re.compile(r"<tool_call>(?P<name>[^<\n]*)"),
@@ -218,17 +233,19 @@ _GLM = _Tags(
     value_end="</arg_value>",
     closing=re.compile(r"\s*</tool_call>"),
     closed="</tool_call>",
+    stray="<tool_call>",
 )
 _DSML = _Tags(
     opening=re.compile(r'<｜DSML｜invoke name="(?P<name>[^"\n]*)">'),
     key=re.compile(r'\s*<｜DSML｜parameter name="(?P<key>[^"\n]*)"(?: string="(?:true|false)")?>'),
     value_end="</｜DSML｜parameter>",
     closing=re.compile(r"\s*</｜DSML｜invoke>"),
-    closed="</｜DSML｜invoke>",
+    closed="its closing tag",
+    stray="<｜DSML｜",
 )
 
 
-def _deepseek_tags(text: str) -> Parts:
+def _deepseek_tags(text: str) -> ReplyParts:
     return _DSML.read(re.sub(r"</?｜DSML｜function_calls>", "", text))
 
 
@@ -238,7 +255,7 @@ _LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters)"\s*:')
 _LLAMA_ARGUMENTS = re.compile(r'"(?:parameters|arguments)"\s*:')
 
 
-def _llama(text: str) -> Parts:
+def _llama(text: str) -> ReplyParts:
     """Reads JSON objects with a name and parameters. The model writes them without marks, or after `<|python_tag|>`.
     Other JSON is content."""
     content, tag, called = text.partition("<|python_tag|>")
@@ -249,13 +266,13 @@ def _llama(text: str) -> Parts:
         yield from _llama_objects(called.strip(), whole=True)
 
 
-def _llama_objects(text: str, *, whole: bool) -> Parts:
-    """`whole`: whether an object at the beginning that is not closed is a call, and not content."""
+def _llama_objects(text: str, *, whole: bool) -> ReplyParts:
+    """`whole`: whether an object that is not closed is a call, and not content, if only calls stand before it."""
     at = 0
     while found := _LLAMA_CALL.search(text, at):
         start, end = found.start(), _json_end(text, found.start())
         if end < 0:
-            meant = _LLAMA_ARGUMENTS.search(text, start) or (whole and not text[:start].strip())
+            meant = _LLAMA_ARGUMENTS.search(text, start) or (whole and not text[at:start].strip(" \n;,"))
             yield text[at:start] if meant else text[at:]
             if meant:
                 yield RawCall(error="is not valid JSON: the object is not closed")
@@ -265,6 +282,7 @@ def _llama_objects(text: str, *, whole: bool) -> Parts:
             yield _from_object(text[start:end])
         else:
             yield text[at:end]
+            whole = False
         at = end
     yield text[at:]
 
@@ -274,7 +292,7 @@ def _llama_objects(text: str, *, whole: bool) -> Parts:
 _MISTRAL_CALL = re.compile(r"(?P<name>[^\[\]{}\s]+)\s*(?:\[CALL_ID\](?P<id>[^\[\s]*)\s*)?\[ARGS\]\s*")
 
 
-def _mistral(text: str) -> Parts:
+def _mistral(text: str) -> ReplyParts:
     """Reads `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`, and `[TOOL_CALLS]name[ARGS]{...}`."""
     content, *sections = text.split("[TOOL_CALLS]")
     yield content
@@ -307,7 +325,7 @@ def _mistral_list(text: str) -> Iterator[RawCall]:
 # -- calls between special tokens: DeepSeek, Kimi K2 -------------------------------------------------------------------
 
 
-def _deepseek(text: str) -> Parts:
+def _deepseek(text: str) -> ReplyParts:
     text = re.sub(r"<｜tool▁calls▁(?:begin|end)｜>", "", text)
     return _between_tokens(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
 
@@ -324,7 +342,7 @@ def _deepseek_call(body: str) -> RawCall:
     return _with_arguments(name.strip(), arguments) if name.strip() else RawCall(error="has no name")
 
 
-def _kimi(text: str) -> Parts:
+def _kimi(text: str) -> ReplyParts:
     text = re.sub(r"<\|tool_calls?_section_(?:begin|end)\|>", "", text)
     return _between_tokens(text, "<|tool_call_begin|>", "<|tool_call_end|>", _kimi_call)
 
@@ -339,7 +357,7 @@ def _kimi_call(body: str) -> RawCall:
     return _with_arguments(name, arguments, identity)
 
 
-def _between_tokens(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> Parts:
+def _between_tokens(text: str, opening: str, closing: str, read: Callable[[str], RawCall]) -> ReplyParts:
     """Reads calls between two tokens, which do not occur in JSON strings."""
     content, *sections = text.split(opening)
     yield content
@@ -359,10 +377,10 @@ def _between_tokens(text: str, opening: str, closing: str, read: Callable[[str],
 _HARMONY_END = re.compile(r"<\|(?:end|call|return|start)\|>")
 
 
-def _harmony(text: str) -> Parts:
+def _harmony(text: str) -> ReplyParts:
     """Reads messages: a header with channel and recipient, `<|message|>`, and the body up to a token that ends it."""
-    if "<|message|>" not in text:
-        yield from () if "<|channel|>" in text else (text,)  # only a header, of a turn that was cut
+    if "<|message|>" not in text and "<|channel|>" not in text and "<|start|>" not in text:
+        yield text
         return
     at = 0
     while (body := text.find("<|message|>", at)) >= 0:
@@ -378,6 +396,8 @@ def _harmony(text: str) -> Parts:
             yield Reasoning(text[body:stop])
         else:
             yield text[body:stop]
+    if re.search(r"\bto=", text[at:]):  # the header of a message that was cut
+        yield RawCall(error="is not complete")
 
 
 FORMATS = {

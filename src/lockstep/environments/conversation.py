@@ -261,7 +261,7 @@ def probe_template(chat: ChatFormat, arguments: Mapping[str, Any], tools: bool) 
     result of a tool call."""
     call = ToolCall("look", {"x": "?"}, "call00001")
     result: Message = {"role": "tool", "name": "look", "content": "!", "tool_call_id": call.id}
-    probes = {
+    probes: dict[str, tuple[Reply, Message, tuple[dict[str, Any], ...]]] = {
         "a user message": (Reply("a", "a"), _QUESTION, ()),
         "a user message that follows reasoning": (Reply("a", "a", "b"), _QUESTION, ()),
     }

@@ -132,8 +132,6 @@ class Host(SupervisedProcess):
         if answer.call == LOADING:
             self.is_loaded = True
             self.loaded.put(answer)
-            if "unusable" not in answer.fields:
-                return
         self._inbox.put((self, answer))
 
 
@@ -152,8 +150,8 @@ def _answer(line: bytes) -> Answer:
 
 
 class EnvironmentHosts:
-    """The host processes of a run. `inbox` gets a pair (host, `Answer`) for every answer, and an answer to the call
-    `LOADING` for every host that has ended."""
+    """The host processes of a run. `inbox` gets a pair (host, `Answer`) for every answer. An answer to the call
+    `LOADING` says that the host has loaded the environment or, with a reason, that it has ended."""
 
     def __init__(self, setup: HostSetup):
         """Starts the first host and waits until it has loaded the environment. Raises `Refusal` if it cannot be

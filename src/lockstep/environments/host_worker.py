@@ -34,6 +34,8 @@ HEADER = struct.Struct(">QQ")
 LONGEST_LINE = 2**24
 # The number of the line that reports whether the class was loaded. The numbers of calls start at 1.
 LOADING = 0
+# Seconds in which a cancelled coroutine must end.
+CANCEL_SECONDS = 0.5
 # The methods of the two kinds of environments, each with its arguments.
 MESSAGE_METHODS = {"reset": ("row", "seed"), "step": ("reply",)}
 TOKEN_METHODS = {"reset_tokens": ("row", "seed"), "step_tokens": ("ids",)}
@@ -176,17 +178,18 @@ class _Host:
         except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
             self._send(number, {"raised": f"the host process cannot read the row: {describe_error(error, '')}"})
             return
-        if fields["do"] == "cancel":
-            self._cancel(number, fields["cancelled"])
-        else:
-            self._tasks[number] = asyncio.get_running_loop().create_task(self._answer(number, fields))
+        cancels = fields["do"] == "cancel"
+        work = self._cancel(number, fields["cancelled"]) if cancels else self._answer(number, fields)
+        self._tasks[number] = asyncio.get_running_loop().create_task(work)
 
-    def _cancel(self, number: int, cancelled: int) -> None:
-        """Cancels a call. The answer says whether a thread of the call is still running."""
-        task = self._tasks.get(cancelled)
+    async def _cancel(self, number: int, cancelled: int) -> None:
+        """Cancels a call. The answer says whether the call, or a thread of it, is still running."""
+        task, ended = self._tasks.get(cancelled), True
         if task is not None:
             task.cancel()
-        self._send(number, {"stuck": self._threads.runs(cancelled)})
+            ended = bool((await asyncio.wait({task}, timeout=CANCEL_SECONDS))[0])
+        self._send(number, {"stuck": not ended or self._threads.runs(cancelled)})
+        self._tasks.pop(number, None)
 
     async def _answer(self, number: int, fields: dict[str, Any]) -> None:
         _number.set(number)
@@ -203,7 +206,7 @@ class _Host:
 
     async def _call(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Runs a call. Returns the fields of the answer."""
-        key = fields.get("trajectory")
+        key = int(fields.get("trajectory", -1))
         if fields["do"] == "reset":
             environment = await self._run("__init__", self._created, self._arguments)
             self._environments[key] = environment

@@ -249,8 +249,11 @@ class _Batch:
         return time.monotonic() + self.settings.step_timeout + self.hosts.setup.more_seconds + loading
 
     def _handle(self, host: Host, answer: Answer) -> None:
-        if answer.call == LOADING:
+        if answer.call == LOADING and answer.why:
             self._lost(host, answer.why)
+        elif answer.call == LOADING:
+            for call in [call for call in self.calls.values() if call.host is host]:
+                call.deadline = self._deadline(host)
         elif answer.call in self.cancels:
             self._cancelled(self.cancels.pop(answer.call), answer)
         elif answer.call in self.calls:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lockstep.environments.call_formats import FORMATS, CallFormat, RawCall, Reasoning, call_of_message
+from lockstep.environments.call_formats import FORMATS, THINK, CallFormat, RawCall, Reasoning, call_of_message
 from lockstep.environments.json_schema import fitted_arguments, shown
 from lockstep.environments.messages import Reply, ToolCall
 from lockstep.environments.tools import FunctionTool
@@ -81,17 +81,19 @@ def parse_reply(
             found = [*valid, *(call for call in found if call.error)]
         elif form is FORMATS["plain"]:
             found = [RawCall(error=f"cannot be read: {given}")]
-    calls, errors = [], []
+    special = _special_tokens(tokenizer) if found else ()
+    calls, errors = list[ToolCall](), list[str]()
     for number, call in enumerate(found[:MOST_CALLS], 1):
-        made, error = _checked(call, number, schemas, f"call{first_call + number:05}")
-        calls += [made] if made is not None else []
+        error, arguments = _checked(call, number, schemas)
+        error = _without(special, error)
+        if call.name:
+            calls.append(ToolCall(call.name, arguments, call.id or f"call{first_call + number:05}", error))
         errors += [error] if error else []
     if len(found) > MOST_CALLS:
         errors.append(f"The turn has more than {MOST_CALLS} tool calls.")
     if any(call.error for call in found) and form.shows_example:
         errors.append(f"Write a call as:\n{form.example}")
-    parse_error = _without_special("\n".join(errors), tokenizer) if errors else ""
-    return Reply(text, content, reasoning, tuple(calls), parse_error, finish, ids)
+    return Reply(text, content, reasoning, tuple(calls), "\n".join(errors), finish, ids)
 
 
 def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -125,21 +127,27 @@ def _parameters(tools: Sequence[FunctionTool | Mapping[str, Any]]) -> dict[str, 
 def _read(text: str, form: CallFormat, prompt: str, schemas: Mapping[str, Any]) -> tuple[str, str, list[RawCall]]:
     """Returns content, reasoning and calls. Calls inside the reasoning are not calls."""
     thought, rest = _split_reasoning(text, form, prompt)
-    content, reasoning, calls = [], [thought], list[RawCall]()
+    content, reasoning, calls = [""], [thought], list[RawCall]()
     for part in form.read(rest) if schemas or not form.needs_tools else [rest]:
         if isinstance(part, RawCall):
             calls.append(part)
+            content.append("")
             if len(calls) > MOST_CALLS:
                 break
+        elif isinstance(part, Reasoning):
+            reasoning.append(part)
         else:
-            (reasoning if isinstance(part, Reasoning) else content).append(part.strip())
-    return "\n".join(filter(None, content)), "\n".join(filter(None, reasoning)), calls
+            content[-1] += part
+    texts = ("\n".join(filter(None, map(str.strip, parts))) for parts in (content, reasoning))
+    return next(texts), next(texts), calls
 
 
 def _split_reasoning(text: str, form: CallFormat, prompt: str) -> tuple[str, str]:
     opening, closing = form.think
     if not opening:
         return "", text
+    if text.lstrip().startswith(THINK[0]):  # also models whose template has other marks
+        opening, closing = THINK
     opened, body = prompt.rstrip().endswith(opening), text
     if text.lstrip().startswith(opening):
         opened, body = True, text.lstrip()[len(opening) :]
@@ -161,31 +169,27 @@ def _read_by_template(text: str, tokenizer: Any, prompt: str) -> tuple[str, str,
     return content.strip() if isinstance(content, str) else "", reasoning.strip(), calls
 
 
-def _checked(
-    call: RawCall, number: int, schemas: Mapping[str, Mapping[str, Any]], identity: str
-) -> tuple[ToolCall | None, str]:
-    """Checks a call against the tools. Returns the call, if it has a name, and its error."""
-    label, given, error = f"Tool call {number}", dict[str, Any](), ""
+def _checked(call: RawCall, number: int, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+    """Checks a call against the tools. Returns its error, and its arguments with the types of the schema."""
+    label, given = f"Tool call {number}", call.arguments if isinstance(call.arguments, dict) else {}
     if call.error:
-        error = f"{label}{f' ({call.name})' if call.name else ''} {call.error}."
-    elif call.name not in schemas:
+        return f"{label}{f' ({call.name})' if call.name else ''} {call.error}.", given
+    if call.name not in schemas:
         near = get_close_matches(call.name, list(schemas), 1)
         names = f"the tools are: {', '.join(schemas)}" if schemas else "there are no tools"
-        error = f"{label}: there is no tool named {shown(call.name)}; {names}."
-        error += f" Did you mean {near[0]}?" if near else ""
-    else:
-        given, errors = fitted_arguments(call.arguments, schemas[call.name])
-        error = f"{label} ({call.name}): {'; '.join(errors)}." if errors else ""
-    if not call.name:
-        return None, error
-    if error and isinstance(call.arguments, dict):
-        given = call.arguments
-    return ToolCall(call.name, given, call.id or identity, error), error
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return f"{label}: there is no tool named {shown(call.name)}; {names}.{hint}", given
+    fitted, errors = fitted_arguments(call.arguments, schemas[call.name])
+    return (f"{label} ({call.name}): {'; '.join(errors)}.", given) if errors else ("", fitted)
 
 
-def _without_special(text: str, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Removes special tokens that the model wrote into a call: in a message to the model they would end the message."""
+def _special_tokens(tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
     added = tokenizer.added_tokens_decoder.values() if tokenizer is not None else ()
-    for token in sorted((str(token) for token in added if token.special), key=len, reverse=True):
-        text = text.replace(token, "")
+    return sorted((str(token) for token in added if token.special), key=len, reverse=True)
+
+
+def _without(tokens: Sequence[str], text: str) -> str:
+    """Removes special tokens that the model wrote into a call: in a message to the model they would end the message."""
+    while found := next((token for token in tokens if token in text), None):  # a removal can join two parts of a token
+        text = text.replace(found, "")
     return text

@@ -114,7 +114,7 @@ def _answered(hosts: EnvironmentHosts, call: int, settings: EnvironmentSettings)
     try:
         while True:
             _, answer = hosts.inbox.get(timeout=settings.step_timeout)
-            if answer.call in (0, call):
+            if answer.call == call or answer.why:
                 return answer
     except queue.Empty:
         why = f"did not return within {settings.step_timeout:g} s (rollout.step_timeout)"

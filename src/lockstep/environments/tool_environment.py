@@ -87,7 +87,7 @@ def _loaded(tools: tuple[tuple[str, str, str], ...]) -> dict[str, FunctionTool]:
         module, _, name = maker.partition(":")
         made = getattr(import_module(module), name)(argument, f"{KEY} {text}") if maker else text
         for tool in made if isinstance(made, list) else [made]:
-            one = tool if hasattr(tool, "schema") else load_tool(tool, KEY)
+            one: FunctionTool = tool if isinstance(tool, FunctionTool) else load_tool(tool, KEY)
             if one.name in found:
                 raise Refusal.at(
                     KEY, f"two tools have the name {one.name}", "rename one of them", code="duplicate-name"
@@ -102,4 +102,4 @@ def _without_torch() -> None:
     from transformers.utils import chat_template_utils
 
     if "torch" not in sys.modules:
-        chat_template_utils.is_torch_available = lambda: False  # type: ignore[attr-defined]
+        chat_template_utils.is_torch_available = lambda: False

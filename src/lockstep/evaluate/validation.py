@@ -44,9 +44,32 @@ def answer_metrics(
         totals = [_total(a) for a in scored if a.prompt.question.data_source == source]
         if totals:
             metrics[f"val-core/{source}/reward/mean@{n}"] = sum(totals) / len(totals)
+    metrics |= _conversation_metrics(answers, metrics.get("val/accuracy"))
     metrics["val/answered"] = sum(a.stop not in ("length", FAILED) for a in answers) / len(answers)
     if len(scored) < len(answers):
         metrics["val/failed"] = float(len(answers) - len(scored))
+    return metrics
+
+
+# The metric by which an environment reports whether a trajectory succeeded: 0 or 1.
+SUCCESS = "success"
+
+
+def _conversation_metrics(answers: Sequence[Rollout], accuracy: float | None) -> dict[str, float]:
+    """Returns metrics of conversations with an environment: mean numbers of turns and tool calls, the share of each
+    stop reason, and the share of successful trajectories. A trajectory succeeds if the environment reports the metric
+    `success`, or, without this metric, if its answer is correct."""
+    found = [answer.trajectory for answer in answers if answer.trajectory is not None]
+    if not found:
+        return {}
+    metrics = {
+        f"val/{name}": sum(one.metrics.get(name, 0.0) for one in found) / len(found) for name in ("turns", "tool_calls")
+    }
+    metrics |= {f"val/stop/{stop}": count / len(found) for stop, count in Counter(one.stop for one in found).items()}
+    if any(SUCCESS in one.metrics for one in found):
+        metrics["val/success"] = sum(one.metrics.get(SUCCESS, 0.0) for one in found) / len(found)
+    elif accuracy is not None:
+        metrics["val/success"] = accuracy
     return metrics
 
 

@@ -301,20 +301,51 @@ function sampleParts(sample, coloring) {
       parts.map(([name, value]) => field(visible(name), value)),
       typeof sample.advantage === "number" && field("advantage", sample.advantage, "signed"),
       typeof sample.tokens === "number" && field("tokens", sample.tokens, "count"),
-      field("ended by", sample.stop),
+      field("ended by", sample.environment_stop ?? sample.stop),
     ),
     endBadge(sample),
-    el("div.turns", promptTurns(sample.prompt)),
-    el("h4", "Response"),
-    tokens === null
-      ? el("pre.response-text", visible(String(sample.response ?? "")))
-      : tokenStrip(sample, tokens, coloring),
+    Array.isArray(sample.conversation)
+      ? el("div.conversation", conversationParts(sample, tokens, coloring))
+      : [
+          el("div.turns", promptTurns(sample.prompt)),
+          el("h4", "Response"),
+          tokens === null
+            ? el("pre.response-text", visible(String(sample.response ?? "")))
+            : tokenStrip(sample, tokens, coloring),
+        ],
     tokens === null && coloring !== "" && el("p.quiet", "The run stored no details of its tokens."),
     given(sample.ground_truth) && [el("h4", "Expected"), el("pre", visible(String(sample.ground_truth)))],
     sample.origin !== undefined && el("p.source", visible(String(sample.origin))),
   ]
     .flat(Infinity)
     .filter(given);
+}
+
+/** A conversation with an environment, by speaker. The tokens of the model's turns are trained, with their rewards. */
+function conversationParts(sample, tokens, coloring) {
+  const turns = Array.isArray(sample.turns) ? sample.turns : [];
+  return sample.conversation.map((entry) => {
+    const message = typeof entry === "object" && entry !== null ? entry : { content: entry };
+    const turn = turns[message.turn];
+    const calls = Array.isArray(message.tool_calls) ? JSON.stringify(message.tool_calls, null, 1) : "";
+    const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? "");
+    const text = [message.reasoning_content, content, calls].filter((part) => given(part) && part !== "").join("\n");
+    if (turn === undefined) {
+      const speaker = visible(String(message.name ?? message.role ?? ""));
+      return el("section.speaker", el("h4", speaker), el("pre", visible(text)));
+    }
+    const own = tokens !== null && turn.stop <= tokens.length ? tokens.slice(turn.start, turn.stop) : null;
+    const reward = el("span.pill", el("span.quiet", "reward"), " ", el("b.figure", show(turn.reward, "signed")));
+    const length = `${plural(turn.stop - turn.start, "trained token")}${turn.finish === "length" ? ", cut" : ""}`;
+    return el(
+      "section.speaker.model",
+      el("h4", `model, turn ${show(message.turn + 1, "count")}, `, el("span.quiet", length), " ", reward),
+      own === null
+        ? el("pre.response-text", visible(text))
+        : tokenStrip({ ...sample, tokens: own.length }, own, coloring),
+      given(turn.parse_error) && el("p.end.badge.bad", visible(String(turn.parse_error))),
+    );
+  });
 }
 
 function promptTurns(prompt) {

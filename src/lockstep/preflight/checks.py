@@ -193,7 +193,7 @@ def _online(context: Context) -> bool:
 
 def _interactive(context: Context) -> bool:
     recipe = context.recipe
-    return context.online and (recipe.rollout.interactive or recipe.val.environment is not None)
+    return context.online and context.plays and (recipe.rollout.interactive or recipe.val.environment is not None)
 
 
 def _asynchronous(context: Context) -> bool:

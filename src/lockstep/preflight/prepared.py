@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 from lockstep.data.array_store import sequences
 from lockstep.data.dataset import Dataset
-from lockstep.data.encode.chat_template import end_of_turn
+from lockstep.data.encode.chat_template import turn_ends
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal
@@ -41,6 +41,8 @@ class Context:
     """True if `lockstep plan` runs the checks, False if the run trains."""
     local: bool = True
     """Whether the run would use the devices of this machine."""
+    plays: bool = True
+    """Whether the run calls its environments. A replay uses the recorded observations."""
     tokenizer: Any = None
     config: Any = None
     """Configuration of `model.path`."""
@@ -159,8 +161,7 @@ class PreparedOnline(Checked):
 
     @property
     def end_tokens(self) -> list[int]:
-        end = end_of_turn(self.tokenizer, self.recipe.data)
-        return sorted({*self.recipe.rollout.stop_ids, *([] if end is None else [end])})
+        return sorted({*self.recipe.rollout.stop_ids, *turn_ends(self.tokenizer, self.recipe.data)})
 
     @property
     def fingerprints(self) -> dict[str, Any]:

@@ -53,11 +53,18 @@ def prepare_offline(
 
 
 def prepare_online(
-    recipe: Recipe, device: Device, devices: int, console: Console, *, plans: bool = False, local: bool = True
+    recipe: Recipe,
+    device: Device,
+    devices: int,
+    console: Console,
+    *,
+    plans: bool = False,
+    local: bool = True,
+    plays: bool = True,
 ) -> PreparedOnline:
     """Runs all checks of an online run, and plans its batches and memory. The arguments are those of
-    `prepare_offline`."""
-    context = Context(recipe, device, devices, console, plans, local)
+    `prepare_offline`. With `plays` False, environments are not called."""
+    context = Context(recipe, device, devices, console, plans, local, plays)
     _check(context)
     train, questions = context.prompts, context.questions
     context.batches = batches = plan_online(recipe, train, devices)

@@ -160,7 +160,8 @@ def try_rewards(prepared: PreparedOnline, device: Device, console: Console) -> N
     if not_tried:
         console.say(f"reward.{', reward.'.join(not_tried)}: tried when training starts, not by a plan")
         return
-    with Scorer.open(reward, _data_sources(prepared), device.torch_device(0)) as scorer:
+    environment = prepared.recipe.rollout.environment is not None
+    with Scorer.open(reward, _data_sources(prepared), device.torch_device(0), environment=environment) as scorer:
         _try_rewards(scorer, prepared, console)
 
 
@@ -171,4 +172,5 @@ def _data_sources(prepared: PreparedOnline) -> list[str]:
 def _try_rewards(scorer: Scorer, prepared: PreparedOnline, console: Console) -> None:
     questions = [*prepared.train.questions, *prepared.questions]
     scorer.set_progress(0, prepared.batches.steps)
-    run_trial(REWARDS, lambda: scorer.dry_run(questions), console=console)
+    conversations = prepared.recipe.rollout.interactive
+    run_trial(REWARDS, lambda: scorer.dry_run(questions, conversations=conversations), console=console)

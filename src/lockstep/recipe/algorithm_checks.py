@@ -29,6 +29,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _dynamic_sampling_problems(recipe)
     yield from _correction_problems(recipe)
     yield from _gdpo_problems(recipe)
+    yield from _turn_problems(recipe)
     yield from _reward_problems(recipe)
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:
         yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens", code="out-of-range")
@@ -165,6 +166,31 @@ def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
             "algorithm.rollout_correction.bypass",
             f"loss {algorithm.loss} has no ratio of new to old probability",
             "use loss importance",
+        )
+
+
+def _turn_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of keys that need conversations of several turns."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    if estimator_row(algorithm.advantage).turns and rollout.environment is None:
+        yield needs(
+            "algorithm.advantage",
+            f"{algorithm.advantage} compares the turns of conversations with an environment",
+            "set rollout.environment, or use the advantage grpo",
+        )
+    if algorithm.turn_discount == 1.0:
+        return
+    if not rollout.interactive and rollout.function is None:
+        yield needs(
+            "algorithm.turn_discount",
+            "has an effect only on conversations of several turns",
+            "set rollout.environment or rollout.tools, or remove this key",
+        )
+    if estimator_row(algorithm.advantage).parts:
+        yield conflict(
+            "algorithm.turn_discount",
+            f"{algorithm.advantage} normalizes the separate rewards of a response, which have no turn",
+            "remove this key, or use the advantage grpo",
         )
 
 

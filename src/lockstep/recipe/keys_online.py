@@ -259,6 +259,19 @@ class Algorithm(Section):
     epochs: int = Field(1, ge=1, description="Number of training passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount factor of later rewards.")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.", read_where=("algorithm.advantage", ("gae",)))
+    turn_discount: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Discount factor of the rewards of later turns in a conversation with an environment: the return "
+        "of turn t is its reward plus this factor times the return of turn t + 1, as in AReaL.",
+    )
+    turn_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of the advantages of turns, which are added to the advantages of trajectories.",
+        read_where=("algorithm.advantage", ("gigpo",)),
+    )
     clip_low: float = Field(
         0.2,
         ge=0,

@@ -30,6 +30,8 @@ class EstimatorRow:
     """Whether the estimator needs the sum of squared probabilities over the vocabulary at each token."""
     parts: bool = False
     """Whether the estimator needs the score of each reward component, not only their sum."""
+    turns: bool = False
+    """Whether the estimator compares turns of trajectories with an environment, and not only trajectories."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
     "gpg": EstimatorRow(groups=True),
     "gdpo": EstimatorRow(groups=True, parts=True),
     "optimal_token_baseline": EstimatorRow(groups=True, energy=True),
+    "gigpo": EstimatorRow(groups=True, turns=True),
 }
 LOSSES: dict[str, LossRow] = {
     "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True, trust_region=True),

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from lockstep.errors import Problem, refuse_all, shortened
 from lockstep.model.trials import TrialReport
+from lockstep.reward.environment_rewards import with_trajectory
 from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule, boxed_example
+from lockstep.trajectory import COMPLETED, Trajectory, TurnRecord
 from lockstep.types import Failure, Question
 
 # Number of rows per data source that the dry run tests.
@@ -41,13 +43,17 @@ def dry_run(
     questions: Sequence[Question],
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
+    *,
+    conversations: bool = False,
 ) -> TrialReport:
     """Scores empty and correct answers to some rows; reports one line per reward component and data source.
 
     Raises a refusal if scoring fails, if a score is not a finite number, or if a ground truth is invalid for its rule.
     `right_answers` gives the candidates for a correct answer. Warns if a component gives the same score to all
     candidates and to the empty answer; the candidates may lack the format that the component expects. Also warns if the
-    weighted score of the empty answer is above the score of every candidate.
+    weighted score of the empty answer is above the score of every candidate. If the run has `conversations` with an
+    environment, an answer is a conversation of one turn. A function or endpoint that fails for such a conversation may
+    need what only the environment gives (`state`, `info`), so its failure is a warning.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -57,12 +63,18 @@ def dry_run(
     for source in sources:
         rows = [question for question in questions if question.data_source == source][:ROWS]
         for part in parts:
-            trials[part.name, source] = [_try(part, row, rule_of(source)) for row in rows]
+            trials[part.name, source] = [_try(part, row, rule_of(source), conversations) for row in rows]
     for part in parts:
         part.flush()
-    lines, warnings = [], []
+    lines: list[str] = []
+    warnings: list[str] = []
+    untested: set[str] = set()
     for (name, source), tried in trials.items():
         failed = _first_failure(name, tried)
+        if failed is not None and conversations and name in ("function", "remote"):
+            warnings.append(f"reward {name}: could not be tested without the environment: {failed.why}")
+            untested.add(name)
+            continue
         if failed is not None:
             problems.append(failed)
             continue
@@ -70,7 +82,7 @@ def dry_run(
         lines.append(line)
         warnings += [warning] if warning else []
     refuse_all(problems)
-    counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
+    counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING and name not in untested}
     inverted = [_inverted_warning(source, [trials[name, source] for name in counting], counting) for source in sources]
     return TrialReport(lines, warnings + [warning for warning in inverted if warning])
 
@@ -119,9 +131,15 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
     return shortened(problems, "rows")
 
 
-def _try(part: RewardPart, question: Question, rule: Rule | None) -> _Trial:
+def _try(part: RewardPart, question: Question, rule: Rule | None, conversations: bool) -> _Trial:
     tried = right_answers(part.name, question, rule)
-    return _Trial(question, tried, part.submit(question, ""), [part.submit(question, text) for text in tried])
+
+    def submit(text: str) -> Future[PartOutcome]:
+        messages = [*question.prompt, {"role": "assistant", "content": text}]
+        trajectory = Trajectory(messages, (TurnRecord(0, 1),), COMPLETED)
+        return part.submit(with_trajectory(question, trajectory) if conversations else question, text)
+
+    return _Trial(question, tried, submit(""), [submit(text) for text in tried])
 
 
 def _first_failure(name: str, trials: Sequence[_Trial]) -> Problem | None:

@@ -209,9 +209,9 @@ class Scorer:
         for part in self._parts:
             part.flush()
 
-    def dry_run(self, questions: Sequence[Question]) -> TrialReport:
+    def dry_run(self, questions: Sequence[Question], *, conversations: bool = False) -> TrialReport:
         """Scores correct and empty answers to some questions; warns if a reward component gives both the same score."""
-        report = dry_run(self._parts, questions, self.rule_of, self._weights)
+        report = dry_run(self._parts, questions, self.rule_of, self._weights, conversations=conversations)
         report.lines.extend(part.note for part in self._parts if part.note)
         if self._rules and "rule" not in self._weights:
             report.lines.append(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
 from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.setup import open_environments
+from lockstep.kernels.sampling import turn_key
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
 from lockstep.parallel.sharding import gathered
@@ -27,7 +30,8 @@ from lockstep.rollout.engine import Engine, OtherProgram, RunPlace, end_ids, eng
 from lockstep.rollout.engine_check import check_engine
 from lockstep.rollout.rollout_function import FunctionEngine, message_encoder
 from lockstep.run.metrics import PhaseTimer
-from lockstep.types import Prompt, Rollout, Sampling
+from lockstep.trajectory import TurnRecord
+from lockstep.types import Completion, Prompt, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,6 +190,23 @@ class Generator:
                 self.engine.sync(self.policy.stored.named_parameters())
             return collect(*arguments)
 
+    def repeat_turns(self, rollouts: Sequence[Rollout], first_key: int, sampling: Sampling) -> list[Rollout]:
+        """Generates the turns of recorded trajectories again, each after its recorded context. The environment is not
+        called. A response that differs from the recorded one ends after its first different turn. All ranks get the
+        same list. `first_key` is the random key of the first prompt."""
+        own = [one for one in rollouts if one.prompt_index % self.world.engines == self.world.engine]
+        turns = [(number, turn) for number, one in enumerate(own) for turn in range(len(_turns(one)))]
+        requests = [_turn_request(own[number], turn, first_key) for number, turn in turns]
+        found: dict[tuple[int, int], Completion] = {}
+        with self.whole_weights():
+            self.engine.sync(self.policy.stored.named_parameters())
+            for completion in self.engine.generate(requests, sampling) if requests else ():
+                found[turns[completion.request]] = completion
+        made = [
+            _repeated(one, [found[number, turn] for turn in range(len(_turns(one)))]) for number, one in enumerate(own)
+        ]
+        return everyone(made if self.world.is_tp_rank0 else [], self.world)
+
     def after(self, updates: int) -> None:
         """Tells a serving engine how many updates the current weights have had."""
         if self.served:
@@ -240,7 +261,38 @@ class Generator:
         self.engine.close()
 
 
+def without_environment(settings: RolloutSettings) -> RolloutSettings:
+    """Returns the settings of an engine that answers each prompt with one response."""
+    return settings.model_copy(update={"environment": None, "tools": []})
+
+
 def _with_environment(settings: RolloutSettings, environment: str) -> RolloutSettings:
     """Returns the settings with another environment, or without one."""
     none = environment in NO_ENVIRONMENT
     return settings.model_copy(update={"environment": None if none else environment, "tools": []})
+
+
+def _turns(rollout: Rollout) -> Sequence[TurnRecord]:
+    assert rollout.trajectory is not None
+    return rollout.trajectory.turns
+
+
+def _turn_request(rollout: Rollout, turn: int, first_key: int) -> Request:
+    """Returns the request for a recorded turn: its context is the tokens before it in its row."""
+    record = _turns(rollout)[turn]
+    lengths = [len(row.ids) for row in rollout.rows] or [len(rollout.ids)]
+    row_start = max(start for start in accumulate([0, *lengths[:-1]]) if start <= record.start)
+    context = [*rollout.prompt.ids, *rollout.ids[row_start : record.start]]
+    key = turn_key(first_key + rollout.prompt_index, turn)
+    return Request(context, key, first=rollout.sample, max_tokens=record.stop - record.start)
+
+
+def _repeated(rollout: Rollout, completions: Sequence[Completion]) -> Rollout:
+    """Returns the rollout with the tokens of these turns."""
+    ids, logprobs, mask = list(rollout.ids), list(rollout.logprobs), list(rollout.loss_mask)
+    for record, completion in zip(_turns(rollout), completions, strict=True):
+        stop = record.start + len(completion.ids)
+        ids[record.start : stop], logprobs[record.start : stop] = completion.ids, completion.logprobs
+        if completion.ids != rollout.ids[record.start : record.stop]:
+            return replace(rollout, ids=ids[:stop], logprobs=logprobs[:stop], loss_mask=mask[:stop], rows=())
+    return replace(rollout, ids=ids, logprobs=logprobs, rows=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Rollout
 
 
@@ -32,7 +33,35 @@ def sample_line(
     if rollout.versions:
         line["versions"] = list(rollout.versions)
     line |= {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}
+    if rollout.trajectory is not None:
+        line |= conversation(rollout.trajectory)
     return line if details is None else line | {"token_details": details}
+
+
+def conversation(trajectory: Trajectory) -> dict[str, Any]:
+    """Returns the fields of a trajectory for samples.jsonl: the messages by speaker, and the turns of the model with
+    their token ranges and rewards. A message that the model generated has the index of its turn."""
+    spoken = [number for number, one in enumerate(trajectory.messages) if one.get("role") == "assistant"]
+    # Assistant messages before the first turn belong to the prompt.
+    turn_of = dict(zip(reversed(spoken), reversed(range(len(trajectory.turns))), strict=False))
+    messages = [
+        {**message, **({"turn": turn_of[number]} if number in turn_of else {})}
+        for number, message in enumerate(trajectory.messages)
+    ]
+    turns = [
+        {
+            "start": turn.start,
+            "stop": turn.stop,
+            "reward": turn.reward,
+            "finish": turn.finish,
+            "calls": len(turn.calls),
+            **({"parse_error": turn.parse_error} if turn.parse_error else {}),
+            **({"anchor": turn.anchor} if turn.anchor is not None else {}),
+        }
+        for turn in trajectory.turns
+    ]
+    metrics = dict(trajectory.metrics)
+    return {"conversation": messages, "turns": turns, "environment_stop": trajectory.stop, "environment": metrics}
 
 
 MOST_TOKENS = 2048

@@ -6,18 +6,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals, Whitening, informative
+from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals, Turns, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
 from lockstep.algorithms.divergence import adapt_coefficient, divergence
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.algorithms.token_selection import draw_repeats
 from lockstep.algorithms.user_functions import user_estimator
+from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm, RolloutCorrection
 from lockstep.recipe.registry import estimator_row
+from lockstep.reward.environment_rewards import ENVIRONMENT_PARTS
 from lockstep.reward.scorer import recipe_weights
 from lockstep.run.runtime import generator_of
 from lockstep.train.experience import Experience, ModelOutputs, reward_part
+from lockstep.types import Score
 
 # The assumed relative rounding error of a return in fp32.
 ROUNDING = 1e-5
@@ -87,6 +90,7 @@ def estimate_advantages(
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
         kl_penalty_K,
         reduce,
+        _turns(experience, algorithm),
     )
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None
@@ -97,6 +101,22 @@ def estimate_advantages(
     rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
     metrics |= _batch_metrics(experience, rewards_K, estimate.advantages_K, estimate.returns_K, outputs.values_K)
     return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, is_weights_K, metrics, repeats_S)
+
+
+def _turns(experience: Experience, algorithm: Algorithm) -> Turns | None:
+    """Returns the turns of the step, if the estimator or the discount between turns needs them."""
+    wanted = estimator_row(algorithm.advantage).turns
+    if not wanted and algorithm.turn_discount == 1.0:
+        return None
+    if wanted and not any(anchor for meta in experience.metas for anchor in meta.anchors):
+        raise Refusal.at(
+            "algorithm.advantage",
+            f"{algorithm.advantage} compares turns that start in the same state, and the environment names no state",
+            "let the environment return Start(..., anchor=...) and Turn(..., anchor=...), or use the advantage grpo; "
+            "the last checkpoint is untouched",
+            code="missing-input",
+        )
+    return experience.turns(algorithm.turn_discount, algorithm.turn_weight)
 
 
 def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
@@ -120,6 +140,9 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
         energy_K=every(signals.energy_K),
         kl_penalty_K=every(signals.kl_penalty_K),
         reduce=SINGLE_PROCESS,
+        turns=None
+        if signals.turns is None
+        else replace(signals.turns, turn_K=experience.all_gather(signals.turns.turn_K)),
     )
     estimate = user_function(everything, **settings)
     local = experience.local_positions(slice(0, experience.sequences))
@@ -160,6 +183,10 @@ def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.T
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
     metas, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"
+    if not recipe.algorithm.gdpo_rewards:
+        # An environment may give no `score` and no `group`.
+        given = {name for meta in metas if isinstance(meta.score, Score) for name in meta.score.parts}
+        weights = {name: weight for name, weight in weights.items() if name in given or name not in ENVIRONMENT_PARTS}
     return tuple(
         (weight, torch.tensor([reward_part(meta, prompts, name, key) for meta in metas]))
         for name, weight in weights.items()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate, groupby
 from operator import itemgetter
 
 import numpy as np
 import torch
 
+from lockstep.algorithms.advantage import Turns
 from lockstep.algorithms.correction import logprob_difference
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce
 from lockstep.data.batching import Outline, PackedRow, common_prompt
@@ -127,6 +129,31 @@ class Experience:
         shares = self.world.gather(list(zip(self.local_numbers, pairs, strict=True)))
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
 
+    def turns(self, discount: float, weight: float) -> Turns:
+        """Returns the turns of all trajectories of the step, and the turn of each token on this rank. Turns without an
+        anchor have a state of their own."""
+        counts_S = torch.tensor([len(meta.anchors) for meta in self.metas], dtype=torch.long)
+        first_S = counts_S.cumsum(0) - counts_S
+        turn_K = [
+            torch.repeat_interleave(
+                int(first_S[number]) + torch.arange(len(rollout.turn_tokens)), torch.tensor(rollout.turn_tokens)
+            )
+            for number, rollout in zip(self.local_numbers, self.rollouts, strict=True)
+        ]
+        states: dict[Hashable, int] = {}
+        state_U = [
+            states.setdefault(len(states) if anchor is None else (meta.prompt_index, anchor), len(states))
+            for meta in self.metas
+            for anchor in meta.anchors
+        ]
+        return Turns(
+            torch.cat(turn_K) if turn_K else torch.empty(0, dtype=torch.long),
+            torch.repeat_interleave(torch.arange(len(self.metas)), counts_S),
+            torch.tensor(state_U, dtype=torch.long),
+            discount,
+            weight,
+        )
+
     def with_local_rollouts(self, local: Mapping[int, Rollout]) -> Experience:
         """Returns the experience of the same step, but with other responses on this rank. `local` maps the index of a
         response in `metas` to the response."""
@@ -184,7 +211,16 @@ def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
         score,
         {} if rollout.trajectory is None else rollout.trajectory.named_metrics(),
         tuple(len(row.ids) for row in rollout.rows),
+        _anchors(rollout),
     )
+
+
+def _anchors(rollout: Rollout) -> tuple[str | None, ...]:
+    """Returns a digest of the state of each turn, because the text of a state may be long and every rank has it."""
+    if rollout.trajectory is None or not rollout.trajectory.turns:
+        return (None,) * len(rollout.turn_tokens)
+    anchors = [turn.anchor for turn in rollout.trajectory.turns]
+    return tuple(None if one is None else blake2b(one.encode(), digest_size=8).hexdigest() for one in anchors)
 
 
 def _experience(

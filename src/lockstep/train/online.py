@@ -61,13 +61,16 @@ class Online:
 
 
 @contextmanager
-def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False) -> Iterator[Online]:
-    """Loads data and models. A replay of a tape sets `keeps` to False. `accept` resumes even if models have changed."""
+def open_online(
+    recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False, plays: bool = True
+) -> Iterator[Online]:
+    """Loads data and models. A replay of a tape sets `keeps` to False, and `plays` to False if it does not call the
+    environments. `accept` resumes even if models have changed."""
     with open_runtime(recipe, console) as runtime:
-        prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
+        prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console, plays=plays)
         with (
             open_scorer(prepared, runtime) as scorer,
-            open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept) as training,
+            open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept, plays=plays) as training,
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}

@@ -27,7 +27,7 @@ from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.methods import ONLINE
 from lockstep.rollout.collect import Examiner, encode_questions, prompt_format, validation_keys
 from lockstep.rollout.engine import validation_sampling
-from lockstep.rollout.generator import Generator
+from lockstep.rollout.generator import Generator, without_environment
 from lockstep.run.console import Console
 from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime, seed_generators
@@ -276,9 +276,10 @@ def open_training(
     *,
     keeps: bool = True,
     accept_changed: bool = False,
+    plays: bool = True,
 ) -> Iterator[Training]:
     """Starts or resumes a run, and closes it at the end. With `accept_changed`, a run resumes even if the files of a
-    model have changed."""
+    model have changed. With `plays` False, the engine generates without environments."""
     folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
         folder.create()
@@ -287,7 +288,7 @@ def open_training(
         try:
             models = load_models(run)
             checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
-            training = _start_training(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
+            training = _start_training(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps, plays=plays)
         except BaseException:
             run.close(ok=False)
             raise
@@ -307,6 +308,7 @@ def _start_training(
     switches: dict[str, str],
     *,
     keeps: bool,
+    plays: bool,
 ) -> Training:
     recipe, prepared, world, models = run.recipe, run.prepared, run.world, checkpointer.models
     # Ranks use different dropout masks, except the ranks of a tensor-parallel group, which process the same tokens.
@@ -317,14 +319,14 @@ def _start_training(
         generator = Generator(
             models.module,
             prepared.tokenizer,
-            recipe.rollout,
+            recipe.rollout if plays else without_environment(recipe.rollout),
             run.device,
             world,
             recipe.model.path,
             prepared.end_tokens,
             run.folder.path / "rollout",
             prompt_limit(recipe, prepared.config) if recipe.method in ONLINE else None,
-            recipe.val.environment,
+            recipe.val.environment if plays else None,
         )
         run.engine = generator.metadata()
     validator = Validator(recipe, world, prepared.questions, generator, judge)

@@ -47,6 +47,8 @@ class Builtin:
     closings: tuple[str, ...] = ()
     """Tokens of which one ends an assistant turn, if the original has no end token: it writes this token at the
     beginning of the next message."""
+    call_end: str = ""
+    """The token that ends a turn with tool calls, if other turns end with another token."""
 
 
 BUILTIN = {
@@ -64,8 +66,10 @@ BUILTIN = {
     "gemma": Builtin(("<start_of_turn>", "<end_of_turn>"), "gemma"),
     "mistral": Builtin(_MISTRAL, "mistral", rewrites="system"),
     "mistral-nemo": Builtin(_MISTRAL, "mistral", "tekken", "system"),
-    "glm4.5": Builtin(_GLM, "glm4.5", rewrites="thoughts", closings=("<|user|>", "<|observation|>")),
-    "gpt-oss": Builtin(_HARMONY, "gpt-oss", rewrites="thoughts"),
+    "glm4.5": Builtin(
+        _GLM, "glm4.5", rewrites="thoughts", closings=("<|user|>", "<|observation|>"), call_end="<|observation|>"
+    ),
+    "gpt-oss": Builtin(_HARMONY, "gpt-oss", rewrites="thoughts", call_end="<|call|>"),
     "kimi-k2": Builtin(_KIMI, "kimi-k2"),
     "kimi-k2-thinking": Builtin(_KIMI, "kimi-k2", "thinks", "thoughts"),
     "smollm3": Builtin(_CHATML, "smollm3", rewrites="drops"),

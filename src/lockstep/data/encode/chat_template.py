@@ -86,6 +86,14 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
     return None
 
 
+def turn_ends(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
+    """Returns the tokens that end a turn in the template of `data`, besides those of the model: after an answer, and
+    after tool calls."""
+    end, builtin = end_of_turn(tokenizer, data), BUILTIN.get(data.template)
+    after_calls = [tokenizer.convert_tokens_to_ids(builtin.call_end)] if builtin and builtin.call_end else []
+    return [*([] if end is None else [end]), *after_calls]
+
+
 def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Message]:
     """Returns a question and an answer that begins with the end of the generation prompt (for example `<think>`)."""
     question: Message = {"role": "user", "content": "2+3?"}

@@ -26,6 +26,7 @@ from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import drawn_by
 from lockstep.reward.row_rewards import rescored
+from lockstep.rollout.engine import training_sampling
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.tape.tape_format import TapeFolder
@@ -40,7 +41,7 @@ from lockstep.train.online import train_step as online_step
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run_writer import Run
 from lockstep.train.training import Training
-from lockstep.types import Failure
+from lockstep.types import Failure, Rollout
 
 Mode = Literal["forced", "chained", "free"]
 MODES: tuple[Mode, ...] = ("forced", "chained", "free")
@@ -66,7 +67,8 @@ class Replay:
         self._refuse_async(recipe)
         self._refuse_other_noise(recipe)
         if recipe.method in ONLINE:
-            with open_online(recipe, console, keeps=False) as online:
+            # Only a free replay calls the environments. The other modes use the recorded observations.
+            with open_online(recipe, console, keeps=False, plays=self.mode == "free") as online:
                 self._loop(online.training, lambda step: online_step(self.rollouts(online, step), online, step))
         else:
             with open_offline(recipe, console, keeps=False) as offline:
@@ -122,7 +124,7 @@ class Replay:
         # A forced replay also generates responses, to test the rollout engine. The generated responses should equal the
         # recorded responses, because the step starts from the recorded weights.
         generates = self.mode == "forced" and not self._other_noise(recipe)
-        generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
+        generated = self._generated(online, rollouts) if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
         indices = [rollout.prompt_index for rollout in rollouts]
@@ -135,6 +137,16 @@ class Replay:
         experience = build_spread_experience(summaries, prompts, here, baselines, world)
         metrics = rollout_metrics(summaries, summaries, 0)
         return Rollouts(experience, Unscored(0, []), position, metrics, generated, judged_S)
+
+    def _generated(self, online: Online, rollouts: list[Rollout]) -> list[Rollout]:
+        """Generates the responses of a step again. In conversations with an environment, each turn of the model is
+        generated after the recorded observations."""
+        if not any(rollout.trajectory is not None for rollout in rollouts):
+            return online.take_rollouts().experience.all_rollouts()
+        training, generator = online.training, online.training.generator
+        assert generator is not None
+        sampling = training_sampling(training.run.recipe, generator.stop_ids)
+        return generator.repeat_turns(rollouts, int(training.carried["position"]), sampling)
 
     def after(self, training: Training, step: int) -> None:
         """Locates the wrong operator at the first step at which a module diverges, while the models are still
@@ -227,6 +239,9 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
         "run.export=false",
         "log.track=[]",
         "val.questions=null",
+        "val.every=null",
+        "val.at_start=false",
+        "val.environment=null",
         "data.val=[]",
         "checkpoint.best=null",
         "checkpoint.keep_best=0",

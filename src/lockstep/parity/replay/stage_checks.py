@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.sampling import gumbel_noise, sequence_keys
+from lockstep.kernels.sampling import gumbel_noise, sequence_keys, turn_key
 from lockstep.parity.replay.optimizer_checks import (
     check_optimizer,
     check_unchanged,
@@ -209,8 +209,10 @@ def check_generation(
             # is infinite.
             ended = shared == min(len(one.ids), len(other.ids))
             if known_noise:
-                keys = sequence_keys(seed, first_key + key[0], key[1])
-                errors.append(math.inf if ended else _preference_gap(one, other, shared, keys, vocabulary, greedy))
+                turn, start = _turn_of(one, shared)
+                keys = sequence_keys(seed, turn_key(first_key + key[0], turn), key[1])
+                gap = math.inf if ended else _preference_gap(one, other, shared, start, keys, vocabulary, greedy)
+                errors.append(gap)
         differences += errors
         if errors and max(errors) > worst:
             worst = max(errors)
@@ -234,15 +236,24 @@ def _token(rollout: Rollout, token: int) -> str:
     return f"{rollout.ids[token]} ({rollout.logprobs[token]:.6g})" if token < len(rollout.ids) else "nothing"
 
 
+def _turn_of(rollout: Rollout, token: int) -> tuple[int, int]:
+    """Returns the number of the turn that contains a token, and the index of its first token. The noise of a turn
+    depends on its number and on the position in the turn."""
+    if rollout.trajectory is None:
+        return 0, 0
+    begun = [(number, turn.start) for number, turn in enumerate(rollout.trajectory.turns) if turn.start <= token]
+    return begun[-1] if begun else (0, 0)
+
+
 def _preference_gap(
-    one: Rollout, other: Rollout, position: int, keys: tuple[int, int], vocabulary: int, greedy: bool
+    one: Rollout, other: Rollout, position: int, start: int, keys: tuple[int, int], vocabulary: int, greedy: bool
 ) -> float:
     """Returns the difference of the two tokens' sums of log-probability and sampling noise. The difference is near 0 if
-    rounding decided between the tokens."""
+    rounding decided between the tokens. `start` is the first token of the turn."""
     scores = one.logprobs[position], other.logprobs[position]
     if greedy:
         return abs(scores[0] - scores[1])
-    noise = gumbel_noise(torch.tensor([keys], dtype=torch.int32), torch.tensor([position]), vocabulary)[0]
+    noise = gumbel_noise(torch.tensor([keys], dtype=torch.int32), torch.tensor([position - start]), vocabulary)[0]
     return abs((scores[0] + float(noise[one.ids[position]])) - (scores[1] + float(noise[other.ids[position]])))
 
 

@@ -1,0 +1,183 @@
+"""Runs with an environment: rewards and metrics by turn, samples by speaker, validation, tape and replay, ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import question_rows, write_jsonl
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_loop import Mode
+from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
+from lockstep.run.metrics import read_metrics
+from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_rows import rollouts_of
+from lockstep.train.online import train_online
+
+# A game of two or three turns. The reward of a turn counts letters of the model; the environment's own text has many
+# letters, which must not count. Every call leaves a line in a file, so that a test sees whether the game was played.
+GAME = """
+from pathlib import Path
+from lockstep.environments import Start, Turn
+
+class Game:
+    def __init__(self, calls):
+        self.calls, self.turn, self.info = calls, 0, {}
+
+    def _note(self, word):
+        with Path(self.calls).open("a") as file:
+            file.write(word + chr(10))
+
+    def reset(self, row, seed):
+        self._note("reset")
+        self.last = 2 + seed % 2
+        return Start([{"role": "user", "content": "say letters"}], anchor="start")
+
+    def step(self, reply):
+        self._note("step")
+        self.turn += 1
+        done = self.turn == self.last
+        messages = [] if done else [{"role": "user", "content": "zyxwvutsrq again"}]
+        reward = len(set(reply.text)) / 10
+        return Turn(messages, reward, done, metrics={"success": float(done)}, anchor=f"turn {self.turn}")
+
+    def score(self, trajectory):
+        self.info = {"turns": len(trajectory.turns)}
+        return {"long": 0.5 * (len(trajectory.turns) == 3), "score": 0.25}
+
+    @classmethod
+    def score_group(cls, trajectories):
+        return [float(len(one.turns) == 3) for one in trajectories]
+"""
+REWARD = """
+def spoken(data_source, solution_str, ground_truth, extra_info):
+    assert "again" not in solution_str or "zyxwvutsrq" not in solution_str
+    roles = [one["role"] for one in extra_info["messages"]]
+    assert roles.count("assistant") == extra_info["info"]["turns"]
+    return float(roles.count("user"))
+"""
+
+
+def write_recipe(folder: Path, model: Path, method: str = "grpo", **keys: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "game.py").write_text(GAME, encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    rows = write_jsonl(folder / "train.jsonl", question_rows(12))
+    values = {
+        "method": method,
+        "device": "cpu",
+        "run": {"name": "run", "folder": str(folder / "runs"), "steps": 2, "export": False},
+        "model": {"path": str(model)},
+        "data": {"train": str(rows)},
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+        "batch": {"prompts": 2, "tokens": 2048},
+        "rollout": {
+            "n": 1 if method == "ppo" else 2,
+            "max_tokens": 200,
+            "turn_tokens": 8,
+            "environment": f"{folder}/game.py:Game",
+            "environment_args": {"calls": str(folder / "calls.txt")},
+            "environment_workers": 1,
+        },
+        "reward": {
+            "function": f"{folder}/reward.py:spoken",
+            "workers": 1,
+            "weights": {"environment": 2.0, "score": 1.0, "group": 4.0, "function": 0.5},
+        },
+        **keys,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return path
+
+
+def train(recipe: Path) -> Path:
+    settings = load_recipe(str(recipe), [])
+    train_online(settings, Console.silent())
+    return Path(settings.run.folder) / settings.run.name
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A run with a tape, validation and credit per turn. Returns its folder."""
+    folder = tmp_path_factory.mktemp("environment")
+    val = write_jsonl(folder / "val.jsonl", question_rows(3))
+    keys = {
+        "val": {"questions": str(val), "every": 1, "max_new_tokens": 200},
+        "algorithm": {"advantage": "gigpo", "turn_discount": 0.9},
+        "tape": {"record": True},
+        "log": {"samples": 8},
+    }
+    return train(write_recipe(folder, tiny_folder, **keys))
+
+
+def test_rewards_and_metrics(recorded: Path) -> None:
+    told = dict(read_metrics(recorded / "metrics.jsonl"))
+    metrics = told[1]
+    for name in ("environment", "score", "score/long", "group", "function"):
+        assert f"reward/{name}/mean" in metrics
+    assert metrics["reward/score/mean"] == 0.25
+    assert 2.0 <= metrics["environment/turns"] <= 3.0
+    assert metrics["environment/stop/completed"] == 1.0
+    assert metrics["val/success"] == 1.0
+    assert 2.0 <= metrics["val/turns"] <= 3.0
+    assert metrics["val/stop/completed"] == 1.0
+
+
+def test_the_score_is_the_weighted_sum_of_its_parts(recorded: Path) -> None:
+    trained = [one for one in lines(recorded) if one["kind"] == "train"]
+    assert trained
+    for one in trained:
+        parts = one["parts"]
+        total = 2 * parts["environment"] + parts["score"] + 4 * parts["group"] + 0.5 * parts["function"]
+        assert one["score"] == pytest.approx(total)
+        turns = one["turns"]
+        assert parts["environment"] == pytest.approx(sum(turn["reward"] for turn in turns))
+        assert parts["group"] == float(len(turns) == 3)
+        assert parts["function"] == len(turns), "one message of the user before each turn of the model"
+
+
+def test_samples_have_the_conversation(recorded: Path) -> None:
+    for one in lines(recorded):
+        turns, spoken = one["turns"], [message for message in one["conversation"] if message["role"] == "assistant"]
+        assert [message["turn"] for message in spoken] == list(range(len(turns)))
+        assert "zyxwvutsrq" not in one["response"]
+        assert sum("zyxwvutsrq" in message["content"] for message in one["conversation"]) == len(turns) - 1
+        if "token_details" not in one:
+            continue
+        texts, logprobs = one["token_details"]["texts"], one["token_details"]["logprobs"]
+        said = ["".join(texts[turn["start"] : turn["stop"]]) for turn in turns]
+        # A turn may end within a character of several bytes, whose text differs between both ways of decoding.
+        assert one["response"].replace("\ufffd", "") == "\n\n".join(said).replace("\ufffd", "")
+        assert all(value is not None for turn in turns for value in logprobs[turn["start"] : turn["stop"]])
+        # What the game wrote is not trained.
+        assert sum(value is not None for value in logprobs) == sum(turn["stop"] - turn["start"] for turn in turns)
+
+
+@pytest.mark.parametrize("mode", ["forced", "chained"])
+def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> None:
+    """The game is not played again. A forced replay generates the turns of the model after the recorded observations,
+    and they are the recorded turns."""
+    rollouts = rollouts_of(TapeFolder(recorded / "tape").read_table(TapeFolder(recorded / "tape").rollouts_file(1)))
+    for one in rollouts:
+        assert one.trajectory is not None
+        assert sum(one.loss_mask) == sum(turn.stop - turn.start for turn in one.trajectory.turns)
+        assert one.trajectory.info == {"turns": len(one.trajectory.turns)}
+    calls = recorded.parent.parent / "calls.txt"
+    before = calls.read_text()
+    found = replay(recorded, mode, [], Console.silent())
+    assert calls.read_text() == before
+    assert found is not None
+    assert found.in_step, found.cause or found.module
+    checks = {check.stage: check for check in found.checks}
+    assert {"reward", "advantages", "loss", "weights"} <= checks.keys()
+    if mode == "forced":
+        assert "0 of 4 responses diverge" in checks["generation"].what
