@@ -10,7 +10,13 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from lockstep.data.prepare.agent_rows import CALCULATOR_TOOL, GUESS_EVERY, write_calculator, write_guess_number
+from lockstep.data.prepare.agent_rows import (
+    CALCULATOR_TOOL,
+    GUESS_EVERY,
+    call_chat,
+    write_calculator,
+    write_guess_number,
+)
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.guess_number import GuessNumber
 from lockstep.environments.messages import Reply
@@ -65,17 +71,15 @@ def test_the_template_is_append_only_and_marks_the_turns_of_the_model(tmp_path: 
     write_calculator(tmp_path, train_rows=1, val_rows=1)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = (tmp_path / "template.jinja").read_text()
-    row = rows(tmp_path / "sft_train.parquet")[0]
-    chat, tools = row["messages"], json.loads(row["tools"])
+    chat, tools = call_chat(123, 456), json.loads(rows(tmp_path / "sft_train.parquet")[0]["tools"])
     texts = [tokenizer.apply_chat_template(chat[:n], tools=tools, tokenize=False) for n in range(1, len(chat) + 1)]
     assert all(text.startswith(before) for before, text in pairwise(texts))
     assert texts[0].startswith("<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\n")
     marked = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
     trained = tokenizer.decode([token for token, mask in pairs if mask])
-    expression = chat[1]["tool_calls"][0]["function"]["arguments"]["expression"]
-    call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
-    assert trained == f"{call}<|im_end|>{chat[3]['content']}<|im_end|>"
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "123 * 456"}}</tool_call>'
+    assert trained == f"{call}<|im_end|>#### 56088<|im_end|>"
 
 
 def test_games_follow_the_rules(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -260,8 +261,6 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Limits,
     def stop(why: str) -> None:
         stopped.append(why)
         kill_container(name)
-
-    import threading
 
     timer = threading.Timer(limits.seconds, stop, ("time",))
     timer.start()

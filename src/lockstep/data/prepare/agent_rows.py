@@ -93,8 +93,7 @@ def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 10
         for split in ("train", "val")
     }
     files["sft_train"] = [
-        {"messages": _sft_chat(index, a, b, draw), "tools": _TOOLS}
-        for index, (a, b) in enumerate(splits["sft_train"])
+        {"messages": _sft_chat(index, a, b, draw), "tools": _TOOLS} for index, (a, b) in enumerate(splits["sft_train"])
     ]
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "template.jinja", TEMPLATE)
