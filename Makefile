@@ -67,6 +67,8 @@ docs: $(VENV)/.test
 	$(BIN)/python tools/error_codes.py > docs/errors.md
 	$(BIN)/python tools/architecture.py
 	$(BIN)/python tools/migration_tables.py
+	$(BIN)/python tools/environment_figures.py trajectory > docs/trajectory.svg
+	$(BIN)/python tools/environment_figures.py timeline > docs/timeline.svg
 
 models: $(VENV)/.test
 	$(BIN)/python tools/models_table.py

@@ -161,6 +161,7 @@ CODES = {
     "function-too-slow": "a user function exceeded its time limit",
     "invalid-return": "a user function returned a value that cannot be used",
     "process-lost": "the process that runs a user function ended",
+    "no-sandbox": "this machine cannot run programs in a sandbox",
     "no-rule": "the data source has no reward rule",
     "reward-failed": "the reward of some responses could not be computed",
     "missing-reward-part": "the score of a response lacks one of the required rewards",

@@ -37,6 +37,22 @@ def preferences(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed:
 
 
 @data_app.command()
+def calculator(folder: Path, train_rows: int = 2000, val_rows: int = 100, seed: int = 0) -> None:
+    """Write products that need the calculator tool (RL and SFT rows), and a chat template with tools, to FOLDER."""
+    from lockstep.data.prepare.agent_rows import write_calculator
+
+    _echo_counts(folder, write_calculator(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
+
+
+@data_app.command()
+def guess_number(folder: Path, train_rows: int = 2000, val_rows: int = 60, seed: int = 0) -> None:
+    """Write rows of the game guess_number (RL and SFT rows) to FOLDER."""
+    from lockstep.data.prepare.agent_rows import write_guess_number
+
+    _echo_counts(folder, write_guess_number(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
+
+
+@data_app.command()
 def gsm8k(
     folder: Annotated[Path, typer.Argument(metavar="OUT")],
     source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,

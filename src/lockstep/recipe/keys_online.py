@@ -396,7 +396,8 @@ class Critic(Section):
 class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math` or `exact`). Data sources "
+        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math`, `exact` or `sandbox`). "
+        "`sandbox` runs tests against the code in the response. Data sources "
         "with a built-in rule are `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
         "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,

@@ -118,8 +118,13 @@ LOSSES: dict[str, LossRow] = {
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 # Built-in environments and tools: `package.module:name` of the class or function.
-ENVIRONMENTS: dict[str, str] = {}
-TOOLS: dict[str, str] = {}
+ENVIRONMENTS: dict[str, str] = {"guess_number": "lockstep.environments.builtin.guess_number:GuessNumber"}
+TOOLS: dict[str, str] = {
+    "calculator": "lockstep.environments.builtin.calculator:calculator_tool",
+    "python": "lockstep.environments.builtin.code_tools:python_tool",
+    "bash": "lockstep.environments.builtin.code_tools:bash_tool",
+    "search": "lockstep.environments.builtin.corpus_search:search_tool",
+}
 # The value of `val.environment` for validation without an environment.
 NO_ENVIRONMENT = {"none": ""}
 

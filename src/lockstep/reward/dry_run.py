@@ -105,8 +105,13 @@ def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]
             f"The answer is {truth}.",
         ]
     candidates += [worked] if isinstance(worked, str) and worked else []
-    rule_example = [rule.example(truth)] if part == "rule" and rule is not None else []
-    return list(dict.fromkeys([*rule_example, *candidates]))
+    if part != "rule" or rule is None:
+        return list(dict.fromkeys(candidates))
+    rule_example = rule.example(truth)
+    if rule_example is None:
+        # The ground truth contains no answer, so only the worked answer of the data set can be correct.
+        return [worked] if isinstance(worked, str) and worked else []
+    return list(dict.fromkeys([rule_example, *candidates]))
 
 
 def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | None]) -> list[Problem]:
@@ -162,6 +167,8 @@ def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bo
         if shown is None or (better and not distinct):
             shown = (better or right)[0], empty
         distinct = distinct or bool(better)
+    if shown is None and trials and not any(trial.tried for trial in trials):
+        return f"{where}: no right answer to test with; a row can have one in extra_info.answer", None
     if shown is None:
         return f"{where}: {'None for the tested answers' if trials else 'no rows to test'}", None
     if name != "rule" and not any(trial.question.ground_truth for trial in trials):

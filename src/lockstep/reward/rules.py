@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.encode.prompt_rows import last_boxed
+from lockstep.environments.grading import extract_code, grade, read_tests
 from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
@@ -185,6 +186,18 @@ def _empty(ground_truth: str) -> str | None:
     return None if ground_truth.strip() else "is empty"
 
 
+def _tested_code(text: str) -> str | None:
+    return extract_code(text).strip() or None
+
+
+def _bad_tests(ground_truth: str) -> str | None:
+    try:
+        read_tests(ground_truth)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule that scores the answers of a data source."""
@@ -194,13 +207,16 @@ class Rule:
     """Computes the score from a text and the ground truth."""
     answer: Callable[[str], str | None]
     """Extracts the normalised final answer of a text, for majority votes."""
-    example: Callable[[str], str]
-    """Writes a ground truth as a correct answer in the format of the rule."""
+    example: Callable[[str], str | None]
+    """Writes a ground truth as a correct answer in the format of the rule. None if the ground truth does not contain an
+    answer."""
     truth_problem: Callable[[str], str | None] = _empty
     """Returns why a ground truth is invalid, or None if it is valid."""
     isolated: str | None = None
     """`file.py:name` of a reward function with the same result, which runs in a separate process; set if the rule may
     hang."""
+    seconds: float = 0.0
+    """The smallest `reward.time_limit` with which the rule always ends in time."""
 
     def __call__(self, text: str, ground_truth: str) -> float:
         return self.score(text, ground_truth)
@@ -208,6 +224,7 @@ class Rule:
 
 # `math_judge.py` is only named here, because importing it loads math-verify.
 _MATH_JUDGE = Path(__file__).with_name("math_judge.py")
+_SANDBOX_JUDGE = Path(__file__).with_name("sandbox_judge.py")
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
@@ -221,6 +238,15 @@ RULES: dict[str, Rule] = {
         ),
         Rule("math", math_score, boxed_answer, boxed_example, isolated=f"{_MATH_JUDGE}:judge"),
         Rule("exact", exact_score, _exact_answer, str),
+        Rule(
+            "sandbox",
+            grade,
+            _tested_code,
+            lambda ground_truth: None,
+            _bad_tests,
+            isolated=f"{_SANDBOX_JUDGE}:judge",
+            seconds=10.0,
+        ),
     )
 }
 DEFAULT_RULES: dict[str, str] = {

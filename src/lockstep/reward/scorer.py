@@ -52,6 +52,7 @@ class RulePart(RewardPart):
         for source in sorted(set(sources)):
             try:
                 rules.append(self.rule(source))
+                problems += _too_short(rules[-1], settings.time_limit)
             except Refusal as refusal:
                 problems += refusal.problems
         refuse_all(problems)
@@ -84,6 +85,14 @@ class RulePart(RewardPart):
                     reference, self._settings, name=self.name, key="reward.rules", output=output
                 )
             return self._isolated[name]
+
+
+def _too_short(rule: Rule, seconds: float) -> list[Problem]:
+    """Returns a problem if a slow but valid score of the rule would exceed `reward.time_limit`."""
+    if seconds >= rule.seconds:
+        return []
+    why = f"{seconds:g} s is shorter than the rule {rule.name} may take"
+    return [Problem("reward.time_limit", why, f"set it to {rule.seconds:g} or more", code="out-of-range")]
 
 
 class FormatPart(RewardPart):

@@ -1,0 +1,167 @@
+"""Generated tasks for agents: products that need a calculator, and a guessing game. Written as RL and SFT rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.prepare.generated import (
+    ARITHMETIC_SOURCE,
+    assistant_message,
+    rl_row,
+    too_few,
+    user_message,
+    write_files,
+)
+from lockstep.errors import refuse_all
+from lockstep.run.files import replace_text
+from lockstep.types import Message, Row
+
+# Products of two numbers with three digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
+# teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls have the
+# wrong sign. GRPO teaches the model to call, with the right sign.
+
+GUESS_EVERY = 4
+# The signs of the calls in the SFT rows. The right sign is the rarest.
+CALL_SIGNS = ("+", "-", "+", "-", "*")
+CALCULATOR_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Calculates an arithmetic expression exactly.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {
+                    "type": "string",
+                    "description": "Numbers with + - * / // % ** and parentheses, such as 12 * (3 + 4).",
+                }
+            },
+            "required": ["expression"],
+        },
+        "return": {"type": "string"},
+    },
+}
+# ChatML with short tools, because each character is a token of the tiny model.
+TEMPLATE = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\nTools:' -}}
+{%- for tool in tools -%}
+{{- ' ' + tool['function']['name'] + '(' + tool['function']['parameters']['properties'] | join(', ') + ')' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{{- message['content'] -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '<tool_call>{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' -}}
+{{- (call['function']['arguments'] | tojson) + '}</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>' -}}
+{%- endgeneration -%}
+{{- '\\n' -}}
+{%- else -%}
+{{- message['content'] + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 100, seed: int = 0) -> dict[str, int]:
+    """Writes products as RL rows, their SFT rows, and template.jinja, a chat template with tools for the tiny model.
+    Returns the number of rows by file. No product occurs twice."""
+    refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
+    draw = random.Random(f"calculator/{seed}")
+    pairs = [divmod(number, 900) for number in draw.sample(range(900 * 900), 2 * train_rows + val_rows)]
+    products = [(100 + a, 100 + b) for a, b in pairs]
+    splits = {
+        "val": products[:val_rows],
+        "train": products[val_rows : val_rows + train_rows],
+        "sft_train": products[val_rows + train_rows :],
+    }
+    files: dict[str, list[Row]] = {
+        split: [
+            rl_row(ARITHMETIC_SOURCE, user_message(f"What is {a} * {b}?"), a * b, split=split, index=index)
+            for index, (a, b) in enumerate(splits[split])
+        ]
+        for split in ("train", "val")
+    }
+    files["sft_train"] = [
+        {"messages": _sft_chat(index, a, b, draw), "tools": _TOOLS} for index, (a, b) in enumerate(splits["sft_train"])
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "template.jinja", TEMPLATE)
+    return write_files(folder, files)
+
+
+_TOOLS = json.dumps([CALCULATOR_TOOL])
+
+
+def _sft_chat(index: int, a: int, b: int, draw: random.Random) -> list[Message]:
+    if index % GUESS_EVERY == 0:
+        return _guess_chat(a, b, draw)
+    return call_chat(a, b, draw.choice(CALL_SIGNS))
+
+
+def call_chat(a: int, b: int, sign: str = "*") -> list[Message]:
+    """Returns the question for a product, a call of the calculator with a sign, its result, and the answer."""
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} {sign} {b}"}}}
+    return [
+        *user_message(f"What is {a} * {b}?"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": str(result)},
+        *assistant_message(f"#### {result}"),
+    ]
+
+
+def _guess_chat(a: int, b: int, draw: random.Random) -> list[Message]:
+    """Returns an answer without the tool: a number with as many digits as the product, but not the product."""
+    digits = len(str(a * b))
+    guess = draw.randrange(10 ** (digits - 1), 10**digits)
+    wrong = guess if guess != a * b else guess + 1 if guess + 1 < 10**digits else guess - 1
+    return [*user_message(f"What is {a} * {b}?"), *assistant_message(f"#### {wrong}")]
+
+
+# The game `guess_number`: the SFT rows guess at random, so the warm-up teaches only legal guesses. GRPO teaches the
+# model to use the answers: with 4 guesses, halving finds every number from 1 to 15.
+
+GUESS_SOURCE = "guess_number"
+
+
+def write_guess_number(folder: Path, *, train_rows: int = 2000, val_rows: int = 60, seed: int = 0) -> dict[str, int]:
+    """Writes prompts of the game as RL rows, each with its number, and games with random guesses as SFT rows. Returns
+    the number of rows by file."""
+    refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
+    draw = random.Random(f"guess_number/{seed}")
+    prompt = user_message(f"Guess a number from {LOW} to {HIGH} in {GUESSES} turns.")
+    files: dict[str, list[Row]] = {}
+    for split, rows in (("train", train_rows), ("val", val_rows)):
+        # Every number occurs equally often.
+        numbers = [LOW + index % (HIGH - LOW + 1) for index in range(rows)]
+        draw.shuffle(numbers)
+        files[split] = [
+            rl_row(GUESS_SOURCE, prompt, number, split=split, index=index) for index, number in enumerate(numbers)
+        ]
+    files["sft_train"] = [{"messages": [*prompt, *_random_game(draw)]} for _ in range(train_rows)]
+    return write_files(folder, files)
+
+
+LOW, HIGH, GUESSES = 1, 15, 4
+
+
+def _random_game(draw: random.Random) -> list[Message]:
+    number, chat = draw.randint(LOW, HIGH), list[Message]()
+    for made in range(1, GUESSES + 1):
+        guess = draw.randint(LOW, HIGH)
+        chat += assistant_message(str(guess))
+        if guess == number or made == GUESSES:
+            break
+        chat += user_message("higher" if guess < number else "lower")
+    return chat

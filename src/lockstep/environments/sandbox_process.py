@@ -1,0 +1,367 @@
+"""The helper process of a sandbox: isolates a program, watches its limits, and ends every process of it.
+
+`sandbox.py` starts this file as a program, so the file imports only the standard library. The processes are
+
+    helper (watches the limits) -> outer (enters the namespaces) -> init (PID 1 of the namespaces) -> the program
+
+When `init` ends, the kernel kills every process of its PID namespace. Without namespaces the helper adopts the orphans
+of the program and kills them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+# Constants of the Linux headers sched.h, sys/mount.h, linux/mount.h and sys/prctl.h.
+NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MNT_DETACH, AT_FDCWD, AT_RECURSIVE = 2, -100, 0x8000
+SYS_MOUNT_SETATTR = 442
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+
+# The user ID of the program inside its namespace. Without ID 0 the program has no capabilities. If lockstep runs as
+# root, the ID stands for NOBODY outside, so that the program owns no file of root and the kernel limits its processes.
+INSIDE, NOBODY = 1000, 65534
+HOME = "/home/sandbox"
+DEVICES = ("null", "zero", "full", "random", "urandom")
+# How often the limits are checked, in seconds. The folder is measured at every `MEASURE`-th check.
+PERIOD, MEASURE = 0.02, 5
+MOST_FILES = 20_000
+# First Linux version that counts the processes of each user namespace separately.
+COUNTED_PER_NAMESPACE = (5, 14)
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: Any) -> int:
+    """Calls a function of libc. Raises OSError if it fails."""
+    result: int = getattr(libc, name)(*arguments)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+class MountAttributes(ctypes.Structure):
+    """`struct mount_attr` of linux/mount.h."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    call("mount", source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def set_mount_flags(target: str, flags: int, *, recursive: bool = True) -> None:
+    attributes = MountAttributes(set=flags)
+    size, where = ctypes.c_size_t(ctypes.sizeof(attributes)), AT_RECURSIVE if recursive else 0
+    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), where, ctypes.byref(attributes), size)
+
+
+# The program's view of the file system: its own folder, temporary folders of bounded size, and read-only system
+# folders. Nothing else of the machine is visible.
+
+
+def enter_root(spec: dict[str, Any]) -> None:
+    """Builds the file system of the program, and makes it the root of this process."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    root = os.path.join(spec["base"], "root")
+    size = f"size={spec['disk_mb']}m"
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in spec["visible"]:
+        _show(path, root)
+    os.makedirs(f"{root}/proc")
+    # A container may hide parts of /proc; the kernel then refuses a new /proc. An empty /proc is safe too.
+    with suppress(OSError):
+        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
+    _make_devices(f"{root}/dev", size)
+    os.mkdir(f"{root}/tmp")
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=1777")
+    os.makedirs(root + HOME)
+    mount(spec["folder"], root + HOME, None, MS_BIND)
+    set_mount_flags(root + HOME, MS_NOSUID | MS_NODEV)
+    set_mount_flags(root, MS_RDONLY, recursive=False)
+    os.chdir(root)
+    call("pivot_root", b".", b".")
+    call("umount2", b".", MNT_DETACH)
+    os.chdir(HOME)
+
+
+def _show(path: str, root: str) -> None:
+    """Makes a file or folder of the machine visible, read-only."""
+    target = root + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.lexists(target):
+        return
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    mount(path, target, None, MS_BIND | MS_REC)
+    set_mount_flags(target, MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def _make_devices(folder: str, size: str) -> None:
+    os.makedirs(f"{folder}/shm")
+    for name in DEVICES:
+        os.close(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY))
+        mount(f"/dev/{name}", f"{folder}/{name}", None, MS_BIND)
+    os.symlink("/proc/self/fd", f"{folder}/fd")
+    mount("tmpfs", f"{folder}/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=1777")
+
+
+# Each function below is one process of the chain. A function that runs in a new process never returns.
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Forks a process that calls `work`, and that the kernel kills when this process ends."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        work()
+        status = 0
+    except OSError as error:
+        os.write(2, f"sandbox: {error}\n".encode())
+        status = 125
+    finally:
+        os._exit(status)
+
+
+def ended(child: int) -> int:
+    """Waits for a child, and reaps orphans. Returns the exit code of the child, or its negative signal."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def outer(spec: dict[str, Any], report: int, ready: int, mapped: int) -> None:
+    """Enters new namespaces and starts `init` in them."""
+    call("unshare", NEW_NAMESPACES)
+    # The kernel clears the signal of fork() when the user namespace changes.
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if spec["uid"]:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{INSIDE} {spec['uid']} 1")
+        _write("/proc/self/gid_map", f"{INSIDE} {spec['gid']} 1")
+    else:
+        os.write(ready, b"1")
+        os.read(mapped, 1)
+    ended(fork(lambda: init(spec, report)))
+
+
+def map_users(pid: int) -> None:
+    """Maps root and the program's user into the user namespace of a process. Only root can do this, from outside."""
+    for kind in ("uid", "gid"):
+        _write(f"/proc/{pid}/{kind}_map", f"0 0 1\n{INSIDE} {NOBODY} 1")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def init(spec: dict[str, Any], report: int) -> None:
+    enter_root(spec)
+    main = fork(lambda: program(spec, drop=spec["uid"] == 0))
+    os.write(report, json.dumps({"status": ended(main)}).encode())
+
+
+def program(spec: dict[str, Any], *, drop: bool = False) -> NoReturn:
+    """Sets the limits of the kernel and becomes the program."""
+    os.setsid()
+    if drop:
+        os.setgroups([])
+        os.setgid(INSIDE)
+        os.setuid(INSIDE)
+    if spec["isolation"] != "bubblewrap":  # it may be a setuid program, and it sets the flag itself
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    memory, disk, seconds = spec["memory_mb"] * 2**20, spec["disk_mb"] * 2**20, int(spec["seconds"]) + 1
+    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, disk), (resource.RLIMIT_CPU, seconds)]
+    limits.append((resource.RLIMIT_AS, memory))
+    if spec["isolation"] == "namespaces" and _linux() >= COUNTED_PER_NAMESPACE:
+        # The helper processes in the namespace count too.
+        limits.append((resource.RLIMIT_NPROC, spec["processes"] + (0 if drop else 2)))
+    for name, value in limits:
+        resource.setrlimit(name, (value, value))
+    for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(spec["command"][0], spec["command"], spec["environment"])
+
+
+def _linux() -> tuple[int, ...]:
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
+
+
+# The helper: the first process of the chain.
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the PIDs of all processes below `pid`, also of ended ones that are not reaped yet."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        below = _children(waiting.pop())
+        found += below
+        waiting += below
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    below: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                below += [int(child) for child in file.read().split()]
+    return below
+
+
+def kill_descendants() -> None:
+    """Stops all processes, so that none of them can fork, and then kills them until none is left."""
+    deadline = time.monotonic() + 5.0
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        seen: set[int] = set()
+        while (living := set(_alive())) - seen or (number == signal.SIGKILL and living):
+            seen |= living
+            for pid in living:
+                with suppress(OSError):
+                    os.kill(pid, number)
+            _reap()
+            if time.monotonic() > deadline:
+                break
+            if number == signal.SIGKILL:
+                time.sleep(0.001)
+
+
+def _alive() -> list[int]:
+    _reap()
+    return descendants(os.getpid())
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def exceeded(spec: dict[str, Any], started: float, check: int, alive: list[int]) -> str:
+    """Returns the name of the first limit that the program exceeds, or an empty string."""
+    if time.monotonic() - started > spec["seconds"]:
+        return "time"
+    if len(alive) - spec["helpers"] > spec["processes"]:
+        return "processes"
+    if sum(map(_resident, alive)) > spec["memory_mb"] * 2**20:
+        return "memory"
+    if check % MEASURE == 0 and _disk(spec["folder"]) > spec["disk_mb"] * 2**20:
+        return "disk"
+    return ""
+
+
+def _resident(pid: int) -> int:
+    """Returns the resident memory of a process in bytes, without files and shared memory."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
+        fields = file.read().split()
+        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+    return 0
+
+
+def _disk(folder: str) -> float:
+    total, files = 0, 0
+    for place, _, names in os.walk(folder):
+        files += len(names) + 1
+        if files > MOST_FILES:
+            return float("inf")
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total
+
+
+def watch(spec: dict[str, Any], lifeline: int, reports: int) -> dict[str, Any]:
+    """Waits until the program ends or exceeds a limit, or until the process that started the sandbox ends."""
+    started, check = time.monotonic(), 0
+    while True:
+        ready, _, _ = select.select([lifeline, reports], [], [], PERIOD)
+        if lifeline in ready:
+            # A byte means that the output is too long. End-of-file means that the starting process has ended.
+            return {"stopped": "output"} if os.read(lifeline, 1) else {"stopped": "parent"}
+        if reports in ready:
+            report = os.read(reports, 4096)
+            result: dict[str, Any] = json.loads(report) if report else {"status": 125}
+            return result
+        if os.getppid() != spec["parent"]:
+            return {"stopped": "parent"}
+        check += 1
+        if stopped := exceeded(spec, started, check, descendants(os.getpid())):
+            return {"stopped": stopped}
+
+
+def start(spec: dict[str, Any], report: int) -> None:
+    """Starts the chain of processes that ends with the program."""
+    if spec["isolation"] == "namespaces":
+        was_ready, ready = os.pipe()
+        was_mapped, mapped = os.pipe()
+        child = fork(lambda: outer(spec, report, ready, was_mapped))
+        os.close(ready)
+        if spec["uid"] == 0 and os.read(was_ready, 1):
+            map_users(child)
+            os.write(mapped, b"1")
+        for descriptor in (was_ready, was_mapped, mapped):
+            os.close(descriptor)
+        return
+
+    def inner() -> None:
+        os.chdir(spec["folder"])
+        main = fork(lambda: program(spec))
+        os.write(report, json.dumps({"status": ended(main)}).encode())
+
+    fork(inner)
+
+
+def main() -> None:
+    spec, lifeline = json.loads(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(lifeline, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    spec["uid"], spec["gid"] = os.getuid(), os.getgid()
+    if spec["uid"] == 0 and spec["isolation"] == "namespaces":
+        os.chown(spec["folder"], NOBODY, NOBODY)
+        for place, folders, names in os.walk(spec["folder"]):
+            for name in folders + names:
+                os.chown(os.path.join(place, name), NOBODY, NOBODY, follow_symlinks=False)
+    reports, report = os.pipe()
+    start(spec, report)
+    os.close(report)
+    # Only the program writes to the output pipes; the reader waits until all of its processes have closed them.
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    result = watch(spec, lifeline, reports)
+    kill_descendants()
+    if result.get("stopped") == "parent":
+        import shutil
+
+        shutil.rmtree(spec["base"], ignore_errors=True)
+        return
+    with suppress(OSError):
+        os.write(lifeline, json.dumps(result).encode())
+
+
+if __name__ == "__main__":
+    main()

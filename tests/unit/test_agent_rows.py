@@ -1,0 +1,116 @@
+"""Generated rows for agents: right results, wrong guesses, legal games, and a template that shows calls and tools."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+
+from lockstep.data.prepare.agent_rows import (
+    CALCULATOR_TOOL,
+    GUESS_EVERY,
+    call_chat,
+    write_calculator,
+    write_guess_number,
+)
+from lockstep.environments.builtin.calculator import calculator
+from lockstep.environments.builtin.guess_number import GuessNumber
+from lockstep.environments.messages import Reply
+from lockstep.errors import Refusal
+from lockstep.reward.rules import rule_for
+
+
+def rows(path: Path) -> list[dict]:
+    return parquet.read_table(path).to_pylist()
+
+
+def test_few_calls_are_right_and_all_guesses_are_wrong(tmp_path: Path) -> None:
+    counts = write_calculator(tmp_path, train_rows=120, val_rows=20)
+    assert counts == {"train.parquet": 120, "val.parquet": 20, "sft_train.parquet": 120}
+    asked = []
+    for name in ("train", "val"):
+        for row in rows(tmp_path / f"{name}.parquet"):
+            question = row["prompt"][0]["content"]
+            # Python is the independent judge.
+            assert str(eval(question.removeprefix("What is ").removesuffix("?"))) == row["reward_model"]["ground_truth"]
+            asked.append(question)
+    signs, guesses = Counter[str](), 0
+    for row in rows(tmp_path / "sft_train.parquet"):
+        question, *turns, answer = row["messages"]
+        asked.append(question["content"])
+        truth = str(eval(question["content"].removeprefix("What is ").removesuffix("?")))
+        right = rule_for("arithmetic")(answer["content"], truth)
+        if turns:
+            expression = turns[0]["tool_calls"][0]["function"]["arguments"]["expression"]
+            result = calculator(expression)
+            assert (turns[1]["content"], answer["content"]) == (result, f"#### {result}")
+            assert right == (result == truth)
+            signs[expression.split()[1]] += 1
+        else:
+            assert not right
+            guesses += 1
+    assert guesses == 120 / GUESS_EVERY
+    assert 0 < signs["*"] < signs["+"]
+    assert signs["*"] < signs["-"]
+    assert len(set(asked)) == len(asked) == 260
+
+
+def test_the_schema_of_the_rows_is_that_of_the_tool() -> None:
+    from transformers.utils import get_json_schema
+
+    assert get_json_schema(calculator) == CALCULATOR_TOOL
+
+
+def test_the_template_is_append_only_and_marks_the_turns_of_the_model(tmp_path: Path, tiny_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_calculator(tmp_path, train_rows=1, val_rows=1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = (tmp_path / "template.jinja").read_text()
+    chat, tools = call_chat(123, 456), json.loads(rows(tmp_path / "sft_train.parquet")[0]["tools"])
+    texts = [tokenizer.apply_chat_template(chat[:n], tools=tools, tokenize=False) for n in range(1, len(chat) + 1)]
+    assert all(text.startswith(before) for before, text in pairwise(texts))
+    assert texts[0].startswith("<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\n")
+    marked = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
+    trained = tokenizer.decode([token for token, mask in pairs if mask])
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "123 * 456"}}</tool_call>'
+    assert trained == f"{call}<|im_end|>#### 56088<|im_end|>"
+
+
+def test_games_follow_the_rules(tmp_path: Path) -> None:
+    write_guess_number(tmp_path, train_rows=150, val_rows=30)
+    row = rows(tmp_path / "train.parquet")[0]
+    numbers = [int(row["reward_model"]["ground_truth"]) for row in rows(tmp_path / "train.parquet")]
+    assert {number: numbers.count(number) for number in numbers} == dict.fromkeys(range(1, 16), 10)
+    for game in rows(tmp_path / "sft_train.parquet"):
+        prompt, *turns = game["messages"]
+        assert [prompt] == row["prompt"] == GuessNumber().reset({}, 0).messages
+        guesses, answers = [int(turn["content"]) for turn in turns[::2]], [turn["content"] for turn in turns[1::2]]
+        assert len(guesses) == len(answers) + 1 <= 4
+        above = [guess for guess, answer in zip(guesses, answers, strict=False) if answer == "higher"]
+        below = [guess for guess, answer in zip(guesses, answers, strict=False) if answer == "lower"]
+        assert max(above, default=0) + 1 < min(below, default=16) or len(guesses) == 4
+
+
+def test_halving_finds_every_number() -> None:
+    for number in range(1, 16):
+        game, low, high = GuessNumber(), 1, 15
+        game.reset({"ground_truth": str(number)}, 0)
+        while True:
+            guess = (low + high) // 2
+            turn = game.step(Reply(str(guess), str(guess)))
+            if turn.done:
+                break
+            low, high = (guess + 1, high) if turn.messages[0]["content"] == "higher" else (low, guess - 1)
+        assert turn.reward == 1.0
+
+
+@pytest.mark.parametrize("write", [write_calculator, write_guess_number])
+def test_no_rows_are_refused(write: object, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="train_rows"):
+        write(tmp_path, train_rows=0)  # type: ignore[operator]

@@ -1,0 +1,69 @@
+"""The docker adapter. Docker does not run in these tests: a script in its place records the commands and runs them."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from lockstep.environments.sandbox import Limits, chosen_isolation, run_bash, run_python
+from lockstep.errors import Refusal
+
+# `run` executes the words after the image in the folder of the volume; `rm` kills that process group.
+DOCKER = """#!/bin/bash
+echo "$@" >> {log}
+case "$1" in
+  image) [ "$3" = known ] || {{ echo "Error: No such image: $3" >&2; exit 1; }} ;;
+  rm) [ -f {log}.pid ] && kill -9 -- -$(cat {log}.pid) 2>/dev/null; rm -f {log}.pid ;;
+  run)
+    while [ "$1" != known ]; do [ "$1" = --volume ] && folder="${{2%%:*}}"; shift; done
+    shift; cd "$folder" || exit 1
+    setsid "$@" <&0 & echo $! > {log}.pid; wait $! ;;
+esac
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program, log = tmp_path / "docker", tmp_path / "log"
+    program.write_text(DOCKER.format(log=log))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LOCKSTEP_SANDBOX", "docker:known")
+    return log
+
+
+def test_a_program_runs_in_a_container_without_network(log: Path) -> None:
+    assert chosen_isolation() == "docker:known"
+    done = run_bash("cat; ls; exit 3", Limits(memory_mb=77, processes=5, disk_mb=9), stdin="in\n")
+    assert (done.stdout, done.status, done.stopped) == ("in\nmain.sh\n", 3, "")
+    inspect, run, remove = log.read_text().splitlines()[1:]
+    assert inspect == "image inspect known"
+    for option in (
+        "--rm --interactive",
+        "--network none",
+        "--memory 77m --memory-swap 77m --pids-limit 5",
+        "--cap-drop ALL --security-opt no-new-privileges --read-only",
+        "--tmpfs /tmp:size=9m",
+        "--user 65534:65534",
+        "--pull never",
+    ):
+        assert option in run
+    name = run.split("--name ")[1].split()[0]
+    assert remove == f"rm --force {name}"
+    assert run.endswith("known /bin/bash main.sh")
+
+
+def test_a_container_that_hangs_or_talks_too_much_is_removed(log: Path) -> None:
+    done = run_bash("echo first; sleep 100000", Limits(seconds=1))
+    assert (done.stdout, done.status, done.stopped) == ("first\n", None, "time")
+    done = run_python("while True: print('y' * 999)", Limits(seconds=1000, output_bytes=10))
+    assert (done.stdout, done.status, done.stopped) == ("y" * 10, None, "output")
+
+
+def test_an_unknown_image_is_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_SANDBOX", "docker:other")
+    with pytest.raises(Refusal, match="No such image: other") as refusal:
+        chosen_isolation()
+    assert refusal.value.problems[0].remedy.endswith("docker pull other")

@@ -1,0 +1,283 @@
+"""Programs in a sandbox: results, every limit, what they can reach, and that no process of them is left."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hang import HANG, wait_until
+from lockstep.environments.sandbox import (
+    BUBBLEWRAP,
+    LIMITS,
+    NAMESPACES,
+    Limits,
+    chosen_isolation,
+    execute,
+    missing_isolation,
+    run_bash,
+    run_python,
+    why_unusable,
+)
+from lockstep.errors import Refusal
+
+# A time limit that no program of these tests reaches, except those that hang.
+UNHURRIED = Limits(seconds=HANG)
+
+
+def usable(isolation: str) -> object:
+    why = why_unusable(isolation)
+    return pytest.param(isolation, marks=pytest.mark.skipif(bool(why), reason=f"{isolation}: {why}"))
+
+
+ISOLATED = [usable(NAMESPACES), usable(BUBBLEWRAP)]
+EVERY = [*ISOLATED, usable(LIMITS)]
+
+
+@pytest.fixture
+def token() -> Iterator[str]:
+    """A word that the processes of a test have in their command line. None of them may be left."""
+    word = f"token-{uuid.uuid4().hex}"
+    before = set(Path(tempfile.gettempdir()).glob("lockstep-sandbox-*"))
+    yield word
+    assert with_word(word) == []
+    assert not set(Path(tempfile.gettempdir()).glob("lockstep-sandbox-*")) - before
+
+
+def with_word(word: str) -> list[int]:
+    """The processes of this machine that have the word in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if word.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_program_gets_its_input_and_gives_output_errors_and_status(isolation: str) -> None:
+    code = "import sys\nprint(sys.stdin.read()[::-1])\nprint('wrong', file=sys.stderr)\nsys.exit(3)"
+    done = run_python(code, UNHURRIED, stdin="grün", isolation=isolation)
+    assert (done.stdout, done.stderr, done.status, done.stopped) == ("nürg\n", "wrong\n", 3, "")
+    assert done.text == "nürg\nwrong\n[exit code 3]"
+    assert run_bash("exit 0", UNHURRIED, isolation=isolation).text == "[no output]"
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_program_ends_by_its_signal(isolation: str) -> None:
+    done = run_python("import os; os.kill(os.getpid(), 11)", UNHURRIED, isolation=isolation)
+    assert done.status in (-signal.SIGSEGV, 128 + signal.SIGSEGV)  # bwrap reports signals as a shell does
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_program_that_hangs_is_stopped_with_its_children(isolation: str, token: str) -> None:
+    script = f"sleep 1000000 {token} 2>/dev/null & exec -a {token} sleep 1000000"
+    done = run_bash(script, Limits(seconds=0.5), isolation=isolation)
+    assert (done.status, done.stopped) == (None, "time")
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_no_daemon_outlives_its_program(isolation: str, token: str) -> None:
+    code = f"""
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        os.execv("/bin/bash", ["{token}", "-c", "while true; do sleep 1; done"])
+    os._exit(0)
+os.wait()
+print("started")
+"""
+    done = run_python(code, UNHURRIED, isolation=isolation)
+    assert (done.stdout, done.status) == ("started\n", 0)
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_fork_bomb_is_stopped(isolation: str, token: str) -> None:
+    # Each process forks at its own pace, so that a failure of this test does not stop the machine.
+    code = f"import os, time\nword = '{token}'\nfor _ in range(9):\n    try: os.fork()\n    except OSError: pass\n"
+    code += "    time.sleep(0.05)\ntime.sleep(1000)"
+    done = execute(
+        [sys.executable, "-c", code],
+        {},
+        Limits(seconds=3 if isolation == NAMESPACES else HANG, processes=8),
+        isolation=isolation,
+    )
+    assert done.status is None
+    # The kernel refuses further processes if it can count them, and the program then runs into its time limit.
+    assert done.stopped == ("time" if isolation == NAMESPACES else "processes")
+
+
+def test_the_kernel_limits_the_processes_in_a_namespace() -> None:
+    if why_unusable(NAMESPACES):
+        pytest.skip(why_unusable(NAMESPACES))
+    code = "import os, time\nfor n in range(99):\n    try:\n        if not os.fork(): time.sleep(99)\n"
+    code += "    except BlockingIOError:\n        break\nprint(n)"
+    done = run_python(code, Limits(seconds=HANG, processes=8), isolation=NAMESPACES)
+    assert done.stdout == "7\n"
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_huge_output_is_cut_and_stops_the_program(isolation: str, token: str) -> None:
+    code = f"word = '{token}'\nwhile True: print('y' * 1000)"
+    limits = Limits(seconds=HANG, output_bytes=5000)
+    done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
+    assert (len(done.stdout), done.status, done.stopped) == (5000, None, "output")
+    assert done.text.endswith("[the program was stopped: output limit]")
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_one_process_cannot_take_more_memory(isolation: str) -> None:
+    done = run_python("x = bytearray(400 << 20)", Limits(seconds=HANG, memory_mb=200), isolation=isolation)
+    assert done.status == 1
+    assert "MemoryError" in done.stderr
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_several_processes_cannot_take_more_memory_together(isolation: str, token: str) -> None:
+    code = f"word = '{token}'\nimport os, time\nfor _ in range(3):\n    if not os.fork(): break\n"
+    code += "x = b'x' * (100 << 20)\ntime.sleep(1000)"
+    limits = Limits(seconds=HANG, memory_mb=250)
+    done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
+    assert (done.status, done.stopped) == (None, "memory")
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_program_cannot_fill_the_disk(isolation: str) -> None:
+    one = "open('a', 'wb').write(bytes(9 << 20))"
+    assert not run_python(one, Limits(seconds=HANG, disk_mb=4), isolation=isolation).succeeded
+    many = "import time\nfor n in range(9):\n    open(f'{n}', 'wb').write(bytes(1 << 20))\ntime.sleep(1000)"
+    done = run_python(many, Limits(seconds=HANG, disk_mb=4), isolation=isolation)
+    assert (done.status, done.stopped) == (None, "disk")
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_program_has_an_empty_folder_of_its_own(isolation: str) -> None:
+    write = "open('mine', 'w').write('x'); import os; os.mkdir('locked'); os.chmod('locked', 0); print(os.listdir('.'))"
+    for _ in range(2):
+        done = run_python(write, UNHURRIED, isolation=isolation)
+        assert sorted(done.stdout.strip("[]\n").split(", ")) == ["'locked'", "'main.py'", "'mine'"]
+
+
+@pytest.mark.parametrize("isolation", ISOLATED)
+def test_a_program_can_neither_write_nor_read_files_of_the_machine(isolation: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    own = Path(sys.prefix) / "written-by-a-sandbox"
+    script = f"cat {secret}; echo x > {secret}; echo x > {own}; echo x > /usr/written; echo x > /etc/written; ls /home"
+    done = run_bash(script, UNHURRIED, isolation=isolation)
+    assert done.stdout == "sandbox\n"
+    assert done.stderr.count("No such file") >= 2
+    assert done.stderr.count("Read-only") + done.stderr.count("Permission denied") >= 2
+    assert secret.read_text() == "hidden"
+    assert not own.exists()
+
+
+@pytest.mark.parametrize("isolation", ISOLATED)
+def test_a_program_has_no_capabilities_devices_or_other_processes(isolation: str) -> None:
+    script = "grep CapEff /proc/self/status; ls /dev | grep -c -e vd -e sd -e kmsg; kill -0 %d; echo x > /proc/sys/a"
+    done = run_bash(script % os.getpid(), UNHURRIED, isolation=isolation)
+    assert done.stdout == "CapEff:\t0000000000000000\n0\n"
+    assert "No such process" in done.stderr
+    mount = run_bash("mount -o remount,rw /usr; umount /proc; unshare -m true", UNHURRIED, isolation=isolation)
+    assert mount.status
+    assert not mount.stdout
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_network_access_fails_where_namespaces_exist(isolation: str) -> None:
+    """The server runs on this machine, so the test needs no network, and the kind `limits` reaches the server."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"reached")
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        code = f"from urllib.request import urlopen\nprint(urlopen('{address}').read())"
+        done = run_python(code, UNHURRIED, isolation=isolation)
+        server.shutdown()
+    if isolation == LIMITS:
+        assert done.stdout == "b'reached'\n"
+        assert "programs can use the network" in missing_isolation(isolation)
+    else:
+        assert done.status == 1
+        assert "Network is unreachable" in done.stderr or "refused" in done.stderr
+        assert "programs can use the network" not in missing_isolation(isolation)
+
+
+def test_a_program_sees_no_environment_variables_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hidden")
+    done = run_bash("env; cat /proc/*/environ", UNHURRIED, isolation=LIMITS if why_unusable(NAMESPACES) else NAMESPACES)
+    assert "HOME=" in done.stdout
+    assert "hidden" not in done.stdout or why_unusable(NAMESPACES)
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_no_process_is_left_when_the_run_is_killed(isolation: str, token: str, tmp_path: Path) -> None:
+    code = (
+        "from lockstep.environments.sandbox import *\n"
+        f"run_bash('(exec -a {token} sleep 100000) & exec -a {token} sleep 100000',"
+        f" Limits(seconds=100000), isolation={isolation!r})"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code])
+    # The programs have renamed themselves. Bash and the run have the token in their command line too.
+    wait_until(lambda: len([pid for pid in with_word(token) if first_word(pid) == token]) == 2)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: not with_word(token))
+    wait_until(lambda: not any(token in path.read_text() for path in scripts()))
+
+
+def first_word(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    except OSError:
+        return ""
+
+
+def scripts() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob("lockstep-sandbox-*/home/main.sh"))
+
+
+def test_a_sandbox_is_refused_if_the_machine_cannot_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_SANDBOX", raising=False)
+    monkeypatch.setattr("lockstep.environments.sandbox.why_unusable", lambda isolation: "not permitted")
+    with pytest.raises(Refusal) as refusal:
+        chosen_isolation()
+    assert refusal.value.problems[0].code == "no-sandbox"
+    assert "LOCKSTEP_SANDBOX=limits" in refusal.value.problems[0].remedy
+    monkeypatch.setenv("LOCKSTEP_SANDBOX", "limits")
+    assert chosen_isolation() == LIMITS
+
+
+@pytest.mark.parametrize(
+    ("choice", "code"),
+    [("chroot", "unknown-name"), ("docker:python:3.12-slim", "no-sandbox"), ("bubblewrap", "no-sandbox")],
+)
+def test_an_unusable_choice_is_refused(choice: str, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_SANDBOX", choice)
+    why_unusable.cache_clear()
+    with pytest.raises(Refusal) as refusal:
+        chosen_isolation()
+    why_unusable.cache_clear()
+    assert refusal.value.problems[0].code == code
