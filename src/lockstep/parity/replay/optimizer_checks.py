@@ -303,11 +303,11 @@ def _explained(
         if gradient is None or not kept.keys() >= {"gradient", "before", "count"}:
             continue
         decay = decay_of(name, shape, optim, no_decay)
-        steps = [
+        recorded, replayed = (
             _adamw(side, info[0]["lr"], size, optim, decay) - kept["before"]
             for side, size in zip((kept, {**kept, "gradient": gradient.double()}), norms, strict=True)
-        ]
-        found[name] = _step_difference(*steps, math.prod(shape))
+        )
+        found[name] = _step_difference(recorded, replayed, math.prod(shape))
     return found
 
 
