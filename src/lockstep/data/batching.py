@@ -103,7 +103,7 @@ def _round_up(count: int, multiple: int) -> int:
 def shared_beginnings(examples: Sequence[Example]) -> list[int]:
     """Returns for each example the length of the prefix that it shares with its head, an earlier example.
 
-    The head of an example is the latest earlier example that shares no prefix itself. The last token of an example is
+    The head is the nearest example before it that was packed in full length. The last token of an example is
     never shared.
     """
     head: Sequence[int] = ()

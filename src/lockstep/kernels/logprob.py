@@ -400,8 +400,8 @@ class _LogprobsWithGrads(torch.autograd.Function):
 
 
 def _factor(predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """Returns the ratio of the actual loss gradients to the predicted ones, or NaN if the ratio differs between tokens.
-    Does not sync with the device."""
+    """Returns the factor between the loss gradients of the backward pass and those that the forward pass assumed, or
+    NaN if the factor differs between tokens. Does not sync with the device."""
     if not len(predicted):
         return predicted.new_zeros(())
     argmax = predicted.abs().argmax(0, keepdim=True)

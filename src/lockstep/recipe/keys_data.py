@@ -251,7 +251,7 @@ class Data(Section):
     cache_gb: float = Field(
         20.0,
         gt=0,
-        description="Size limit of the row cache in GiB. The least recently used entries are deleted first.",
+        description="Size limit of the row cache in GiB. The least recently used cache entries are deleted first.",
         effect=Effect("harmless", "changes only the start-up time"),
         resumable=True,
     )

@@ -147,7 +147,10 @@ def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
         measure = measure_of(words)
     except ValueError as error:
         yield Problem(
-            key, str(error), f"write `{words.split()[0]} max` or `{words.split()[0]} min`", code="invalid-value"
+            key,
+            str(error),
+            f"write `{words.split()[0]} max` if higher is better, or `{words.split()[0]} min` if lower is better",
+            code="invalid-value",
         )
         return
     name, online = measure.name, recipe.method in ONLINE

@@ -253,8 +253,8 @@ def check_weights(
     The weights of two correct runs differ because their gradients differ. AdamW's step depends more on the sign of a
     gradient than on its size. So where a gradient is mostly rounding, as that of a key's bias, which softmax cancels,
     two correct steps may have any directions. The difference of the steps that follow from the two gradients is
-    therefore computed with AdamW's formula, and allowed in addition to the tolerance. The gradient check tests the
-    gradients themselves, and a wrong update is not part of the formula.
+    therefore computed with AdamW's formula, and allowed in addition to the tolerance. Wrong gradients
+    fail the gradient check, and an update that does not follow AdamW's formula fails this check.
     """
     movements = _movements(one, learner, manifest["parameters"][learner])
     if not movements:
@@ -303,11 +303,11 @@ def _explained(
         if gradient is None or not kept.keys() >= {"gradient", "before", "count"}:
             continue
         decay = decay_of(name, shape, optim, no_decay)
-        steps = [
+        recorded, replayed = (
             _adamw(side, info[0]["lr"], size, optim, decay) - kept["before"]
             for side, size in zip((kept, {**kept, "gradient": gradient.double()}), norms, strict=True)
-        ]
-        found[name] = _step_difference(*steps, math.prod(shape))
+        )
+        found[name] = _step_difference(recorded, replayed, math.prod(shape))
     return found
 
 
