@@ -318,7 +318,7 @@ NAMES = {
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
     "gemma3_text": "Gemma 3 (text)",
-    "gemma3n": "Gemma 3n",
+    "gemma3n_text": "Gemma 3n (text)",
     "gemma4": "Gemma 4",
     "paligemma": "PaliGemma",
     "recurrent_gemma": "RecurrentGemma",

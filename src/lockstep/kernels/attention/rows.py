@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,9 +32,11 @@ class RowPass:
     from it."""
 
 
-def row_mask(seen: Seen, queries_NL: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+def row_mask(seen: Seen | None, queries_NL: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Returns the causal mask (N, 1, L, keys) of queries at these positions as transformers builds it: 0 where a token
-    is seen, else the lowest number."""
+    is seen, else the lowest number. Returns None for a model that makes no causal mask."""
+    if seen is None:
+        return None
     positions = torch.arange(keys, device=queries_NL.device)
     shown = seen.sees(queries_NL[:, :, None], positions[None, None, :])
     mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
@@ -94,7 +96,8 @@ def row_attention(
 class RowProbe(MaskProbe):
     """The result of a probe pass of a model whose modules build their own masks. It stands in for the cache."""
 
-    seen: Seen = field(default_factory=lambda: Seen(None))
+    in_rows: ClassVar[bool] = True
+    seen: Seen | None = field(default_factory=lambda: Seen(None))
     events: dict[tuple[str, int], int] = field(default_factory=dict)
     """The index in the cache layout of each write to the cache, by its kind and layer."""
     repeated: list[tuple[str, int]] = field(default_factory=list)
@@ -158,13 +161,13 @@ class _CacheLayer:
 
 
 @torch.no_grad()
-def read_rows(model: Any, decoder: nn.Module, seen: Seen) -> RowProbe:
+def read_rows(model: Any, decoder: nn.Module, seen: Seen | None) -> RowProbe:
     """Runs a probe pass on two tokens, with the mask that the modules get in training."""
     register_probe()
     try:
         return _probed_rows(model, decoder, RowProbe(seen=seen))
     except AttributeError as error:
-        if _CacheLayer.__name__ not in str(error):
+        if not any(kind.__name__ in str(error) for kind in (RowProbe, _CacheLayer)):
             raise
         # The model needs caches of its own. It can be trained without them.
         name = str(error).rpartition(" ")[2]
