@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.llama import modeling_llama
 
 from host_kernels import HOST, host_norm, turned, unscaled
@@ -201,6 +202,13 @@ def test_a_late_error_of_the_device_is_the_trial_s() -> None:
 def test_a_norm_that_subtracts_the_mean_is_another_function() -> None:
     with pytest.warns(UserWarning, match="LayerNorm stays plain torch: host_norm gives different results"):
         assert plug_in(nn.LayerNorm(16, bias=False), HOST) == []
+
+
+def test_a_norm_that_needs_a_gate_keeps_its_own_code() -> None:
+    """Such a norm cannot be tried on one input: `gate` is None in its forward."""
+    norm = modeling_kimi_linear.KimiLinearRMSNormGated(32)
+    with pytest.warns(UserWarning, match="KimiLinearRMSNormGated stays plain torch"):
+        assert plug_in(norm, HOST) == []
 
 
 def test_nothing_of_a_device_is_imported_by_the_mechanism() -> None:
