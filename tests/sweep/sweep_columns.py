@@ -153,6 +153,6 @@ def _attention(policy: Policy) -> list[str]:
     if decoder.attentions:
         dense = any(getattr(module, ROWS) for module in decoder.attentions)
         found.append("dense attention" if dense else "flash attention")
-    if any(call.latent is not None for call in decoder.cache_layout().calls):
-        found.append("latent decode")
+    with suppress(NotImplementedError):  # the built-in engine cannot run it
+        found += ["latent decode"] * any(call.latent is not None for call in decoder.cache_layout().calls)
     return [*found, "recurrence"] if decoder.mixers else found

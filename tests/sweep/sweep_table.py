@@ -103,7 +103,7 @@ def store(new: Mapping[str, Outcome], known: Collection[str]) -> dict[str, Outco
     once. Returns all outcomes."""
     with STORED.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        before = stored() if file.tell() else {}
+        before = stored() if STORED.stat().st_size else {}
         outcomes = {name: one for name, one in sorted({**before, **new}.items()) if name in known}
         data = {"transformers": transformers.__version__, "cases": {n: asdict(one) for n, one in outcomes.items()}}
         file.truncate(0)

@@ -34,8 +34,9 @@ class KernelTrial:
     """Whether the trial also compares the gradients of the kernel with those of the module."""
     wait: Callable[[], None]
     """Synchronises the device, so that a kernel's error is raised in the trial and not in a training step."""
-    errors: tuple[type[Exception], ...] = (TypeError, RuntimeError, ValueError)
-    """Exceptions that a kernel raises if it does not work on this device."""
+    errors: tuple[type[Exception], ...] = (TypeError, RuntimeError, ValueError, AttributeError)
+    """Exceptions that a kernel raises if it does not work on this device, or a module that needs more than one input,
+    such as a norm with a gate."""
 
     def alike(self, what: str, kernel: str, reference: Callable[[], Answers], fused: Callable[[], Answers]) -> bool:
         """Returns whether `reference` and `fused` give matching outputs. If the outputs differ, warns that the module

@@ -118,6 +118,6 @@ KERNELS = DeviceKernels(
         smallest=1e-20,
         gradients=True,
         wait=lambda: None,
-        errors=(TypeError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError),
+        errors=(TypeError, RuntimeError, ValueError, AttributeError, OSError, subprocess.SubprocessError, TritonError),
     ),
 )

@@ -21,6 +21,7 @@ from torch import nn
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.keywords import CallTrace, carried_layout, carry_layout, inside
 from lockstep.kernels.attention.layout import Layout
+from lockstep.kernels.attention.rows import RowPass
 from lockstep.kernels.attention.varlen import to_slots, to_tokens
 
 # Layer kinds of transformers' configs that have a recurrent module, and kinds that mix no tokens.
@@ -79,6 +80,9 @@ class PackedMixer:
         named |= zip(self.parameter_names, args, strict=False)
         if self.measure is not None:
             return self.measure(self, named)
+        if isinstance(layout, RowPass):
+            with _unfused(self.module):
+                return self.original_forward(**named)
         if isinstance(layout, Layout):
             return self._packed(layout, named)
         states = getattr(layout, "states", None)

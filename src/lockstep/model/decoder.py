@@ -94,7 +94,13 @@ class Decoder:
         if not self.attentions:
             # A model without attention caches no keys, but its sequences still own blocks of the smallest size.
             return uniform_layout(1, 1, 1)
+        self._refuse_states_of_rows()
         return latent_layout(self._probe.layout, self._latent_modules)
+
+    def _refuse_states_of_rows(self) -> None:
+        if self.mixers and isinstance(self._probe, RowProbe):
+            kind = type(self.mixers[0].module).__name__
+            raise NotImplementedError(f"it selects tokens with an indexer, and {kind} has a recurrent state")
 
     def batch_variant(self) -> str | None:
         """Returns why log-probs depend on the batch even with batch-invariant kernels, or None if they do not."""
@@ -117,6 +123,7 @@ class Decoder:
         assert self.attentions or self.mixers
         if not self.mixers:
             return []
+        self._refuse_states_of_rows()
         device = self.model.get_input_embeddings().weight.device
         numbers = torch.arange(2, device=device)[None]
         layout, decoder = make_layout([2], device, self.kernel), inner_decoder(self.model)

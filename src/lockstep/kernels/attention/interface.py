@@ -44,6 +44,7 @@ SAYS_NOTHING = frozenset(
     {
         "position_ids",
         "token_positions",
+        "input_ids",
         "position_embeddings",
         "cache_position",
         "sliding_window",

@@ -122,7 +122,7 @@ def _relaying(kind: type) -> type:
     def call(self: Any, *args: Any, **named: Any) -> Any:
         layout = vars(self)[RELAYED]
         more = {} if layout is None else {LAYOUT: layout}
-        return kind.__call__(self, *args, **named, **more)  # type: ignore[operator]
+        return kind.__call__(self, *args, **named, **more)
 
     # Layers are found by the name of their class.
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

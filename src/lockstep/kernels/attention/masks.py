@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -43,9 +43,10 @@ class BeyondCausal(NotImplementedError):
 
 
 class OwnMask(BeyondCausal):
-    """Raised if modules derive their own mask from the causal one. `seen` says which tokens the causal mask shows."""
+    """Raised if modules derive their own mask from the causal one. `seen` is what the causal mask shows, or None if the
+    model makes no causal mask."""
 
-    def __init__(self, seen: Seen):
+    def __init__(self, seen: Seen | None):
         super().__init__("it derives its own mask from the causal one")
         self.seen = seen
 
@@ -80,6 +81,8 @@ class Mask:
 class MaskProbe:
     """The result of a probe forward pass: the modules that called attention, and the planes of their KV cache."""
 
+    in_rows: ClassVar[bool] = False
+    """Whether the pass has right-padded rows and a mask of numbers (`rows.py`)."""
     called: list[nn.Module] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     """The masks that the model has made for its layers."""
@@ -252,8 +255,8 @@ def _probe_attention(
     if probe is None:
         probe = _PROBES[-1]
         probe.unreached.append(module)
-    selects = any(extra.get(name) is not None for name in SELECTIONS)
-    if not isinstance(attention_mask, torch.Tensor) and (selects or hasattr(module, COMPRESSOR)):
+    selects = any(extra.get(name) is not None for name in SELECTIONS) or hasattr(module, COMPRESSOR)
+    if not probe.in_rows and (selects or isinstance(attention_mask, torch.Tensor)):
         raise TypeError(f"the layer selects tokens besides its {Mask.__name__}")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
         lowest = torch.finfo(attention_mask.dtype).min
@@ -311,9 +314,9 @@ def _of_its_own(probe: MaskProbe, model: Any) -> Iterator[None]:
         heads = model.config.get_text_config(decoder=True).num_attention_heads
         device = model.get_input_embeddings().weight.device
         seen = {read_mask(mask.function, heads, device) for mask in probe.masks}
-        if len(seen) != 1:
+        if len(seen) > 1:
             raise BeyondCausal("it derives its own masks from several masks") from error
-        raise OwnMask(seen.pop()) from error
+        raise OwnMask(seen.pop() if seen else None) from error
 
 
 @torch.no_grad()

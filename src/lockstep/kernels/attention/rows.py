@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,9 +34,11 @@ class RowPass:
     from it."""
 
 
-def row_mask(seen: Seen, queries_NL: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+def row_mask(seen: Seen | None, queries_NL: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Returns the causal mask (N, 1, L, keys) of queries at these positions as transformers builds it: 0 where a token
-    is seen, else the lowest number."""
+    is seen, else the lowest number. Returns None for a model that makes no causal mask."""
+    if seen is None:
+        return None
     positions = torch.arange(keys, device=queries_NL.device)
     shown = seen.sees(queries_NL[:, :, None], positions[None, None, :])
     mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
@@ -97,7 +99,8 @@ class RowProbe(MaskProbe):
     """The result of a probe pass of a model whose modules build their own masks. In the probe pass, the model uses this
     object as its cache."""
 
-    seen: Seen = field(default_factory=lambda: Seen(None))
+    in_rows: ClassVar[bool] = True
+    seen: Seen | None = field(default_factory=lambda: Seen(None))
     events: dict[tuple[str, int], int] = field(default_factory=dict)
     """Maps each write to the cache, given by its kind (`keys` or `index`) and layer, to its index in the cache
     layout."""
@@ -162,13 +165,13 @@ class _CacheLayer:
 
 
 @torch.no_grad()
-def read_rows(model: Any, decoder: nn.Module, seen: Seen) -> RowProbe:
+def read_rows(model: Any, decoder: nn.Module, seen: Seen | None) -> RowProbe:
     """Runs a probe pass on two tokens, with the mask that the modules get in training."""
     register_probe()
     try:
         return _probed_rows(model, decoder, RowProbe(seen=seen))
     except AttributeError as error:
-        if _CacheLayer.__name__ not in str(error):
+        if not any(kind.__name__ in str(error) for kind in (RowProbe, _CacheLayer)):
             raise
         # The model needs caches of its own. It can be trained without them.
         name = str(error).rpartition(" ")[2]
