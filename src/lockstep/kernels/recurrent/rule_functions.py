@@ -1,4 +1,5 @@
-"""Replaces functions of transformers' recurrent modules by Triton kernels: the gated delta rule and its convolution.
+"""Replaces functions of transformers' recurrent modules by Triton kernels: convolutions, and steps of the gated delta
+rule in decoding. Over whole sequences the rule runs in plain torch.
 
 Recurrent modules call these functions by their names in the modelling file. transformers replaces them itself by the
 kernels of flash-linear-attention and causal-conv1d if these packages are installed; then nothing is replaced here. A
@@ -16,10 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.kernels.norm_triton import rms_norm
 from lockstep.kernels.recurrent.conv_triton import convolution_fits, convolve, convolve_step_
-from lockstep.kernels.recurrent.delta_chunks_triton import delta_rule, delta_rule_fits
-from lockstep.kernels.recurrent.delta_step_triton import LENGTH_EPSILON, delta_step_, delta_step_fits
+from lockstep.kernels.recurrent.delta_step_triton import delta_step_, delta_step_fits
 from lockstep.kernels.recurrent.slot_state import SlotState
 
 # Attribute of a replaced function: the function of transformers.
@@ -48,8 +47,8 @@ def _recurrent_rule(
         else:
             states, slots = initial_state.float().clone(), torch.arange(rows, device=key.device)
         if states.dtype == torch.float32 and delta_step_fits(key[:, 0], states):
-            parts = (part[:, 0] for part in (query, key, value, g, beta))
-            out = delta_step_(*parts, states, slots, use_qk_l2norm_in_kernel)
+            q, k, v, decay, rate = (part[:, 0] for part in (query, key, value, g, beta))
+            out = delta_step_(q, k, v, decay, rate, states, slots, use_qk_l2norm_in_kernel)
             return out[:, None], initial_state if slotted else states if output_final_state else None
     given = initial_state.gathered() if isinstance(initial_state, SlotState) else initial_state
     out, last = original(
@@ -67,35 +66,6 @@ def _recurrent_rule(
         initial_state.store(last)
         last = initial_state
     return out, last
-
-
-def _chunk_rule(
-    original: Function,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule over whole sequences."""
-    same_heads = query.shape == key.shape and key.shape[:3] == value.shape[:3]
-    if not (same_heads and use_qk_l2norm_in_kernel and delta_rule_fits(key, value)):
-        given = {"initial_state": initial_state, "output_final_state": output_final_state}
-        unit = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        result: tuple[torch.Tensor, torch.Tensor | None] = original(
-            query, key, value, g=g, beta=beta, **given, **unit, **more
-        )
-        return result
-    # A vector of length 1 is the vector of root mean square 1, divided by the root of its size.
-    size = key.shape[-1]
-    factor = torch.full((size,), size**-0.5 - 1, dtype=torch.float32, device=key.device)
-    query, key = (rms_norm(part, factor, LENGTH_EPSILON / size, True) for part in (query, key))
-    out, last = delta_rule(query, key, value, g, beta, initial_state)
-    return out, last if output_final_state else None
 
 
 def _convolution(
@@ -131,7 +101,6 @@ def _convolution_step(
 # The functions of transformers' modelling files by name, with the package whose kernels transformers uses instead.
 FUNCTIONS: dict[str, tuple[Function, str]] = {
     "torch_recurrent_gated_delta_rule": (_recurrent_rule, "fla"),
-    "torch_chunk_gated_delta_rule": (_chunk_rule, "fla"),
     "causal_conv1d_fn": (_convolution, "causal_conv1d"),
     "causal_conv1d_update": (_convolution_step, "causal_conv1d"),
 }
