@@ -158,9 +158,13 @@ def recurrent_models(device: str) -> None:
     requests = [Request([5, 17, 3, 80, 41, 9][:length], key, 2) for key, length in enumerate((6,))]
     file = sys.modules[type(_qwen("cpu")).__module__]
     own = {name: getattr(file, name) for name in rule_functions.FUNCTIONS}
-    sides = []
+    sides, used = [], []
+    kernels = {name: getattr(rule_functions, name) for name in ("delta_step_", "convolve", "convolve_step_")}
+    for name, kernel in kernels.items():
+        setattr(rule_functions, name, lambda *a, name=name, kernel=kernel: used.append(name) or kernel(*a))
     try:
         for fused in (False, True):
+            assert not used
             model = _qwen(device)
             if fused:
                 fuse(model, "flash_varlen")
@@ -176,9 +180,16 @@ def recurrent_models(device: str) -> None:
             states.square().mean().backward()
             grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
             sides.append((made, states.detach(), grads))
+        assert set(used) == set(kernels)
+        # The kernels are for the model in which they were installed, not for others of its file.
+        before = len(used)
+        file.causal_conv1d_fn(torch.ones(1, 3, 4, device=device), torch.ones(3, 2, device=device))
+        assert len(used) == before
     finally:
         for name, function in own.items():
             setattr(file, name, function)
+        for name, kernel in kernels.items():
+            setattr(rule_functions, name, kernel)
     (plain, states, grads), (ours, found, fused_grads) = sides
     assert [one.ids for one in ours] == [one.ids for one in plain]
     for one, other in zip(ours, plain, strict=True):

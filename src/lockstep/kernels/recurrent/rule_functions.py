@@ -3,7 +3,7 @@ rule in decoding. Over whole sequences the rule runs in plain torch.
 
 Recurrent modules call these functions by their names in the modelling file. transformers replaces them itself by the
 kernels of flash-linear-attention and causal-conv1d if these packages are installed; then nothing is replaced here. A
-replaced function runs the original one for calls that the kernel does not support.
+replaced function runs the original one for calls that the kernel does not support, and for other models of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from lockstep.kernels.recurrent.slot_state import SlotState
 # Attribute of a replaced function: the function of transformers.
 ORIGINAL = "lockstep_original"
 Function = Callable[..., Any]
+# Attribute of the modules that use the kernels, and whether such a module runs now.
+USES_KERNELS = "lockstep_recurrent_kernels"
+_RUNNING: ContextVar[bool] = ContextVar("recurrent kernels", default=False)
 
 
 def _recurrent_rule(
@@ -41,7 +45,7 @@ def _recurrent_rule(
     """The gated delta rule token by token. A state in slots is updated in place and returned."""
     rows, tokens = key.shape[:2]
     slotted = isinstance(initial_state, SlotState)
-    if tokens == 1 and initial_state is not None:
+    if tokens == 1 and initial_state is not None and _RUNNING.get():
         if isinstance(initial_state, SlotState):
             states, slots = initial_state.states, initial_state.slots_B
         else:
@@ -76,7 +80,7 @@ def _convolution(
     activation: str | None = None,
     **more: Any,
 ) -> torch.Tensor:
-    if activation in (None, "silu") and convolution_fits(hidden_states, weight, bias):
+    if _RUNNING.get() and activation in (None, "silu") and convolution_fits(hidden_states, weight, bias):
         return convolve(hidden_states, weight, bias, activation == "silu")
     result: torch.Tensor = original(hidden_states, weight, bias, activation=activation, **more)
     return result
@@ -90,7 +94,7 @@ def _convolution_step(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    fits = activation in (None, "silu") and convolution_fits(hidden_states, weight, bias)
+    fits = _RUNNING.get() and activation in (None, "silu") and convolution_fits(hidden_states, weight, bias)
     kept = conv_state.shape[-1] >= weight.shape[-1] and not torch.is_grad_enabled()
     if fits and kept and hidden_states.shape[-1] == 1:
         return convolve_step_(hidden_states, conv_state, weight, bias, activation == "silu")
@@ -120,4 +124,23 @@ def plug_rules(model: nn.Module) -> list[str]:
                 setattr(ours, ORIGINAL, original)
                 setattr(file, name, ours)
             replaced.append(f"{name} of {source.rsplit('.', 1)[-1]} by Triton")
+            for module in model.modules():
+                if type(module).__module__ == source and hasattr(module, "conv1d"):
+                    _use_kernels(module)
     return replaced
+
+
+def _use_kernels(module: nn.Module) -> None:
+    """Makes the functions run their kernels while this module runs."""
+    if not hasattr(module, USES_KERNELS):
+        setattr(module, USES_KERNELS, True)
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end, always_call=True)
+
+
+def _begin(*_: Any) -> None:
+    _RUNNING.set(True)
+
+
+def _end(*_: Any) -> None:
+    _RUNNING.set(False)
