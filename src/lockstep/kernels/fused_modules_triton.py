@@ -56,7 +56,8 @@ def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tens
     (x,) = args
     projections = [getattr(self, name) for name in PROJECTIONS]
     if all(_bare(projection, x) for projection in projections):
-        return gated(x, *(projection.weight for projection in projections), gelu=gelu)
+        gate, up, down = (projection.weight for projection in projections)
+        return gated(x, gate, up, down, gelu)
     gate, up, down = projections
     return down(swiglu(gate(x), up(x), gelu))
 

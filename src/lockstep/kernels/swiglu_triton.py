@@ -32,16 +32,17 @@ def activated(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slope(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Computes the derivative of `activated`."""
+def _with_slope(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Computes `activated` and its derivative."""
     if GELU:
         t = torch_tanh(0.7978845608028654 * (g + 0.044715 * (g * g * g)))
-        inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * g * g)
-        result = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * inner
+        result = 0.5 * g * (1.0 + t)
+        slope = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * (0.7978845608028654 * (1.0 + 3.0 * 0.044715 * g * g))
     else:
         sigmoid = 1.0 / (1.0 + tl.exp(-g))
-        result = sigmoid * (1.0 + g * (1.0 - sigmoid))
-    return result
+        result = g * sigmoid
+        slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    return result, slope
 
 
 @triton.jit
@@ -74,8 +75,9 @@ def _backward(  # type: ignore[no-untyped-def]
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
     above = tl.load(upstream + places, mask=inside, other=0.0).to(tl.float32)
-    act = activated(g, GELU).to(gate.dtype.element_ty).to(tl.float32)
-    along_gate = above * u * _slope(g, GELU)
+    act, slope = _with_slope(g, GELU)
+    act = act.to(gate.dtype.element_ty).to(tl.float32)
+    along_gate = above * u * slope
     tl.store(grad_gate + places, along_gate.to(gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + places, (above * act).to(gate.dtype.element_ty), mask=inside)
     if AGAIN:

@@ -370,25 +370,33 @@ def _compared(
     """Compares a fused layer with its module on random input."""
     _, kwargs, output = call
     given = drawn(*output[0].shape, like=output, seed=layer.index)
-    fed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hook = layer.module.mlp.register_forward_hook(lambda _, args, out: fed.append((args[0], out)))
+    fed: list[tuple[Any, Any]] = []
+    hook = layer.module.mlp.register_forward_hook(
+        lambda _, args, named, out: fed.append(((*args, *named.values())[0], out)), with_kwargs=True
+    )
     try:
         expected = layer.module(given[None], **kwargs)
     finally:
         hook.remove()
+    if len(fed) != 1:
+        return f"{type(layer.module).__name__} {layer.index} does not call its MLP exactly once"
     expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
     planes = step.cache.layer(layer.index)
     stored = [part[step.slots_T].clone() for part in planes]
     stream = given.clone()
-    (inputs, outputs), received = fed[0], []
+    received: list[torch.Tensor] = []
     if isinstance(layer.feed, Experts):
         # Rounding may choose other experts, which are the module's own. So only their input is compared.
-        layer = replace(layer, feed=lambda normed: received.append(normed) or outputs[0].contiguous())
+        def experts(normed_1TW: torch.Tensor) -> torch.Tensor:
+            received.append(normed_1TW)
+            return fed[0][1]
+
+        layer = replace(layer, feed=Experts(experts))
     normed = layer.run(stream, before(stream), angles, step, after)
     written = [part[step.slots_T] for part in planes]
     zeros = [torch.zeros_like(part) for part in stored]
     same = _close(stream, expected, given) and all(map(_close, written, stored, zeros))
-    same = same and all(_close(each, inputs[0], torch.zeros_like(each)) for each in received)
+    same = same and all(_close(each, fed[0][0], torch.zeros_like(each)) for each in received)
     if not same or not _close(normed, after(expected), torch.zeros_like(expected)):
         return f"the fused layer differs from {type(layer.module).__name__} {layer.index}"
     return None

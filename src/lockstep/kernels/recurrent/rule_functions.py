@@ -1,8 +1,9 @@
-"""Replaces functions of transformers' recurrent modules by Triton kernels: the gated delta rule and its convolution.
+"""Replaces functions of transformers' recurrent modules by Triton kernels: convolutions, and steps of the gated delta
+rule in decoding. Over whole sequences the rule runs in plain torch.
 
 Recurrent modules call these functions by their names in the modelling file. transformers replaces them itself by the
 kernels of flash-linear-attention and causal-conv1d if these packages are installed; then nothing is replaced here. A
-replaced function runs the original one for calls that the kernel does not support.
+replaced function runs the original one for calls that the kernel does not support, and for other models of the file.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.kernels.norm_triton import rms_norm
 from lockstep.kernels.recurrent.conv_triton import convolution_fits, convolve, convolve_step_
-from lockstep.kernels.recurrent.delta_chunks_triton import delta_rule, delta_rule_fits
-from lockstep.kernels.recurrent.delta_step_triton import LENGTH_EPSILON, delta_step_, delta_step_fits
+from lockstep.kernels.recurrent.delta_step_triton import delta_step_, delta_step_fits
 from lockstep.kernels.recurrent.slot_state import SlotState
 
 # Attribute of a replaced function: the function of transformers.
 ORIGINAL = "lockstep_original"
 Function = Callable[..., Any]
+# Attribute of the modules that use the kernels, and whether such a module runs now.
+USES_KERNELS = "lockstep_recurrent_kernels"
+_RUNNING: ContextVar[bool] = ContextVar("recurrent kernels", default=False)
 
 
 def _recurrent_rule(
@@ -42,14 +45,14 @@ def _recurrent_rule(
     """The gated delta rule token by token. A state in slots is updated in place and returned."""
     rows, tokens = key.shape[:2]
     slotted = isinstance(initial_state, SlotState)
-    if tokens == 1 and initial_state is not None:
+    if tokens == 1 and initial_state is not None and _RUNNING.get():
         if isinstance(initial_state, SlotState):
             states, slots = initial_state.states, initial_state.slots_B
         else:
             states, slots = initial_state.float().clone(), torch.arange(rows, device=key.device)
         if states.dtype == torch.float32 and delta_step_fits(key[:, 0], states):
-            parts = (part[:, 0] for part in (query, key, value, g, beta))
-            out = delta_step_(*parts, states, slots, use_qk_l2norm_in_kernel)
+            q, k, v, decay, rate = (part[:, 0] for part in (query, key, value, g, beta))
+            out = delta_step_(q, k, v, decay, rate, states, slots, use_qk_l2norm_in_kernel)
             return out[:, None], initial_state if slotted else states if output_final_state else None
     given = initial_state.gathered() if isinstance(initial_state, SlotState) else initial_state
     out, last = original(
@@ -69,35 +72,6 @@ def _recurrent_rule(
     return out, last
 
 
-def _chunk_rule(
-    original: Function,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule over whole sequences."""
-    same_heads = query.shape == key.shape and key.shape[:3] == value.shape[:3]
-    if not (same_heads and use_qk_l2norm_in_kernel and delta_rule_fits(key, value)):
-        given = {"initial_state": initial_state, "output_final_state": output_final_state}
-        unit = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        result: tuple[torch.Tensor, torch.Tensor | None] = original(
-            query, key, value, g=g, beta=beta, **given, **unit, **more
-        )
-        return result
-    # A vector of length 1 is the vector of root mean square 1, divided by the root of its size.
-    size = key.shape[-1]
-    factor = torch.full((size,), size**-0.5 - 1, dtype=torch.float32, device=key.device)
-    query, key = (rms_norm(part, factor, LENGTH_EPSILON / size, True) for part in (query, key))
-    out, last = delta_rule(query, key, value, g, beta, initial_state)
-    return out, last if output_final_state else None
-
-
 def _convolution(
     original: Function,
     hidden_states: torch.Tensor,
@@ -106,7 +80,7 @@ def _convolution(
     activation: str | None = None,
     **more: Any,
 ) -> torch.Tensor:
-    if activation in (None, "silu") and convolution_fits(hidden_states, weight, bias):
+    if _RUNNING.get() and activation in (None, "silu") and convolution_fits(hidden_states, weight, bias):
         return convolve(hidden_states, weight, bias, activation == "silu")
     result: torch.Tensor = original(hidden_states, weight, bias, activation=activation, **more)
     return result
@@ -120,7 +94,7 @@ def _convolution_step(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    fits = activation in (None, "silu") and convolution_fits(hidden_states, weight, bias)
+    fits = _RUNNING.get() and activation in (None, "silu") and convolution_fits(hidden_states, weight, bias)
     kept = conv_state.shape[-1] >= weight.shape[-1] and not torch.is_grad_enabled()
     if fits and kept and hidden_states.shape[-1] == 1:
         return convolve_step_(hidden_states, conv_state, weight, bias, activation == "silu")
@@ -131,7 +105,6 @@ def _convolution_step(
 # The functions of transformers' modelling files by name, with the package whose kernels transformers uses instead.
 FUNCTIONS: dict[str, tuple[Function, str]] = {
     "torch_recurrent_gated_delta_rule": (_recurrent_rule, "fla"),
-    "torch_chunk_gated_delta_rule": (_chunk_rule, "fla"),
     "causal_conv1d_fn": (_convolution, "causal_conv1d"),
     "causal_conv1d_update": (_convolution_step, "causal_conv1d"),
 }
@@ -151,4 +124,23 @@ def plug_rules(model: nn.Module) -> list[str]:
                 setattr(ours, ORIGINAL, original)
                 setattr(file, name, ours)
             replaced.append(f"{name} of {source.rsplit('.', 1)[-1]} by Triton")
+            for module in model.modules():
+                if type(module).__module__ == source and hasattr(module, "conv1d"):
+                    _use_kernels(module)
     return replaced
+
+
+def _use_kernels(module: nn.Module) -> None:
+    """Makes the functions run their kernels while this module runs."""
+    if not hasattr(module, USES_KERNELS):
+        setattr(module, USES_KERNELS, True)
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end, always_call=True)
+
+
+def _begin(*_: Any) -> None:
+    _RUNNING.set(True)
+
+
+def _end(*_: Any) -> None:
+    _RUNNING.set(False)
