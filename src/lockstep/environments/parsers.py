@@ -184,7 +184,7 @@ def _checked(call: RawCall, number: int, schemas: Mapping[str, Mapping[str, Any]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    added = tokenizer.added_tokens_decoder.values() if tokenizer is not None else ()
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()  # some tokenizer classes have no such table
     return sorted((str(token) for token in added if token.special), key=len, reverse=True)
 
 
