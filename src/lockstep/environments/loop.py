@@ -21,6 +21,7 @@ from lockstep.environments.host import ACKNOWLEDGE_SECONDS, Answer, EnvironmentH
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.messages import Reply
 from lockstep.environments.parsers import parse_reply
+from lockstep.environments.pausing import LOOK_SECONDS, Pausing
 from lockstep.environments.running import Running, row_of
 from lockstep.errors import Refusal
 from lockstep.functions import LOAD_SECONDS
@@ -84,6 +85,8 @@ class EnvironmentEngine:
         self.vocabulary, self.prompt_limit, self.tolerant = vocabulary, prompt_limit, tolerant
         self.instead = inner.instead
         self.sessions = count()
+        self.pausing: Pausing | None = None
+        """Set by a rollout worker, in which generation pauses for newer weights."""
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.inner.sync(weights)
@@ -123,12 +126,8 @@ class _Batch:
 
     def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
         self.engine, self.hosts, self.settings = engine, engine.hosts, engine.settings
-        self.sampling, self.requests = sampling, requests
-        self.waiting = [
-            self._new(number, request, sample)
-            for number, request in enumerate(requests)
-            for sample in range(request.first, request.first + request.n)
-        ]
+        self.sampling, self.requests = sampling, list(requests)
+        self.waiting = [running for number in range(len(requests)) for running in self._new(number)]
         self.active: set[Running] = set()
         self.ready: list[Running] = []
         """Trajectories that wait for a turn of the model."""
@@ -140,13 +139,18 @@ class _Batch:
         self.asked: list[Running] = []
         """The trajectory of each request that the inner engine has got."""
         self.longest_prompt = max((len(request.ids) for request in requests), default=0)
-        self.sessions = min(len(self.waiting), self.settings.max_concurrent)
+        self.pausing = engine.pausing
         self.rounds = torch.are_deterministic_algorithms_enabled()
 
-    def _new(self, number: int, request: Request, sample: int) -> Running:
+    def _new(self, number: int) -> list[Running]:
+        request = self.requests[number]
         assert request.question is not None
-        session = next(self.engine.sessions)
-        return Running(number, request, sample, session, self.settings, self.sampling, request.question)
+        return [
+            Running(number, request, sample, session, self.settings, self.sampling, request.question)
+            for sample, session in zip(
+                range(request.first, request.first + request.n), self.engine.sessions, strict=False
+            )
+        ]
 
     # The loop: turns of the model, and answers of the environments.
 
@@ -156,7 +160,7 @@ class _Batch:
         while self.waiting or self.active or self.done or self._outstanding():
             self._wait()
             yield from self._finished()
-            if not self.ready:
+            if self._between() or not self.ready:
                 continue
             self.asked = []
             longest = max(_prompt_length(running) for running in self.ready)
@@ -166,26 +170,46 @@ class _Batch:
                 inner.further = self  # type: ignore[attr-defined]
             try:
                 for completion in inner.generate(requests, self.sampling):
-                    self._turn(self.asked[completion.request], completion)
+                    running = self.asked[completion.request]
+                    if running.sampled(completion, None if self.pausing is None else self.pausing.version()):
+                        self._turn(running, completion)
                     yield from self._finished()
             finally:
                 if continuous:
                     inner.further = None  # type: ignore[attr-defined]
+            # After a pause, these turns continue, or start, in the next call.
+            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and one in self.active]
+
+    def _between(self) -> bool:
+        """Lets a rollout worker load weights and add requests, if it wants a pause. Returns whether it did."""
+        if self.pausing is None or not self.pausing.wanted():
+            return False
+        for request, first in self.pausing.between():
+            self.requests.append(request)
+            added = self._new(len(self.requests) - 1)
+            self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
+        return True
 
     def take(self, room: int, wait: bool = False) -> list[Request]:
         """Returns requests for at most `room` turns that are ready (`rollout.engine.Further`). With `wait`, waits until
         a turn is ready or all trajectories have ended."""
         if wait:
-            self._wait()
+            self._wait(for_turn=True)
         else:
             self._pump(block=False)
         return self._taken(room)
 
     def _taken(self, room: int) -> list[Request]:
-        fitting = [one for one in sorted(self.ready, key=lambda one: one.order) if self._fits(one)][:room]
+        # The trajectory with the most turns left decides when the batch ends, so it goes first.
+        ready = sorted(self.ready, key=lambda one: (len(one.turns), *one.order))
+        fitting = [one for one in ready if self._fits(one)][:room]
         self.ready = [one for one in self.ready if one not in fitting]
         self.asked += fitting
         return [running.next_request() for running in fitting]
+
+    @property
+    def sessions(self) -> int:
+        return min(len(self.waiting) + len(self.active), self.settings.max_concurrent)
 
     @property
     def longest_sequence(self) -> int:
@@ -199,11 +223,13 @@ class _Batch:
         done, self.done = self.done, []
         yield from done
 
-    def _wait(self) -> None:
-        """Waits until a trajectory is ready for a turn of the model or has ended. In rounds, waits until no trajectory
-        waits for its environment."""
+    def _wait(self, *, for_turn: bool = False) -> None:
+        """Waits until a trajectory is ready for a turn of the model or, unless `for_turn`, has ended. In rounds, waits
+        until no trajectory waits for its environment. A pause ends the wait."""
         self._pump(block=False)
-        while self._outstanding() and (self.rounds or not (self.ready or self.done)):
+        while self._outstanding() and (self.rounds or not (self.ready or (self.done and not for_turn))):
+            if self.pausing is not None and self.pausing.wanted():
+                return
             self._pump(block=True)
 
     def _outstanding(self) -> bool:
@@ -226,7 +252,8 @@ class _Batch:
 
     def _patience(self) -> float:
         deadlines = [call.deadline for call in (*self.calls.values(), *self.cancels.values())]
-        return max(min(deadlines, default=0.0) - time.monotonic(), 0.0) + 0.001
+        patience = max(min(deadlines, default=0.0) - time.monotonic(), 0.0) + 0.001
+        return patience if self.pausing is None else min(patience, LOOK_SECONDS)
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.settings.max_concurrent:
