@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from dataclasses import dataclass, field, replace
@@ -71,12 +70,12 @@ class Dispatch:
         """Closes the environment of a failed trajectory."""
         self.send("close", host, running, finished=None)
 
-    def pump(self, *, block: bool, most: float = math.inf) -> None:
+    def pump(self, *, block: bool, seconds: float | None = None) -> None:
         """Handles the answers that have arrived, and the calls over their time limit. With `block`, waits for one
-        answer or for the next deadline, but for `most` seconds at most."""
+        answer or for the next deadline, but at most `seconds`."""
         while True:
+            patience = self._patience() if seconds is None else min(self._patience(), seconds)
             try:
-                patience = min(self._patience(), most)
                 host, answer = self.hosts.inbox.get(timeout=patience) if block else self.hosts.inbox.get(False)
             except queue.Empty:
                 break

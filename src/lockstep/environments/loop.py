@@ -7,7 +7,6 @@ order, because rounding depends on the batch.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -83,9 +82,9 @@ class EnvironmentEngine:
         self.vocabulary, self.prompt_limit, self.tolerant = vocabulary, prompt_limit, tolerant
         self.instead = inner.instead
         self.sessions = count()
+        self._prefill = (0, 0)
         self.pausing: Pausing | None = None
         """Set by a rollout worker, in which generation pauses for newer weights."""
-        self._prefill = (0, 0)
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.inner.sync(weights)
@@ -143,10 +142,11 @@ class _Batch:
     def _new(self, number: int) -> list[Running]:
         request = self.requests[number]
         assert request.question is not None
-        question, sessions = request.question, self.engine.sessions
         return [
-            Running(number, request, sample, next(sessions), self.settings, self.sampling, question)
-            for sample in range(request.first, request.first + request.n)
+            Running(number, request, sample, session, self.settings, self.sampling, request.question)
+            for sample, session in zip(
+                range(request.first, request.first + request.n), self.engine.sessions, strict=False
+            )
         ]
 
     # The loop: turns of the model, and answers of the environments.
@@ -179,17 +179,13 @@ class _Batch:
 
     def _between(self) -> bool:
         """Lets a rollout worker load weights and add requests, if it wants a pause. Returns whether it did."""
-        if not self._paused():
+        if self.pausing is None or not self._paused():
             return False
-        assert self.pausing is not None
         for request, first in self.pausing.between():
             self.requests.append(request)
             added = self._new(len(self.requests) - 1)
             self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
         return True
-
-    def _paused(self) -> bool:
-        return self.pausing is not None and self.pausing.wanted()
 
     # The interface `Conversations` of an engine that takes requests while it generates (`rollout/engine.py`).
 
@@ -238,8 +234,11 @@ class _Batch:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
         next deadline."""
         self._admit()
-        self.dispatch.pump(block=block, most=math.inf if self.pausing is None else LOOK_SECONDS)
+        self.dispatch.pump(block=block, seconds=None if self.pausing is None else LOOK_SECONDS)
         self._admit()
+
+    def _paused(self) -> bool:
+        return self.pausing is not None and self.pausing.wanted()
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.settings.max_concurrent:
