@@ -53,7 +53,9 @@ def samples_of(run: Path) -> list[dict[str, object]]:
 
 
 def without_async(run: Path) -> list[tuple[int, dict[str, float]]]:
-    told = [(step, {n: v for n, v in metrics.items() if not n.startswith("async/")}) for step, metrics in facts(run)]
+    """Nor the clock of environments, nor the prompt tokens that only the run counts."""
+    others = ("async/", "environment/seconds", "rollout/prefill")
+    told = [(step, {n: v for n, v in metrics.items() if not n.startswith(others)}) for step, metrics in facts(run)]
     assert told
     return told
 
