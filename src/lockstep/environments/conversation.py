@@ -140,7 +140,8 @@ class ChatFormat:
     _specials: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        table = getattr(self.tokenizer, "added_tokens_decoder", {})  # some tokenizer classes have no such table
+        added = [token.content for token in table.values() if token.special]
         words = sorted({word for word in (*added, *self.tokenizer.all_special_tokens) if word}, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
