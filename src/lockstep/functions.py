@@ -216,6 +216,8 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     """Registers a callable for the runs of this process. Returns the function path that the recipe stores."""
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
+    if inspect.isclass(function):
+        return _class_path(key, function)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
         raise Refusal.at(
@@ -227,6 +229,18 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     function_path = f"{code.co_filename}:{name}"
     _given[function_path] = function
     return function_path
+
+
+def _class_path(key: str, given: type) -> str:
+    """Returns the path of a class, such as an environment. Other processes load it from its file."""
+    try:
+        file = inspect.getsourcefile(given)
+    except TypeError:
+        file = None
+    if file is None or not Path(file).is_file() or given.__qualname__ != given.__name__:
+        why = f"{given.__qualname__} was not defined at the top level of a file, so no other process can load it"
+        raise Refusal.at(key, why, "put the class into a file: path/to/file.py:Class", code="invalid-function")
+    return f"{file}:{given.__name__}"
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:

@@ -109,11 +109,11 @@ _START_REMEDY = (
     "start a cluster (`ray start --head`); or unset RAY_ADDRESS and run `ray stop`: the run then starts its own"
 )
 
-Start = Callable[[Sequence[str], int], int]
+StartRanks = Callable[[Sequence[str], int], int]
 
 
 @contextmanager
-def ray_cluster(recipe: Recipe) -> Iterator[Start]:
+def ray_cluster(recipe: Recipe) -> Iterator[StartRanks]:
     """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is no
     cluster, starts one for this run.
 

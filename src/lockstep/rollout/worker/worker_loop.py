@@ -3,8 +3,7 @@
 When a message from the run arrives, the engine pauses after the current decoding step. After a pause with new weights,
 unfinished responses continue with these weights: the prompt and the generated tokens are prefilled again. The sampling
 noise of a token depends only on its position. An engine that cannot pause (`hf`) finishes its running responses with
-the old weights. Environments run next to the worker; a trajectory keeps its environment over a
-pause.
+the old weights. Environments run next to the worker; a trajectory keeps its environment over a pause.
 """
 
 from __future__ import annotations
