@@ -9,7 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import lockstep
 from conftest import question_rows, run, write_jsonl
+from lockstep.functions import run_file
 from lockstep.parity.replay.replay_command import replay
 from lockstep.parity.replay.replay_loop import Mode
 from lockstep.recipe import load_recipe
@@ -18,6 +20,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online import train_online
+from runs import samples
 
 # A game of two or three turns. The reward of a turn counts letters of the model; the environment's own text has many
 # letters, which must not count. Every call leaves a line in a file, so that a test sees whether the game was played.
@@ -212,3 +215,20 @@ def test_options_that_do_not_fit_are_refused(tiny_folder: Path, recorded: Path, 
     assert "--max-turns" in capsys.readouterr().err
     assert run("eval", tiny_folder, data, "--environment", "nowhere.py:Game", "--device", "cpu") == 2
     assert "--environment" in capsys.readouterr().err
+
+
+def test_a_class_as_environment(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """`lockstep.train(recipe, rollout={"environment": Game})` is the same run as with the class as a path."""
+    file = write_recipe(tmp_path, tiny_folder)
+    game = run_file(tmp_path / "game.py").Game
+    first = lockstep.train(file, **{"run.name": "path", "run.steps": 1})
+    second = lockstep.train(file, **{"run.name": "class", "run.steps": 1, "rollout.environment": game})
+    assert samples(first) == samples(second)
+    with pytest.raises(lockstep.Refusal, match="each trajectory needs its own object"):
+        lockstep.train(file, **{"run.name": "object", "rollout.environment": game(tmp_path / "calls.txt")})
+
+    class Local(game):
+        pass
+
+    with pytest.raises(lockstep.Refusal, match="put the class into a file"):
+        lockstep.train(file, **{"run.name": "local", "rollout.environment": Local})
