@@ -53,6 +53,9 @@ class Running:
     stop_strings: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     turns: list[TurnRecord] = field(default_factory=list)
+    """The turns of the model. Their token ranges are relative to the head of their row until the trajectory ends."""
+    turn_rows: list[int] = field(default_factory=list)
+    """The number of the row in which each turn was sampled."""
     counts: dict[str, float] = field(default_factory=dict)
     """The sums of the metrics that the environment reports, over the turns."""
     seconds: float = 0.0
@@ -89,7 +92,7 @@ class Running:
         assert self.conversation is not None
         sampled = sum(turn.stop - turn.start for turn in self.turns)
         rooms = [
-            self.sampling.max_tokens - len(self.conversation.ids) - added,
+            self.sampling.max_tokens - self.conversation.used - added,
             (self.settings.trajectory_tokens or self.sampling.max_tokens) - sampled,
         ]
         return min([*rooms, *([self.settings.turn_tokens] if self.settings.turn_tokens else [])])
@@ -117,19 +120,23 @@ class Running:
 
     def trajectory(self) -> Trajectory:
         conversation = self.conversation
-        ids, trained = (0, 0) if conversation is None else (len(conversation.ids), sum(conversation.loss_mask))
-        for row in () if conversation is None else conversation.finished:
-            ids, trained = ids + len(row.ids), trained + sum(row.loss_mask)
+        _, rows = ([], []) if conversation is None else conversation.rows()
         metrics = {
             **self.counts,
             "turns": float(len(self.turns)),
             "tool_calls": float(self.tool_calls),
             "parse_errors": float(sum(bool(turn.parse_error) for turn in self.turns)),
-            "tokens": float(ids - trained),
+            "tokens": float(sum(row.loss_mask.count(0) for row in rows)),
+            "rows": float(len(rows)),
             "seconds": self.seconds,
         }
         messages = [] if conversation is None else list(conversation.messages)
-        return Trajectory(messages, tuple(self.turns), self.stop, dict(self.scores), metrics, self.info, self.state)
+        offsets = [] if conversation is None else conversation.offsets()
+        turns = tuple(
+            replace(turn, start=turn.start + offsets[row], stop=turn.stop + offsets[row])
+            for turn, row in zip(self.turns, self.turn_rows, strict=True)
+        )
+        return Trajectory(messages, turns, self.stop, dict(self.scores), metrics, self.info, self.state)
 
     def completion(self) -> Completion:
         trajectory, conversation = self.trajectory(), self.conversation
@@ -138,7 +145,7 @@ class Running:
                 self.number, self.sample, [], [], FAILED, failure=self.failure or "no turn", trajectory=trajectory
             )
         stop = self.ended_by if self.ended_by in ("token", "string") else "environment"
-        rows = conversation.rows
+        prompt, rows = conversation.rows()
         return Completion(
             self.number,
             self.sample,
@@ -146,7 +153,7 @@ class Running:
             [logprob for row in rows for logprob in row.logprobs],
             "length" if self.stop in TRUNCATED else stop,
             [mask for row in rows for mask in row.loss_mask],
-            prompt_ids=conversation.prompt,
+            prompt_ids=prompt,
             trajectory=trajectory,
             rows=tuple(rows) if len(rows) > 1 else (),
         )
