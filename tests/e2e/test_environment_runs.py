@@ -232,3 +232,44 @@ def test_a_class_as_environment(recorded: Path, tiny_folder: Path, tmp_path: Pat
 
     with pytest.raises(lockstep.Refusal, match="put the class into a file"):
         lockstep.train(file, **{"run.name": "local", "rollout.environment": Local})
+
+
+# A template that renders earlier turns of the model differently from the turn that it sampled.
+CHANGED = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' and not loop.last -%}
+{{ '<|im_start|>assistant\\n(earlier) ' + message.content + '<|im_end|>\\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_trajectories_of_several_rows(method: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Each turn of the game is a row of its own. The trainer computes the log-probs of the engine for every turn, and a
+    replay generates the same turns."""
+    (tmp_path / "changed.jinja").write_text(CHANGED, encoding="utf-8")
+    file = write_recipe(tmp_path, tiny_folder, method, tape={"record": True})
+    values = json.loads(file.read_text())
+    values["data"]["template"] = str(tmp_path / "changed.jinja")
+    values["rollout"] |= {"history": "as_template", "max_tokens": 300}
+    if method == "ppo":  # a group of one response has no group reward
+        values["reward"] = {"weights": {"environment": 1.0}}
+    file.write_text(json.dumps(values), encoding="utf-8")
+    done = train(file)
+    tape = TapeFolder(done / "tape")
+    for one in rollouts_of(tape.read_table(tape.rollouts_file(1))):
+        assert one.trajectory is not None
+        assert len(one.rows) == len(one.trajectory.turns) >= 2
+        for turn in one.trajectory.turns:
+            assert all(one.loss_mask[turn.start : turn.stop])
+        assert sum(one.loss_mask) == sum(turn.stop - turn.start for turn in one.trajectory.turns)
+    metrics = dict(read_metrics(done / "metrics.jsonl"))[1]
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    found = replay(done, "forced", [], Console.silent())
+    assert found is not None
+    assert found.in_step, found.cause or found.module
+    assert [check.what for check in found.checks if check.stage == "generation" and "(0 of" not in check.what] == []
