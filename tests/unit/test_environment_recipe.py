@@ -21,7 +21,6 @@ GAME = "rollout.environment=game.py:Game"
         ([GAME, "rollout.function=other.py:rollout"], "rollout.environment", "conflicting-keys"),
         (["rollout.tools=[a.py:add]", "rollout.function=other.py:rollout"], "rollout.tools", "conflicting-keys"),
         (["rollout.tools=[a.py:add]", "rollout.environment_args={a: 1}"], "rollout.environment_args", "needs-key"),
-        ([GAME, "rollout.max_staleness=1"], "rollout.environment", "unsupported-combination"),
         ([GAME, "data.template=none"], "rollout.environment", "unsupported-combination"),
         ([GAME, "parallel.tensor_parallel=2"], "rollout.environment", "unsupported-combination"),
         ([GAME, "reward.process=prm"], "reward.process", "unsupported-combination"),

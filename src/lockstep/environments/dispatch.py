@@ -70,12 +70,13 @@ class Dispatch:
         """Closes the environment of a failed trajectory."""
         self.send("close", host, running, finished=None)
 
-    def pump(self, *, block: bool) -> None:
+    def pump(self, *, block: bool, seconds: float | None = None) -> None:
         """Handles the answers that have arrived, and the calls over their time limit. With `block`, waits for one
-        answer or for the next deadline."""
+        answer or for the next deadline, but at most `seconds`."""
         while True:
+            patience = self._patience() if seconds is None else min(self._patience(), seconds)
             try:
-                host, answer = self.hosts.inbox.get(timeout=self._patience()) if block else self.hosts.inbox.get(False)
+                host, answer = self.hosts.inbox.get(timeout=patience) if block else self.hosts.inbox.get(False)
             except queue.Empty:
                 break
             self._handle(host, answer)

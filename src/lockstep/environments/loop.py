@@ -21,6 +21,7 @@ from lockstep.environments.host import Answer, EnvironmentHosts, Host
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.messages import Reply
 from lockstep.environments.parsers import parse_reply
+from lockstep.environments.pausing import LOOK_SECONDS, Pausing
 from lockstep.environments.running import Running, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -82,6 +83,8 @@ class EnvironmentEngine:
         self.instead = inner.instead
         self.sessions = count()
         self._prefill = (0, 0)
+        self.pausing: Pausing | None = None
+        """Set by a rollout worker, in which generation pauses for newer weights."""
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.inner.sync(weights)
@@ -120,12 +123,8 @@ class _Batch:
 
     def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
         self.engine, self.hosts, self.settings = engine, engine.hosts, engine.settings
-        self.sampling, self.requests = sampling, requests
-        self.waiting = [
-            self._new(number, request, sample)
-            for number, request in enumerate(requests)
-            for sample in range(request.first, request.first + request.n)
-        ]
+        self.sampling, self.requests = sampling, list(requests)
+        self.waiting = [running for number in range(len(requests)) for running in self._new(number)]
         self.active: set[Running] = set()
         self.ready: list[Running] = []
         """Trajectories that wait for a turn of the model."""
@@ -135,16 +134,20 @@ class _Batch:
         self.asked: list[Running] = []
         """The trajectory of each request that the inner engine has got."""
         self.longest_prompt = max((len(request.ids) for request in requests), default=0)
-        self.sessions = min(len(self.waiting), self.settings.max_concurrent)
-        """The largest number of trajectories that are open at once."""
+        self.pausing = engine.pausing
         self.rounds = torch.are_deterministic_algorithms_enabled()
         self.continuous = not self.rounds and hasattr(engine.inner, "end_session")
         """Whether the inner engine takes requests while it generates, and keeps its cache for the next turn."""
 
-    def _new(self, number: int, request: Request, sample: int) -> Running:
+    def _new(self, number: int) -> list[Running]:
+        request = self.requests[number]
         assert request.question is not None
-        session = next(self.engine.sessions)
-        return Running(number, request, sample, session, self.settings, self.sampling, request.question)
+        return [
+            Running(number, request, sample, session, self.settings, self.sampling, request.question)
+            for sample, session in zip(
+                range(request.first, request.first + request.n), self.engine.sessions, strict=False
+            )
+        ]
 
     # The loop: turns of the model, and answers of the environments.
 
@@ -153,7 +156,7 @@ class _Batch:
         while self.waiting or self.active or self.done or self.dispatch.outstanding:
             self._wait()
             yield from self._finished()
-            if not self.ready:
+            if self._between() or not self.ready:
                 continue
             self.asked = []
             longest = max(_prompt_length(running) for running in self.ready)
@@ -163,14 +166,33 @@ class _Batch:
                 inner.further = self  # type: ignore[attr-defined]
             try:
                 for completion in inner.generate(requests, self.sampling):
-                    self._turn(self.asked[completion.request], completion)
+                    running = self.asked[completion.request]
+                    if running.sampled(completion, None if self.pausing is None else self.pausing.version()):
+                        self._turn(running, completion)
                     yield from self._finished()
             finally:
                 if continuous:
                     inner.further = None  # type: ignore[attr-defined]
                 self.engine.count_prefill()
+            # After a pause, these turns continue, or start, in the next call.
+            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and one in self.active]
+
+    def _between(self) -> bool:
+        """Lets a rollout worker load weights and add requests, if it wants a pause. Returns whether it did."""
+        if self.pausing is None or not self._paused():
+            return False
+        for request, first in self.pausing.between():
+            self.requests.append(request)
+            added = self._new(len(self.requests) - 1)
+            self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
+        return True
 
     # The interface `Conversations` of an engine that takes requests while it generates (`rollout/engine.py`).
+
+    @property
+    def sessions(self) -> int:
+        """The largest number of trajectories that are open at once."""
+        return min(len(self.waiting) + len(self.active), self.settings.max_concurrent)
 
     @property
     def longest_sequence(self) -> int:
@@ -179,14 +201,16 @@ class _Batch:
 
     def take(self, room: int, wait: bool = False) -> list[Request]:
         """Returns requests for at most `room` turns that are ready. With `wait`, waits until a turn is ready or all
-        trajectories have ended."""
+        trajectories have ended. A pause ends the wait."""
         self._pump(block=False)
-        while wait and self.dispatch.outstanding and not any(map(self._fits, self.ready)):
+        while wait and self.dispatch.outstanding and not any(map(self._fits, self.ready)) and not self._paused():
             self._pump(block=True)
         return self._taken(room)
 
     def _taken(self, room: int) -> list[Request]:
-        fitting = [one for one in sorted(self.ready, key=lambda one: one.order) if self._fits(one)][:room]
+        # The trajectory with the most turns left decides when the batch ends, so it goes first.
+        ready = sorted(self.ready, key=lambda one: (len(one.turns), *one.order))
+        fitting = [one for one in ready if self._fits(one)][:room]
         self.ready = [one for one in self.ready if one not in fitting]
         self.asked += fitting
         return [running.next_request() for running in fitting]
@@ -201,17 +225,20 @@ class _Batch:
 
     def _wait(self) -> None:
         """Waits until a trajectory is ready for a turn of the model or has ended. In rounds, waits until no trajectory
-        waits for its environment."""
+        waits for its environment. A pause ends the wait."""
         self._pump(block=False)
-        while self.dispatch.outstanding and (self.rounds or not (self.ready or self.done)):
+        while self.dispatch.outstanding and (self.rounds or not (self.ready or self.done)) and not self._paused():
             self._pump(block=True)
 
     def _pump(self, *, block: bool) -> None:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
         next deadline."""
         self._admit()
-        self.dispatch.pump(block=block)
+        self.dispatch.pump(block=block, seconds=None if self.pausing is None else LOOK_SECONDS)
         self._admit()
+
+    def _paused(self) -> bool:
+        return self.pausing is not None and self.pausing.wanted()
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.settings.max_concurrent:
