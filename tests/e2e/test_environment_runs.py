@@ -184,6 +184,7 @@ def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> 
         assert "0 of 4 responses diverge" in checks["generation"].what
 
 
+@pytest.mark.slow
 def test_eval_and_sample_play(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """`lockstep eval` reports success and turns, and `lockstep sample` stores conversations; both end their hosts."""
     folder = recorded.parent.parent
@@ -217,6 +218,7 @@ def test_options_that_do_not_fit_are_refused(tiny_folder: Path, recorded: Path, 
     assert "--environment" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_class_as_environment(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """`lockstep.train(recipe, rollout={"environment": Game})` is the same run as with the class as a path."""
     file = write_recipe(tmp_path, tiny_folder)
@@ -247,7 +249,8 @@ CHANGED = """\
 """
 
 
-@pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_trajectories_of_several_rows(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Each turn of the game is a row of its own. The trainer computes the log-probs of the engine for every turn, and a
     replay generates the same turns."""
