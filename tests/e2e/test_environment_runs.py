@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import lockstep
 from conftest import question_rows, run, write_jsonl
@@ -20,7 +21,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online import train_online
-from runs import samples
+from runs import samples, stored
 
 # A game of two or three turns. The reward of a turn counts letters of the model; the environment's own text has many
 # letters, which must not count. Every call leaves a line in a file, so that a test sees whether the game was played.
@@ -276,3 +277,16 @@ def test_trajectories_of_several_rows(method: str, tiny_folder: Path, tmp_path: 
     assert found is not None
     assert found.in_step, found.cause or found.module
     assert [check.what for check in found.checks if check.stage == "generation" and "(0 of" not in check.what] == []
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_run(tiny_folder: Path, tmp_path: Path) -> None:
+    """Bit by bit, because the environment is deterministic."""
+    file = write_recipe(tmp_path, tiny_folder, algorithm={"advantage": "gigpo", "turn_discount": 0.9})
+    whole = lockstep.train(file, **{"run.name": "whole"})
+    lockstep.train(file, **{"run.name": "parts", "run.steps": 1})
+    parts = lockstep.train(file, **{"run.name": "parts"})
+    assert samples(parts) == samples(whole)
+    one, other = stored(parts, 2), stored(whole, 2)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
