@@ -217,7 +217,7 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
     if inspect.isclass(function):
-        return _class_path(key, function)
+        return class_path(key, function)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
         raise Refusal.at(
@@ -231,16 +231,24 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     return function_path
 
 
-def _class_path(key: str, given: type) -> str:
-    """Returns the path of a class, such as an environment. Other processes load it from its file."""
+def class_path(key: str, kind: type) -> str:
+    """Returns the path of a class that other processes can load: `package.module:Class`, or `path/to/file.py:Class` for
+    a class of a script or of a module that is in no package."""
+    name, module = kind.__qualname__, kind.__module__
+    if "." in module and name.isidentifier():
+        return f"{module}:{name}"
     try:
-        file = inspect.getsourcefile(given)
-    except TypeError:
+        file = inspect.getsourcefile(kind)
+    except (TypeError, OSError):
         file = None
-    if file is None or not Path(file).is_file() or given.__qualname__ != given.__name__:
-        why = f"{given.__qualname__} was not defined at the top level of a file, so no other process can load it"
-        raise Refusal.at(key, why, "put the class into a file: path/to/file.py:Class", code="invalid-function")
-    return f"{file}:{given.__name__}"
+    if file is None or not name.isidentifier() or not Path(file).is_file():
+        raise Refusal.at(
+            key,
+            f"no other process can load {name}, because it is defined in a notebook or inside a function",
+            "put the class into a file, outside of functions",
+            code="invalid-function",
+        )
+    return f"{file}:{name}"
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
@@ -340,6 +348,7 @@ __all__ = [
     "LONGEST_WHY",
     "Unloadable",
     "UserFunction",
+    "class_path",
     "describe_error",
     "is_function_path",
     "is_registered",

@@ -8,8 +8,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+import lockstep
 from conftest import question_rows, run, write_jsonl
+from lockstep.functions import run_file
 from lockstep.parity.replay.replay_command import replay
 from lockstep.parity.replay.replay_loop import Mode
 from lockstep.recipe import load_recipe
@@ -18,6 +21,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online import train_online
+from runs import samples, stored
 
 # A game of two or three turns. The reward of a turn counts letters of the model; the environment's own text has many
 # letters, which must not count. Every call leaves a line in a file, so that a test sees whether the game was played.
@@ -181,6 +185,7 @@ def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> 
         assert "0 of 4 responses diverge" in checks["generation"].what
 
 
+@pytest.mark.slow
 def test_eval_and_sample_play(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """`lockstep eval` reports success and turns, and `lockstep sample` stores conversations; both end their hosts."""
     folder = recorded.parent.parent
@@ -212,3 +217,76 @@ def test_options_that_do_not_fit_are_refused(tiny_folder: Path, recorded: Path, 
     assert "--max-turns" in capsys.readouterr().err
     assert run("eval", tiny_folder, data, "--environment", "nowhere.py:Game", "--device", "cpu") == 2
     assert "--environment" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_class_as_environment(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """`lockstep.train(recipe, rollout={"environment": Game})` is the same run as with the class as a path."""
+    file = write_recipe(tmp_path, tiny_folder)
+    game = run_file(tmp_path / "game.py").Game
+    first = lockstep.train(file, **{"run.name": "path", "run.steps": 1})
+    second = lockstep.train(file, **{"run.name": "class", "run.steps": 1, "rollout.environment": game})
+    assert samples(first) == samples(second)
+    with pytest.raises(lockstep.Refusal, match="each trajectory needs its own object"):
+        lockstep.train(file, **{"run.name": "object", "rollout.environment": game(tmp_path / "calls.txt")})
+
+    class Local(game):
+        pass
+
+    with pytest.raises(lockstep.Refusal, match="put the class into a file"):
+        lockstep.train(file, **{"run.name": "local", "rollout.environment": Local})
+
+
+# A template that renders earlier turns of the model differently from the turn that it sampled.
+CHANGED = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' and not loop.last -%}
+{{ '<|im_start|>assistant\\n(earlier) ' + message.content + '<|im_end|>\\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_trajectories_of_several_rows(method: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Each turn of the game is a row of its own. The trainer computes the log-probs of the engine for every turn, and a
+    replay generates the same turns."""
+    (tmp_path / "changed.jinja").write_text(CHANGED, encoding="utf-8")
+    file = write_recipe(tmp_path, tiny_folder, method, tape={"record": True})
+    values = json.loads(file.read_text())
+    values["data"]["template"] = str(tmp_path / "changed.jinja")
+    values["rollout"] |= {"history": "as_template", "max_tokens": 300}
+    if method == "ppo":  # a group of one response has no group reward
+        values["reward"] = {"weights": {"environment": 1.0}}
+    file.write_text(json.dumps(values), encoding="utf-8")
+    done = train(file)
+    tape = TapeFolder(done / "tape")
+    for one in rollouts_of(tape.read_table(tape.rollouts_file(1))):
+        assert one.trajectory is not None
+        assert len(one.rows) == len(one.trajectory.turns) >= 2
+        for turn in one.trajectory.turns:
+            assert all(one.loss_mask[turn.start : turn.stop])
+        assert sum(one.loss_mask) == sum(turn.stop - turn.start for turn in one.trajectory.turns)
+    metrics = dict(read_metrics(done / "metrics.jsonl"))[1]
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    found = replay(done, "forced", [], Console.silent())
+    assert found is not None
+    assert found.in_step, found.cause or found.module
+    assert [check.what for check in found.checks if check.stage == "generation" and "(0 of" not in check.what] == []
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_run(tiny_folder: Path, tmp_path: Path) -> None:
+    """Bit by bit, because the environment is deterministic."""
+    file = write_recipe(tmp_path, tiny_folder, algorithm={"advantage": "gigpo", "turn_discount": 0.9})
+    whole = lockstep.train(file, **{"run.name": "whole"})
+    lockstep.train(file, **{"run.name": "parts", "run.steps": 1})
+    parts = lockstep.train(file, **{"run.name": "parts"})
+    assert samples(parts) == samples(whole)
+    one, other = stored(parts, 2), stored(whole, 2)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

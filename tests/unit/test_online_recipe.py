@@ -243,9 +243,15 @@ def test_no_best_checkpoint_without_a_loss(base: str) -> None:
     assert "val/loss" in problem.why
 
 
+def _turns(advantage: str) -> list[str]:
+    """What an estimator that compares turns needs."""
+    return ["rollout.environment=game.py:Game"] if estimator_row(advantage).turns else []
+
+
 @pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if estimator_row(name).groups])
 def test_group_estimators_need_a_group(base: str, advantage: str) -> None:
-    (problem,) = refused(base, f"algorithm.advantage={advantage}", "rollout.n=1")
+    words = [f"algorithm.advantage={advantage}", *_turns(advantage)]
+    (problem,) = refused(base, *words, "rollout.n=1")
     assert problem.where == "rollout.n"
     assert advantage in problem.why
 
@@ -333,7 +339,7 @@ def test_a_loss_without_a_ratio_updates_once_a_step(tmp_path: Path, method: str,
 
 @pytest.mark.parametrize("advantage", rows.ESTIMATORS)
 def test_no_estimator_makes_up_for_the_ratio(base: str, advantage: str) -> None:
-    words = [f"algorithm.advantage={advantage}", "algorithm.loss=policy_gradient", "rollout.n=4"]
+    words = [f"algorithm.advantage={advantage}", "algorithm.loss=policy_gradient", "rollout.n=4", *_turns(advantage)]
     (problem,) = refused(base, *words, "algorithm.epochs=2")
     assert problem.where == "algorithm.epochs"
     assert load_recipe(base, words).algorithm.epochs == 1

@@ -33,6 +33,7 @@ from lockstep.rollout.generator import Generator
 from lockstep.run.console import Console
 from lockstep.run.folder import refuse_unwritable
 from lockstep.serve.model_server import stored_dtype
+from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Message, Origin, Prompt, Question, Row, Sampling, Score
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
 class _NoScorer:
     """A scorer that scores nothing, because another command scores the answers."""
 
-    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
+    def submit(self, question: Question, text: str, trajectory: Trajectory | None = None) -> Future[Score | Failure]:
         future: Future[Score | Failure] = Future()
         future.set_result(Score(0.0, {}))
         return future

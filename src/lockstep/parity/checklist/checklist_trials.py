@@ -26,6 +26,7 @@ from lockstep.train.experience import Experience, build_experience
 from lockstep.train.models import Models
 from lockstep.train.step import Learner
 from lockstep.train.training import Training
+from lockstep.trajectory import Trajectory
 from lockstep.types import Example, Failure, MicroBatch, Prompt, Question, Rollout, Score, Sums
 
 # The maximum number of sequences, of prompts, and of samples per prompt in a trial.
@@ -136,7 +137,7 @@ class EngineAndTrainer:
 class _Unjudged:
     """A scorer that gives every response the same score."""
 
-    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
+    def submit(self, question: Question, text: str, trajectory: Trajectory | None = None) -> Future[Score | Failure]:
         future: Future[Score | Failure] = Future()
         future.set_result(Score(0.0))
         return future
