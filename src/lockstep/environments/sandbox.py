@@ -203,7 +203,7 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
         )
         theirs.close()
         try:
-            output = _read(helper, limits, lambda: ours.sendall(b"o"))
+            stdout, stderr = _read(helper, limits, lambda: ours.sendall(b"o"))
             ours.settimeout(_GRACE)
             report = ours.recv(4096)
         except TimeoutError:
@@ -215,8 +215,8 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
                 helper.wait(_GRACE)
             helper.kill()
             helper.wait()
-    result = json.loads(report) if report else {"stopped": "time"}
-    return Execution(*output, result.get("status"), result.get("stopped", ""))
+    result: dict[str, Any] = json.loads(report) if report else {"stopped": "time"}
+    return Execution(stdout, stderr, result.get("status"), result.get("stopped", ""))
 
 
 def _read(process: subprocess.Popen[bytes], limits: Limits, stop: Callable[[], None]) -> tuple[str, str]:
@@ -265,14 +265,14 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Limits,
     timer = threading.Timer(limits.seconds, stop, ("time",))
     timer.start()
     try:
-        output = _read(process, limits, lambda: stop("output"))
+        stdout, stderr = _read(process, limits, lambda: stop("output"))
         process.wait(_GRACE)
     finally:
         timer.cancel()
         kill_container(name)
         process.kill()
         process.wait()
-    return Execution(*output, None if stopped else process.returncode, stopped[0] if stopped else "")
+    return Execution(stdout, stderr, None if stopped else process.returncode, stopped[0] if stopped else "")
 
 
 def _remove(base: Path) -> None:
