@@ -192,6 +192,13 @@ def _shown(path: str) -> list[str]:
 def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution:
     """Starts the helper, reads the output of the program, and waits until all of its processes have ended."""
     ours, theirs = socket.socketpair()
+    too_long: list[bool] = []
+
+    def stop() -> None:
+        too_long.append(True)
+        with suppress(OSError):  # the program has ended already
+            ours.sendall(b"o")
+
     with ours:
         helper = subprocess.Popen(
             [sys.executable, "-I", "-S", _HELPER, json.dumps(specification), str(theirs.fileno())],
@@ -203,7 +210,7 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
         )
         theirs.close()
         try:
-            stdout, stderr = _read(helper, limits, lambda: ours.sendall(b"o"))
+            stdout, stderr = _read(helper, limits, stop)
             ours.settimeout(_GRACE)
             report = ours.recv(4096)
         except TimeoutError:
@@ -216,6 +223,8 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
             helper.kill()
             helper.wait()
     result: dict[str, Any] = json.loads(report) if report else {"stopped": "time"}
+    if too_long:
+        result = {"stopped": "output"}
     return Execution(stdout, stderr, result.get("status"), result.get("stopped", ""))
 
 
