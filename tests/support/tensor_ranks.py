@@ -43,6 +43,7 @@ from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
+from played_turns import Played, Script
 
 CPU = torch.device("cpu")
 # Biases before and after attention, norms of heads, soft caps, windows, three feed-forwards, tied heads, recurrences.
@@ -143,6 +144,29 @@ def check_engine(
     assert parts.decoder.cache_layout().token_elements == elements // group.size
 
 
+def check_turns(config: PreTrainedConfig, group: TensorGroup) -> None:
+    """Turns of trajectories: only the first rank has tools, and all ranks generate what it asks for."""
+    model = build_miniature(config, "sdpa", CPU, group.size).model
+    divide(model, inner_decoder(model), styles_of(model, group.size), group)
+    engine = NativeEngine(Policy(model, "sdpa").eval(), Cpu(), RolloutSettings(max_sequences=2, block_tokens=4), str)
+    scripts = [Script([3 + number, 7, 11], [[5, 9], [number + 1]], [4 * number, 1]) for number in range(3)]
+    played, sampling = Played(engine, scripts, 6), Sampling(max_tokens=6, seed=3)
+    if group.is_first:
+        flat = [one for turns in played.play(sampling) for one in turns]
+    else:
+        engine.further = played
+        flat = list(engine.generate([], sampling))
+        assert not played.requests
+    reused = engine.prompt_counts().reused
+    assert reused > 20
+    assert group.object_of_first(reused) == reused
+    ids = {one.request: one.ids for one in flat}
+    assert group.object_of_first(ids) == ids
+    whole = NativeEngine(build_miniature(config, "sdpa", CPU, group.size).policy, Cpu(), RolloutSettings(), str)
+    alone = [one for turns in Played(whole, scripts, 6).play(sampling) for one in turns]
+    assert sorted(one.ids for one in alone) == sorted(ids.values())
+
+
 class Uneven(Cpu):
     """Its ranks have room for different numbers of blocks."""
 
@@ -181,3 +205,4 @@ if __name__ == "__main__":
         # Room for a few blocks of one head is none for blocks of all heads.
         check_engine(MODELS["qwen3"], Uneven(here.rank), CPU, every.tensor, whole_on=Cpu())
         check_engine(MODELS["qwen3_next"], Cpu(), CPU, every.tensor)
+        check_turns(MODELS["qwen3"], every.tensor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.rollout.native.cached_spans import SequenceState
 from lockstep.rollout.native.decode_batch import DecodeBatch
-from lockstep.rollout.native.scheduler import SequenceState
 
 SPARE = 99
 

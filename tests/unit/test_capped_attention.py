@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.kernels.attention import explicit
 from lockstep.kernels.attention.flash import flash_with_sinks
 from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
-from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
+from lockstep.kernels.attention.layout import Chunks, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass, gathered_decode, paged_attention
 from lockstep.kernels.attention.varlen import varlen_attention
 from work import bytes_held
@@ -208,15 +208,14 @@ def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(block, window, softcap,
         q, k, v = (torch.cat([part[i][a:b] for part, (a, b) in zip(parts, pieces, strict=True)]) for i in range(3))
         slots = [slots_of(table, block, b) for table, (_, b) in zip(tables, pieces, strict=True)]
         into = torch.cat([s[a:] for s, (a, _) in zip(slots, pieces, strict=True)])
-        first = pieces[0][1] - pieces[0][0]
         step: PrefillPass | DecodePass
         if decode:
             step = DecodePass(cache, "gather", into, torch.tensor(tables), torch.tensor([b for _, b in pieces]))
         elif not any(a for a, _ in pieces):
             step = PrefillPass(cache, into, make_layout([b for _, b in pieces], CPU, "sdpa"))
         else:
-            chunks = [Chunk(n, a, b, s) for n, (a, b), s in zip((0, first), pieces, slots, strict=True)]
-            step = PrefillPass(cache, into, tuple(chunks))
+            chunks = Chunks.of(pieces, [s.numpy() for s in slots], "sdpa", torch.device("cpu"))
+            step = PrefillPass(cache, into, chunks)
         out = paged_attention(q, k, v, step, 0, scale=0.3, window=window, softcap=softcap, sinks_H=sinks)
         wanted = torch.cat([whole[a:b] for whole, (a, b) in zip(right, pieces, strict=True)])
         torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)

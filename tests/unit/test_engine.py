@@ -92,7 +92,7 @@ def test_requests_that_are_taken_as_rows_become_free_give_the_same_samples(
         longest_prompt = max(len(request.ids) for request in requests)
         left, rooms = order[2:], []
 
-        def take(self, room: int) -> list[Request]:
+        def take(self, room: int, wait: bool = False) -> list[Request]:
             self.rooms.append(room)
             taken = [self.left.pop(0) for _ in range(min(len(self.left), room // 4))]
             return [requests[n] for n in taken]

@@ -133,7 +133,7 @@ def test_methods_that_hang_are_named_and_their_host_is_replaced(tokenizer: Any) 
     bugs = {str(row): [method, "hangs"] for row, method in enumerate(methods, 1)}
     reasons, stops, hosts = run(tokenizer, "Buggy", bugs, 6, step_timeout=1.0)
     assert reasons[0] == reasons[-1] == ""
-    for reason, method in zip(reasons[1:], ("reset", "step", "finish", "finish"), strict=False):
+    for reason, method in zip(reasons[1:], ("reset", "step", "score or close", "score or close"), strict=False):
         assert f"Buggy: {method} did not return within 1 s (rollout.step_timeout)" in reason
     assert stops == ["completed", *["timeout"] * 4, "completed"]
     assert len(hosts.started) == 2  # a thread cannot be cancelled
@@ -160,7 +160,7 @@ def test_a_coroutine_that_cannot_be_cancelled_is_killed_with_its_host(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, how: str, others: int
 ) -> None:
     """A coroutine that blocks the loop of its host also ends the other trajectories of this host."""
-    monkeypatch.setattr("lockstep.environments.loop.ACKNOWLEDGE_SECONDS", 1.0)
+    monkeypatch.setattr("lockstep.environments.dispatch.ACKNOWLEDGE_SECONDS", 1.0)
     reasons, _, hosts = run(tokenizer, "AsyncBuggy", {"1": how}, 3, step_timeout=1.0)
     assert "AsyncBuggy: step did not return within 1 s" in reasons[1]
     assert sum(map(bool, reasons)) <= 1 + 2 * others

@@ -259,9 +259,19 @@ class Continuous(Scripted):
 
     further: Any = None
 
+    def end_session(self, session: int) -> None:
+        self.ended.append(session)
+
+    def __init__(self, tokenizer: Any, say: Say):
+        super().__init__(tokenizer, say)
+        self.ended: list[int] = []
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         asked = list(requests)
         done = 0
+        self.started = getattr(self, "started", 0) + 1
+        assert self.further.longest_sequence >= max(len(request.ids) for request in requests)
+        assert self.further.sessions == 6
         while done < len(asked):
             for completion in super().generate(asked[done:], sampling):
                 yield Completion(
@@ -277,7 +287,8 @@ def test_an_engine_that_takes_more_requests_runs_all_turns_in_one_call(tokenizer
     engine.inner = Continuous(tokenizer, hello)
     assert [one.ids for one in run(engine, requests_of(tokenizer, 3, n=2))] == [one.ids for one in usual]
     assert engine.inner.further is None
-    assert all(len(batch) <= 6 for batch in engine.inner.batches)
+    assert engine.inner.started == 1
+    assert len(set(engine.inner.ended)) == 6
 
 
 def calls(tokens: str) -> Callable[[Request, int], str]:

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from lockstep.kernels.attention import paged
 from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
-from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
+from lockstep.kernels.attention.layout import Chunks, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass, gathered_decode, paged_attention
+from lockstep.kernels.attention.partial import PLAIN
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 
@@ -40,10 +42,16 @@ def slots_of(blocks: list[int], block: int, tokens: int) -> torch.Tensor:
     return torch.tensor([blocks[i // block] * block + i % block for i in range(tokens)])
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 64])
 @pytest.mark.parametrize("block", [1, 4, 16])
-def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(block: int, window: int | None) -> None:
-    """Two sequences: prefilled from their start, continued by chunks of unequal size, then token by token."""
+def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(
+    block: int, window: int | None, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences: prefilled from their start, continued by chunks of unequal size, then token by token. A kernel for
+    packed sequences gets all chunks in one call; here the plain version of that kernel."""
+    monkeypatch.setattr(paged, "flash_part_fits", lambda query, value: joined)
+    monkeypatch.setattr(paged, "flash_part", PLAIN.forward)
     lengths, scale, layer = (13, 9), 0.3, 1
     cache = KVCache(uniform_layout(2, GROUPS, SIZE), 40, block, torch.zeros(()))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
@@ -60,8 +68,8 @@ def test_a_sequence_in_pieces_is_the_sequence_as_a_whole(block: int, window: int
         if not any(a for a, _ in pieces):
             step = PrefillPass(cache, into, make_layout([b for _, b in pieces], torch.device("cpu"), "sdpa"))
         else:
-            chunks = [Chunk(n, a, b, s) for n, (a, b), s in zip((0, first), pieces, slots, strict=True)]
-            step = PrefillPass(cache, into, tuple(chunks))
+            chunks = Chunks.of(pieces, [s.numpy() for s in slots], "flash_varlen", torch.device("cpu"))
+            step = PrefillPass(cache, into, chunks)
         out = paged_attention(q, k, v, step, layer, scale=scale, window=window)
         outputs[0].append(out[:first])
         outputs[1].append(out[first:])

@@ -9,7 +9,7 @@ generation prompt. All these tokens are context: their loss mask is 0.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,33 +29,35 @@ _MARK, _REASONING = "Zq0Xk0Zq", "Zq1Xk1Zq"
 
 
 class TokenRow:
-    """The tokens of one row after the prompt, with their loss mask and log-probs."""
+    """The tokens of the current row of a trajectory, with their loss mask and log-probs, and the earlier rows. Each row
+    begins with a `head`: the prompt in the first row, the rendered conversation in a later row."""
 
     def __init__(self, prompt: Sequence[int]):
-        self.prompt = list(prompt)
+        self.prompt = self.head = list(prompt)
         self.ids: list[int] = []
+        """The tokens after the head."""
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
-        self.finished: list[TrajectoryRow] = []
-        """The earlier rows of the trajectory."""
+        self._earlier: list[tuple[list[int], TrajectoryRow]] = []
 
     @property
     def context(self) -> list[int]:
         """The token ids after which the model continues."""
-        return [*self.prompt, *self.ids]
+        return [*self.head, *self.ids]
 
     @property
-    def before(self) -> int:
-        """The number of tokens in the earlier rows."""
-        return sum(len(row.ids) for row in self.finished)
+    def used(self) -> int:
+        """The number of tokens of the current row beyond the length of the prompt."""
+        return len(self.head) + len(self.ids) - len(self.prompt)
 
     @property
-    def rows(self) -> list[TrajectoryRow]:
-        return [*self.finished, TrajectoryRow(self.ids, self.loss_mask, self.logprobs)]
+    def number(self) -> int:
+        """The number of the current row."""
+        return len(self._earlier)
 
     def add_turn(self, turn: Completion) -> tuple[int, int]:
-        """Appends sampled tokens. Returns their start and stop indices in the trajectory."""
-        start = self.before + len(self.ids)
+        """Appends sampled tokens. Returns their start and stop indices after the head of the current row."""
+        start = len(self.ids)
         self.ids += turn.ids
         self.loss_mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
@@ -67,19 +69,65 @@ class TokenRow:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
-    def start_row(self, ids: Sequence[int]) -> None:
-        """Begins a new row with context tokens after the prompt."""
-        self.finished.append(TrajectoryRow(self.ids, self.loss_mask, self.logprobs))
-        self.ids, self.loss_mask, self.logprobs = [], [], []
-        self.add_context(ids)
+    def start_row(self, head: Sequence[int]) -> None:
+        """Begins a new row."""
+        self._earlier.append((self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs)))
+        self.head, self.ids, self.loss_mask, self.logprobs = list(head), [], [], []
+
+    def rows(self) -> tuple[list[int], list[TrajectoryRow]]:
+        """Returns the prompt that all rows have in common, and the rows after this prompt."""
+        every = [*self._earlier, (self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs))]
+        shared = _common(head for head, _ in every)
+        rows = [
+            TrajectoryRow(
+                head[shared:] + row.ids,
+                [0] * len(head[shared:]) + row.loss_mask,
+                [0.0] * len(head[shared:]) + row.logprobs,
+            )
+            for head, row in every
+        ]
+        return self.prompt[:shared], rows
+
+    def offsets(self) -> list[int]:
+        """Returns for each row the index of the first token after its head in the concatenated rows."""
+        shared, found, before = len(self.rows()[0]), [], 0
+        for head, row in [*self._earlier, (self.head, TrajectoryRow(self.ids, [], []))]:
+            found.append(before + len(head) - shared)
+            before += len(head) - shared + len(row.ids)
+        return found
+
+
+def _common(heads: Iterable[Sequence[int]]) -> int:
+    """Returns the length of the longest common prefix."""
+    first, *others = heads
+    length = len(first)
+    for other in others:
+        pairs = zip(first[:length], other, strict=False)
+        length = next((place for place, (one, two) in enumerate(pairs) if one != two), min(length, len(other)))
+    return length
 
 
 @dataclass(frozen=True)
 class Extension:
-    """The tokens that new messages add. With `new_row` they follow the prompt in a new row, else the sampled tokens."""
+    """The tokens that new messages add after the sampled tokens. With `new_row` they are a new row instead: the
+    conversation as the chat template renders it."""
 
     ids: list[int]
     new_row: bool = False
+    text: str = ""
+    """The text of the ids. Only with `rollout.history=as_template`."""
+
+
+@dataclass(frozen=True)
+class _AfterTurn:
+    """What a chat template renders after an assistant turn: the end token of the turn, and the text after it."""
+
+    end: str
+    text: str
+    full: str
+    """The text of the conversation, with marks in the turn."""
+    opens: bool = False
+    """Whether `end` is the first token of the next message, because the template has no end token (GLM)."""
 
 
 @dataclass
@@ -101,22 +149,21 @@ class ChatFormat:
 
     def after_turn(
         self, before: Sequence[Message], turn: Message, new: Sequence[Message], inputs: TemplateInputs, origin: Origin
-    ) -> tuple[str, str, str]:
-        """Renders new messages after an assistant turn. Returns the end token of the turn, the text after it up to the
-        end of the generation prompt, and the text of the conversation. `turn` contains marks."""
+    ) -> _AfterTurn:
+        """Renders new messages after an assistant turn, which contains marks, and the generation prompt."""
         full = self.render([*before, turn, *new], inputs, origin, open_turn=True)
         closed = self.render([*before, turn], inputs, origin, open_turn=False)
         marks = closed.count(_MARK)
         after, pieces = closed.rpartition(_MARK)[2], full.split(_MARK, marks)
-        ends = list(self._specials.finditer(after))
-        if marks and len(pieces) == marks + 1 and ends:
-            rest, end = pieces[marks], ends[-1]
-            if rest.startswith(after):
-                return end.group(), rest[end.end() :], full
-            # Some templates end the last turn of a closed chat with another token (gpt-oss).
-            other = self._specials.match(rest)
-            if other is not None and not turn.get("tool_calls"):
-                return other.group(), rest[other.end() :], full
+        if marks and len(pieces) == marks + 1:
+            rest, ends = pieces[marks], list(self._specials.finditer(after))
+            if ends and rest.startswith(after):
+                return _AfterTurn(ends[-1].group(), rest[ends[-1].end() :], full)
+            # Some templates end the last turn of a closed chat with another token (gpt-oss), or have no end token.
+            opens = not ends and rest.startswith(after)
+            other = self._specials.match(rest, len(after) if opens else 0)
+            if other is not None and (opens or not turn.get("tool_calls")):
+                return _AfterTurn(other.group(), rest[other.end() :], full, opens)
         raise Refusal.at(
             origin,
             "the chat template does not end an assistant turn with a special token, so no messages can follow it",
@@ -154,43 +201,44 @@ class ChatConversation(TokenRow):
         self.tools = asked.tools
         self.inputs = TemplateInputs(asked.tools, question.template_arguments)
         super().__init__(prompt_ids(chat.tokenizer, asked))
+        keeps = chat.history == "keep"
+        self.text = "" if keeps else chat.render(self.start, self.inputs, self.origin, open_turn=True)
+        """The text of the current row. Only with `rollout.history=as_template`."""
 
     def add_reply(self, reply: Reply) -> None:
         self.messages.append(reply.message())
 
     def extension(self, reply: Reply, new: Sequence[Message]) -> Extension:
         """Returns the tokens of new messages after the model's last turn, `reply`, which is the last message."""
-        turn, history = _marked(reply), self.messages[:-1]
-        before = self.start if self.chat.history == "keep" else history
-        end, text, full = self.chat.after_turn(before, turn, new, self.inputs, self.origin)
         if self.chat.history == "as_template":
-            held = self.chat.render(history, self.inputs, self.origin, open_turn=True)
-            if not full.startswith(held) or (reply.reasoning and _REASONING not in full):
-                return Extension(self._rendered(new), new_row=True)
-        ids = self.chat.encode_after(end, text, self.origin)
-        ended = bool(self.ids) and (self.ids[-1] in self.chat.end_ids or self.ids[-1] == ids[0])
+            return self._as_template(reply, new)
+        turn = _marked(replace(reply, reasoning=""))
+        after = self.chat.after_turn(self.start, turn, new, self.inputs, self.origin)
+        ids = self.chat.encode_after(after.end, after.text, self.origin)
+        ended = self.ids[-1] == ids[0] or (self.ids[-1] in self.chat.end_ids and not after.opens)
         return Extension(ids[1:] if ended else ids)
+
+    def _as_template(self, reply: Reply, new: Sequence[Message]) -> Extension:
+        """Returns what the template renders after the text of the row; a new row if the template renders the row itself
+        differently."""
+        tokenizer = self.chat.tokenizer
+        full = self.chat.render([*self.messages, *new], self.inputs, self.origin, open_turn=True)
+        held = self.text + str(tokenizer.decode(list(reply.ids), skip_special_tokens=False))
+        if not full.startswith(held):
+            return Extension(token_ids(tokenizer, full), new_row=True, text=full)
+        text = full[len(held) :]
+        if self.ids[-1] in self.chat.end_ids:
+            end = str(tokenizer.decode([self.ids[-1]], skip_special_tokens=False))
+            return Extension(self.chat.encode_after(end, text, self.origin)[1:], text=full)
+        return Extension(token_ids(tokenizer, text), text=full)
 
     def extend(self, extension: Extension, new: Sequence[Message]) -> None:
         self.messages += new
+        self.text = extension.text
         if extension.new_row:
             self.start_row(extension.ids)
         else:
             self.add_context(extension.ids)
-
-    def _rendered(self, new: Sequence[Message]) -> list[int]:
-        """Returns the tokens of the conversation after its prompt, as the chat template renders it."""
-        text = self.chat.render([*self.messages, *new], self.inputs, self.origin, open_turn=True)
-        ids = token_ids(self.chat.tokenizer, text)
-        if ids[: len(self.prompt)] != self.prompt:
-            raise Refusal.at(
-                self.origin,
-                "the chat template changes the prompt when messages follow, so the rows of a trajectory have no common "
-                "prompt",
-                "set rollout.history=keep, or use another template (data.template)",
-                code="template-unstable",
-            )
-        return ids[len(self.prompt) :]
 
 
 class TokenConversation(TokenRow):
@@ -215,7 +263,7 @@ def _marked(reply: Reply) -> Message:
     """Returns the model's turn with marks instead of its text. The text itself never reaches the template here, so it
     cannot contain an end token."""
     calls = [ToolCall(_name(call.name), {"x": _MARK}, call.id) for call in reply.calls]
-    turn: Message = {"role": "assistant", "content": _MARK}
+    turn: Message = {"role": "assistant", "content": _MARK if reply.content or not calls else ""}
     if reply.reasoning:
         turn["reasoning_content"] = _REASONING
     if calls:
@@ -267,15 +315,15 @@ def probe_template(chat: ChatFormat, arguments: Mapping[str, Any], tools: bool) 
     }
     if tools:
         probes = {
-            "a tool result": (Reply("a", "a", calls=(call,)), result, (_TOOL,)),
-            "a tool result that follows reasoning": (Reply("a", "a", "b", calls=(call,)), result, (_TOOL,)),
+            "a tool result": (Reply("a", calls=(call,)), result, (_TOOL,)),
+            "a tool result that follows reasoning": (Reply("a", "", "b", calls=(call,)), result, (_TOOL,)),
         }
     changes, refuses = [], []
     for name, (reply, message, given) in probes.items():
         inputs = TemplateInputs(given, arguments)
         try:
             held = chat.render([_QUESTION], inputs, Origin("the chat template", 0), open_turn=True)
-            _, _, full = chat.after_turn([_QUESTION], _marked(reply), [message], inputs, Origin("the chat template", 0))
+            full = chat.after_turn([_QUESTION], _marked(reply), [message], inputs, Origin("the chat template", 0)).full
         except Refusal as refusal:
             refuses.append(f"{name}: {refusal.problems[0].why}")
             continue

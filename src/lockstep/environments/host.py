@@ -17,9 +17,6 @@ from lockstep.errors import Refusal
 from lockstep.functions import LOAD_SECONDS
 from lockstep.launch.process_pool import SupervisedProcess
 
-# Seconds in which a host must acknowledge that it cancels a call. A host that does not, does not run its loop.
-ACKNOWLEDGE_SECONDS = 5.0
-
 
 @dataclass(frozen=True)
 class HostSetup:

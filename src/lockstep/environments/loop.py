@@ -7,23 +7,23 @@ order, because rounding depends on the batch.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
 
 import torch
 
 from lockstep.environments.conversation import ChatConversation, ChatFormat, Extension, TokenConversation
-from lockstep.environments.host import ACKNOWLEDGE_SECONDS, Answer, EnvironmentHosts, Host
+from lockstep.environments.dispatch import Call, Dispatch
+from lockstep.environments.host import Answer, EnvironmentHosts, Host
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.messages import Reply
 from lockstep.environments.parsers import parse_reply
+from lockstep.environments.pausing import LOOK_SECONDS, Pausing
 from lockstep.environments.running import Running, row_of
 from lockstep.errors import Refusal
-from lockstep.functions import LOAD_SECONDS
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import (
     COMPLETED,
@@ -38,8 +38,6 @@ from lockstep.trajectory import (
 )
 from lockstep.types import Completion, Request, Sampling
 
-# Seconds that the environments of failed trajectories get at the end of a batch to close.
-CLOSE_SECONDS = 5.0
 # The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
 PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
@@ -84,12 +82,26 @@ class EnvironmentEngine:
         self.vocabulary, self.prompt_limit, self.tolerant = vocabulary, prompt_limit, tolerant
         self.instead = inner.instead
         self.sessions = count()
+        self._prefill = (0, 0)
+        self.pausing: Pausing | None = None
+        """Set by a rollout worker, in which generation pauses for newer weights."""
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.inner.sync(weights)
 
     def release_memory(self) -> None:
         self.inner.release_memory()
+
+    def count_prefill(self) -> None:
+        """Adds the prompt tokens of the last call of the inner engine to the totals, if the engine counts them."""
+        if hasattr(self.inner, "prompt_counts"):
+            counts = self.inner.prompt_counts()
+            self._prefill = (self._prefill[0] + counts.computed, self._prefill[1] + counts.reused)
+
+    def take_prefill(self) -> tuple[int, int]:
+        """Returns how many prompt tokens the inner engine has computed and reused since the last call."""
+        found, self._prefill = self._prefill, (0, 0)
+        return found
 
     def close(self) -> None:
         """Kills the host processes. The owner of the inner engine closes that engine."""
@@ -106,56 +118,45 @@ class EnvironmentEngine:
             batch.close()
 
 
-@dataclass
-class _Call:
-    """A call of an environment without an answer. `kind` is the method, or `close` after a failure."""
-
-    kind: str
-    host: Host
-    running: Running | None
-    deadline: float
-    sent: float = field(default_factory=time.monotonic)
-    group: int = -1
-
-
 class _Batch:
     """The trajectories of one call of `generate`. All methods run in the thread that calls the engine."""
 
     def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
         self.engine, self.hosts, self.settings = engine, engine.hosts, engine.settings
-        self.sampling, self.requests = sampling, requests
-        self.waiting = [
-            self._new(number, request, sample)
-            for number, request in enumerate(requests)
-            for sample in range(request.first, request.first + request.n)
-        ]
+        self.sampling, self.requests = sampling, list(requests)
+        self.waiting = [running for number in range(len(requests)) for running in self._new(number)]
         self.active: set[Running] = set()
         self.ready: list[Running] = []
         """Trajectories that wait for a turn of the model."""
         self.done: list[Completion] = []
-        self.calls: dict[int, _Call] = {}
-        self.cancels: dict[int, _Call] = {}
-        """The calls that are being cancelled, by the number of the call that cancels them."""
+        self.dispatch = Dispatch(self.hosts, self.settings.step_timeout, self)
         self.groups: dict[int, list[Running]] = {}
         self.asked: list[Running] = []
         """The trajectory of each request that the inner engine has got."""
         self.longest_prompt = max((len(request.ids) for request in requests), default=0)
+        self.pausing = engine.pausing
         self.rounds = torch.are_deterministic_algorithms_enabled()
+        self.continuous = not self.rounds and hasattr(engine.inner, "end_session")
+        """Whether the inner engine takes requests while it generates, and keeps its cache for the next turn."""
 
-    def _new(self, number: int, request: Request, sample: int) -> Running:
+    def _new(self, number: int) -> list[Running]:
+        request = self.requests[number]
         assert request.question is not None
-        session = next(self.engine.sessions)
-        return Running(number, request, sample, session, self.settings, self.sampling, request.question)
+        return [
+            Running(number, request, sample, session, self.settings, self.sampling, request.question)
+            for sample, session in zip(
+                range(request.first, request.first + request.n), self.engine.sessions, strict=False
+            )
+        ]
 
     # The loop: turns of the model, and answers of the environments.
 
     def run(self) -> Iterator[Completion]:
-        inner = self.engine.inner
-        continuous = not self.rounds and hasattr(inner, "further")
-        while self.waiting or self.active or self.done or self._outstanding():
+        inner, continuous = self.engine.inner, self.continuous
+        while self.waiting or self.active or self.done or self.dispatch.outstanding:
             self._wait()
             yield from self._finished()
-            if not self.ready:
+            if self._between() or not self.ready:
                 continue
             self.asked = []
             longest = max(_prompt_length(running) for running in self.ready)
@@ -165,23 +166,51 @@ class _Batch:
                 inner.further = self  # type: ignore[attr-defined]
             try:
                 for completion in inner.generate(requests, self.sampling):
-                    self._turn(self.asked[completion.request], completion)
+                    running = self.asked[completion.request]
+                    if running.sampled(completion, None if self.pausing is None else self.pausing.version()):
+                        self._turn(running, completion)
                     yield from self._finished()
             finally:
                 if continuous:
                     inner.further = None  # type: ignore[attr-defined]
+                self.engine.count_prefill()
+            # After a pause, these turns continue, or start, in the next call.
+            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and one in self.active]
+
+    def _between(self) -> bool:
+        """Lets a rollout worker load weights and add requests, if it wants a pause. Returns whether it did."""
+        if self.pausing is None or not self._paused():
+            return False
+        for request, first in self.pausing.between():
+            self.requests.append(request)
+            added = self._new(len(self.requests) - 1)
+            self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
+        return True
+
+    # The interface `Conversations` of an engine that takes requests while it generates (`rollout/engine.py`).
+
+    @property
+    def sessions(self) -> int:
+        """The largest number of trajectories that are open at once."""
+        return min(len(self.waiting) + len(self.active), self.settings.max_concurrent)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The largest number of tokens of a prompt and its trajectory together."""
+        return self.longest_prompt + self.sampling.max_tokens
 
     def take(self, room: int, wait: bool = False) -> list[Request]:
-        """Returns requests for at most `room` turns that are ready (`rollout.engine.Further`). With `wait`, waits until
-        a turn is ready or all trajectories have ended."""
-        if wait:
-            self._wait()
-        else:
-            self._pump(block=False)
+        """Returns requests for at most `room` turns that are ready. With `wait`, waits until a turn is ready or all
+        trajectories have ended. A pause ends the wait."""
+        self._pump(block=False)
+        while wait and self.dispatch.outstanding and not any(map(self._fits, self.ready)) and not self._paused():
+            self._pump(block=True)
         return self._taken(room)
 
     def _taken(self, room: int) -> list[Request]:
-        fitting = [one for one in sorted(self.ready, key=lambda one: one.order) if self._fits(one)][:room]
+        # The trajectory with the most turns left decides when the batch ends, so it goes first.
+        ready = sorted(self.ready, key=lambda one: (len(one.turns), *one.order))
+        fitting = [one for one in ready if self._fits(one)][:room]
         self.ready = [one for one in self.ready if one not in fitting]
         self.asked += fitting
         return [running.next_request() for running in fitting]
@@ -196,32 +225,20 @@ class _Batch:
 
     def _wait(self) -> None:
         """Waits until a trajectory is ready for a turn of the model or has ended. In rounds, waits until no trajectory
-        waits for its environment."""
+        waits for its environment. A pause ends the wait."""
         self._pump(block=False)
-        while self._outstanding() and (self.rounds or not (self.ready or self.done)):
+        while self.dispatch.outstanding and (self.rounds or not (self.ready or self.done)) and not self._paused():
             self._pump(block=True)
-
-    def _outstanding(self) -> bool:
-        return any(call.kind != "close" for call in self.calls.values())
 
     def _pump(self, *, block: bool) -> None:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
         next deadline."""
         self._admit()
-        while True:
-            try:
-                host, answer = self.hosts.inbox.get(timeout=self._patience()) if block else self.hosts.inbox.get(False)
-            except queue.Empty:
-                break
-            self._handle(host, answer)
-            self._admit()
-            block = False
-        self._expire()
+        self.dispatch.pump(block=block, seconds=None if self.pausing is None else LOOK_SECONDS)
         self._admit()
 
-    def _patience(self) -> float:
-        deadlines = [call.deadline for call in (*self.calls.values(), *self.cancels.values())]
-        return max(min(deadlines, default=0.0) - time.monotonic(), 0.0) + 0.001
+    def _paused(self) -> bool:
+        return self.pausing is not None and self.pausing.wanted()
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.settings.max_concurrent:
@@ -234,47 +251,36 @@ class _Batch:
     # Calls of the environments.
 
     def _call(self, kind: str, running: Running, **fields: Any) -> None:
-        host = running.host
-        assert host is not None
+        assert running.host is not None
         try:
-            number = self.hosts.send(host, do=kind, trajectory=running.session, **fields)
+            self.dispatch.send(kind, running.host, running, **fields)
         except ValueError as error:
             self._fail(running, str(error), TOOL_ERROR)
-            return
-        self.calls[number] = _Call(kind, host, running, self._deadline(host))
 
-    def _deadline(self, host: Host) -> float:
-        """Returns the time by which a call must be answered. A new host also loads the class."""
-        loading = 0.0 if host.is_loaded else LOAD_SECONDS
-        return time.monotonic() + self.settings.step_timeout + self.hosts.setup.more_seconds + loading
-
-    def _handle(self, host: Host, answer: Answer) -> None:
-        if answer.call == LOADING and answer.why:
-            self._lost(host, answer.why)
-        elif answer.call == LOADING:
-            for call in [call for call in self.calls.values() if call.host is host]:
-                call.deadline = self._deadline(host)
-        elif answer.call in self.cancels:
-            self._cancelled(self.cancels.pop(answer.call), answer)
-        elif answer.call in self.calls:
-            call = self.calls.pop(answer.call)
-            running = call.running
-            host.stuck |= bool(answer.fields.get("stuck"))
-            if running is not None:
-                running.seconds += answer.time - call.sent
-            self._answer(call, answer)
-
-    def _answer(self, call: _Call, answer: Answer) -> None:
+    def answered(self, call: Call, answer: Answer) -> None:
         running = call.running
-        if call.kind == "group":
+        if running is None:
+            self.hosts.release(call.host, -1 - call.group)
             self._group_scored(call.group, answer)
-        elif call.kind == "close":
-            assert running is not None
-            self.hosts.release(call.host, running.session)
-        elif running is not None and answer.why:
+        elif answer.why:
             self._fail(running, answer.why, TOOL_ERROR)
-        elif running is not None:
+        else:
             getattr(self, f"_after_{call.kind}")(running, answer.fields)
+
+    def timed_out(self, call: Call, why: str) -> None:
+        if call.running is None:
+            self._group_scored(call.group, Answer(LOADING, why=why))
+        else:
+            self._fail(call.running, why, TIMEOUT)
+
+    def lost(self, host: Host, calls: list[Call], why: str) -> None:
+        for call in calls:
+            if call.running is None:
+                self._group_scored(call.group, Answer(LOADING, why=why))
+        # A trajectory that waits for the model fails too, because its environment is lost.
+        for running in [running for running in self.active if running.host is host]:
+            self.ready = [one for one in self.ready if one is not running]
+            self._fail(running, why, TOOL_ERROR)
 
     def _after_reset(self, running: Running, fields: dict[str, Any]) -> None:
         running.anchor = fields["anchor"]
@@ -312,6 +318,7 @@ class _Batch:
         reply = running.reply
         record = TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error, anchor=running.anchor)
         running.turns.append(record)
+        running.turn_rows.append(conversation.number)
         limit = self.settings.max_tool_calls
         if limit is not None and running.tool_calls > limit:
             self._end(running, MAX_TOOL_CALLS)
@@ -369,7 +376,7 @@ class _Batch:
         except Refusal as refusal:
             self._fail(running, f"step returned messages that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
             return
-        used = -len(conversation.ids) if extension.new_row else 0
+        used = -len(conversation.context) if extension.new_row else 0
         if running.room(len(extension.ids) + used) <= 0:
             self._end(running, CONTEXT_OVERFLOW)
             return
@@ -415,18 +422,13 @@ class _Batch:
                 setup.where, f"{why}, for {running.question.origin}", "fix the environment", code="function-raised"
             )
         if not host.dead and stop != TIMEOUT:
-            self._close(running)
+            self.dispatch.close(host, running)
         self._complete(running)
-
-    def _close(self, running: Running) -> None:
-        """Closes the environment of a failed trajectory. Nothing waits for the answer."""
-        host = running.host
-        assert host is not None
-        number = self.hosts.send(host, do="finish", trajectory=running.session, finished=None)
-        self.calls[number] = _Call("close", host, running, self._deadline(host))
 
     def _complete(self, running: Running) -> None:
         self.active.discard(running)
+        if self.continuous:
+            self.engine.inner.end_session(running.session)  # type: ignore[attr-defined]
         group = self.groups.setdefault(running.number, [])
         group.append(running)
         if not self.hosts.scores_groups:
@@ -441,9 +443,9 @@ class _Batch:
         if not whole:
             self.done += [one.completion() for one in group]
             return
-        host = self.hosts.place(whole[0].session)
-        call = self.hosts.send(host, do="group", trajectories=[one.trajectory() for one in whole])
-        self.calls[call] = _Call("group", host, None, self._deadline(host), group=number)
+        # The group has a number among the trajectories of the host that no session has.
+        host = self.hosts.place(-1 - number)
+        self.dispatch.send("group", host, None, number, trajectories=[one.trajectory() for one in whole])
 
     def _group_scored(self, number: int, answer: Answer) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)
@@ -455,62 +457,10 @@ class _Batch:
                 running.scores["group"] = answer.fields["scores"][place]
         self.done += [one.completion() for one in group]
 
-    # Time limits, and hosts that are lost.
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for number in [number for number, call in self.calls.items() if call.deadline <= now]:
-            call = self.calls.pop(number)
-            cancel = self.hosts.send(call.host, do="cancel", cancelled=number)
-            self.cancels[cancel] = replace(call, deadline=now + ACKNOWLEDGE_SECONDS)
-            why = f"{call.kind} did not return within {self.settings.step_timeout:g} s (rollout.step_timeout)"
-            if call.kind == "group":
-                self._group_scored(call.group, Answer(number, why=f"score_{why}"))
-            elif call.kind != "close" and call.running is not None:
-                self._fail(call.running, why, TIMEOUT)
-        for number in [number for number, call in self.cancels.items() if call.deadline <= now]:
-            if number in self.cancels:
-                self._lost(self.cancels[number].host, "its host process was killed, because it did not respond")
-
-    def _cancelled(self, call: _Call, answer: Answer) -> None:
-        """Handles the acknowledgement that a call is cancelled. A thread cannot be cancelled; its host gets no more
-        trajectories and is killed when its other trajectories have ended."""
-        session = -1 if call.running is None else call.running.session
-        if answer.fields.get("stuck"):
-            call.host.stuck = True
-        elif call.kind not in ("close", "group") and call.running is not None:
-            self._close(call.running)
-            return
-        self.hosts.release(call.host, session)
-
-    def _lost(self, host: Host, why: str) -> None:
-        """Fails the trajectories of a host that has ended or does not respond, and kills the host."""
-        self.hosts.remove(host)
-        self.cancels = {number: call for number, call in self.cancels.items() if call.host is not host}
-        calls = [call for call in self.calls.values() if call.host is host]
-        self.calls = {number: call for number, call in self.calls.items() if call.host is not host}
-        for call in calls:
-            if call.kind == "group":
-                self._group_scored(call.group, Answer(LOADING, why=why))
-        # A trajectory that waits for the model fails too, because its environment is lost.
-        for running in [running for running in self.active if running.host is host]:
-            self.ready = [one for one in self.ready if one is not running]
-            self._fail(running, why, TOOL_ERROR)
-
     def close(self) -> None:
-        """Ends the batch. Hosts with calls that do not end are killed, also if the batch was interrupted."""
-        if not self.active and not self.waiting:
-            given_up = time.monotonic() + min(CLOSE_SECONDS, self.settings.step_timeout)
-            while (self.calls or self.cancels) and time.monotonic() < given_up:
-                try:
-                    self._handle(*self.hosts.inbox.get(timeout=0.05))
-                except queue.Empty:
-                    self._expire()
-        busy = {call.host for call in (*self.calls.values(), *self.cancels.values())}
-        busy |= {running.host for running in self.active if running.host is not None}
-        for host in list(self.hosts.hosts):
-            if host in busy or host.stuck:
-                self.hosts.remove(host)
+        """Ends the batch, also if it was interrupted."""
+        open_hosts = {running.host for running in self.active if running.host is not None}
+        self.dispatch.end(wait=not self.active and not self.waiting, busy=open_hosts)
 
 
 def _prompt_length(running: Running) -> int:

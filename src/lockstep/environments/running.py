@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -14,7 +14,7 @@ from lockstep.environments.messages import Reply
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord
-from lockstep.types import FAILED, Completion, Question, Request, Sampling
+from lockstep.types import FAILED, PAUSED, Completion, PartialResponse, Question, Request, Sampling
 
 
 def environment_seed(run: int, key: int, sample: int) -> int:
@@ -32,6 +32,20 @@ def row_of(question: Question) -> dict[str, Any]:
         "extra_info": question.extra_info,
         "tools": list(question.tools),
     }
+
+
+def spread_versions(sampled: Sequence[int], trained: Sequence[int]) -> list[int]:
+    """Returns a version for each token of a trajectory, given those of the sampled tokens. A token of the environment
+    has the version of the sampled token before it."""
+    if not sampled:
+        return []
+    if len(sampled) != sum(trained):
+        raise ValueError(f"{len(sampled)} versions of weights for {sum(trained)} sampled tokens")
+    left, versions, last = iter(sampled), [], sampled[0]
+    for mask in trained:
+        last = next(left) if mask else last
+        versions.append(last)
+    return versions
 
 
 @dataclass(eq=False)
@@ -53,6 +67,9 @@ class Running:
     stop_strings: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     turns: list[TurnRecord] = field(default_factory=list)
+    """The turns of the model. Their token ranges are relative to the head of their row until the trajectory ends."""
+    turn_rows: list[int] = field(default_factory=list)
+    """The number of the row in which each turn was sampled."""
     counts: dict[str, float] = field(default_factory=dict)
     """The sums of the metrics that the environment reports, over the turns."""
     seconds: float = 0.0
@@ -64,6 +81,14 @@ class Running:
     anchor: str | None = None
     """The text that identifies the state in which the next turn starts."""
     started: float = field(default_factory=time.monotonic)
+
+    asks: bool = False
+    """Whether the engine has a request for the next turn and has not finished it."""
+    partial: PartialResponse = field(default_factory=PartialResponse)
+    """The tokens of a turn that was paused."""
+    partial_versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """The version of the weights of each token of the finished turns, or empty if versions are not known."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -89,7 +114,7 @@ class Running:
         assert self.conversation is not None
         sampled = sum(turn.stop - turn.start for turn in self.turns)
         rooms = [
-            self.sampling.max_tokens - len(self.conversation.ids) - added,
+            self.sampling.max_tokens - self.conversation.used - added,
             (self.settings.trajectory_tokens or self.sampling.max_tokens) - sampled,
         ]
         return min([*rooms, *([self.settings.turn_tokens] if self.settings.turn_tokens else [])])
@@ -98,15 +123,29 @@ class Running:
         """Returns the request for the next turn of the model. The sampling noise depends only on the row, the sample
         and the turn."""
         assert self.conversation is not None
+        self.asks = True
         return Request(
             self.conversation.context,
             turn_key(self.request.key, len(self.turns)),
             first=self.sample,
             max_tokens=self.room(),
+            partial_responses={self.sample: self.partial} if self.partial.ids else None,
             session=self.session,
             stop_strings=self.stop_strings,
             stop_ids=self.stop_ids,
         )
+
+    def sampled(self, completion: Completion, version: int | None) -> bool:
+        """Records which weights generated the tokens of a turn, if `version` is given. Returns False if the turn was
+        paused; its tokens are then kept for the next request."""
+        new = len(completion.ids) - len(self.partial_versions)
+        versions = list(completion.versions) if version is None else [*self.partial_versions, *[version] * new]
+        if completion.stop == PAUSED:
+            self.partial, self.partial_versions = PartialResponse(completion.ids, completion.logprobs), versions
+            return False
+        self.asks, self.partial, self.partial_versions = False, PartialResponse(), []
+        self.versions += versions
+        return True
 
     def answered(self, fields: Mapping[str, Any]) -> None:
         """Records the environment's answer to the last turn."""
@@ -117,19 +156,23 @@ class Running:
 
     def trajectory(self) -> Trajectory:
         conversation = self.conversation
-        ids, trained = (0, 0) if conversation is None else (len(conversation.ids), sum(conversation.loss_mask))
-        for row in () if conversation is None else conversation.finished:
-            ids, trained = ids + len(row.ids), trained + sum(row.loss_mask)
+        _, rows = ([], []) if conversation is None else conversation.rows()
         metrics = {
             **self.counts,
             "turns": float(len(self.turns)),
             "tool_calls": float(self.tool_calls),
             "parse_errors": float(sum(bool(turn.parse_error) for turn in self.turns)),
-            "tokens": float(ids - trained),
+            "tokens": float(sum(row.loss_mask.count(0) for row in rows)),
+            "rows": float(len(rows)),
             "seconds": self.seconds,
         }
         messages = [] if conversation is None else list(conversation.messages)
-        return Trajectory(messages, tuple(self.turns), self.stop, dict(self.scores), metrics, self.info, self.state)
+        offsets = [] if conversation is None else conversation.offsets()
+        turns = tuple(
+            replace(turn, start=turn.start + offsets[row], stop=turn.stop + offsets[row])
+            for turn, row in zip(self.turns, self.turn_rows, strict=True)
+        )
+        return Trajectory(messages, turns, self.stop, dict(self.scores), metrics, self.info, self.state)
 
     def completion(self) -> Completion:
         trajectory, conversation = self.trajectory(), self.conversation
@@ -138,15 +181,17 @@ class Running:
                 self.number, self.sample, [], [], FAILED, failure=self.failure or "no turn", trajectory=trajectory
             )
         stop = self.ended_by if self.ended_by in ("token", "string") else "environment"
-        rows = conversation.rows
+        prompt, rows = conversation.rows()
+        trained = [mask for row in rows for mask in row.loss_mask]
         return Completion(
             self.number,
             self.sample,
             [token for row in rows for token in row.ids],
             [logprob for row in rows for logprob in row.logprobs],
             "length" if self.stop in TRUNCATED else stop,
-            [mask for row in rows for mask in row.loss_mask],
-            prompt_ids=conversation.prompt,
+            trained,
+            versions=spread_versions(self.versions, trained),
+            prompt_ids=prompt,
             trajectory=trajectory,
             rows=tuple(rows) if len(rows) > 1 else (),
         )

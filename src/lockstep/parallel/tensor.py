@@ -66,6 +66,17 @@ class TensorGroup:
         """Overwrites the tensor with that of the group's first rank (broadcast)."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the group's first rank."""
+        return dist.get_rank(self.group) == 0
+
+    def object_of_first(self, value: Any) -> Any:
+        """Returns the picklable object of the group's first rank (broadcast)."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Marks a tensor as input of column-parallel modules. The gradient of a marked input is all-reduced in the
         backward pass, only once if several modules have the same input."""

@@ -83,9 +83,6 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
         yield needs("rollout.environment_args", "are arguments of rollout.environment", "set it, or remove them")
     if rollout.function is not None:
         yield conflict(key, "and rollout.function both generate the responses", "remove one of them")
-    if rollout.max_staleness is not None:
-        why = "the asynchronous generation process does not run environments yet"
-        yield unfit(key, why, "remove rollout.max_staleness")
     if recipe.data.template == "none":
         yield unfit(key, "a conversation needs a chat template, and data.template is none", "set data.template to auto")
     if recipe.reward.process is not None:

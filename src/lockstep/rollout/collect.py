@@ -103,7 +103,10 @@ class AskedAhead:
         shares = balanced(costs_of(prompts, n, expected), self._ranks)
         for rank, share in enumerate(shares):
             self._sent_to |= {(sampling, keys[index], n): rank for index in share}
-        return [Request(prompts[index].ids, keys[index], n) for index in shares[self._rank]]
+        return [
+            Request(prompts[index].ids, keys[index], n, question=prompts[index].question)
+            for index in shares[self._rank]
+        ]
 
     def take(self, keys: Sequence[int], n: int, sampling: Sampling) -> dict[int, int]:
         """Returns the rank of each prompt that was requested before its step, by prompt index, and forgets these
@@ -356,7 +359,8 @@ class _OpenShare(_OwnShare):
         finally:
             self.engine.further = None
 
-    def take(self, room: int) -> list[Request]:
+    def take(self, room: int, wait: bool = False) -> list[Request]:
+        # There is nothing to wait for: no prompt becomes available later.
         count = self._prompts(room)
         if count < 1:
             return []

@@ -133,14 +133,55 @@ class OtherProgram(Protocol):
 
 
 class Further(Protocol):
-    """A source of more requests for an engine with free rows."""
+    """A source of more requests for an engine with free rows. The requests from this source get the next free request
+    indices."""
 
     longest_prompt: int
     """The length of the longest prompt in tokens."""
 
-    def take(self, room: int) -> Sequence[Request]:
-        """Returns requests for at most `room` more responses, or an empty list if no requests are left."""
+    def take(self, room: int, wait: bool = False) -> Sequence[Request]:
+        """Returns requests for at most `room` more responses, or an empty list if there are none now.
+
+        The engine sets `wait` when it has no other work. The source then blocks until it has a request, and returns an
+        empty list only if no request will follow; the engine then ends."""
         ...
+
+
+@runtime_checkable
+class Conversations(Further, Protocol):
+    """A source whose requests are turns of trajectories (`Request.session`), which run at their own pace."""
+
+    sessions: int
+    """The largest number of trajectories that are open at once."""
+    longest_sequence: int
+    """The largest number of tokens of a prompt and its response together."""
+
+
+@runtime_checkable
+class StreamEngine(Protocol):
+    """An engine that takes requests from a source while it generates. Set `further` before the call of `generate` and
+    reset it to None afterwards."""
+
+    further: Further | None
+
+    def end_session(self, session: int) -> None:
+        """Frees what the engine keeps for the next turn of a trajectory. Called by the thread that runs `generate`, for
+        example in `take`."""
+        ...
+
+    def prompt_counts(self) -> PromptCounts:
+        """Returns the prompt tokens of the last call of `generate`."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """Prompt tokens of a call of `generate`: computed (again after an eviction included), and reused from the cache of
+    an earlier turn. `evicted` counts the sessions whose cache was evicted."""
+
+    computed: int = 0
+    reused: int = 0
+    evicted: int = 0
 
 
 class SharedWeights:

@@ -97,6 +97,11 @@ class Generator:
     def _vocabulary(self) -> int:
         return int(self.policy.causal_lm.get_input_embeddings().weight.shape[0])
 
+    def take_prefill(self) -> tuple[int, int]:
+        """Returns how many prompt tokens of conversations this rank's engine has computed and reused since the last
+        call."""
+        return self.responder.take_prefill() if isinstance(self.responder, EnvironmentEngine) else (0, 0)
+
     def for_validation(self) -> Generator:
         """Returns a generator with the environment of validation."""
         other = copy(self)

@@ -132,6 +132,15 @@ def trajectory_metrics(every: Sequence[RolloutMeta]) -> dict[str, float]:
     }
 
 
+def prefill_metrics(ranks: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Returns how many prompt tokens of conversations the engines computed, and the ratio of tokens that they reused
+    from an earlier turn. `ranks` has both numbers for each rank."""
+    computed, reused = (float(sum(numbers)) for numbers in zip(*ranks, strict=True))
+    if not computed + reused:
+        return {}
+    return {"rollout/prefill_tokens": computed, "rollout/prefill_reused_ratio": reused / (computed + reused)}
+
+
 def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:
     """Returns metrics about slow ranks in generation. `ranks` has for each rank the generation time in seconds, and the
     number of prompts that the rank took over from other ranks."""

@@ -69,6 +69,8 @@ def take_rollouts(
     checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
     metrics = checks.rollout_metrics(collector.every, rollouts, failed.count)
     metrics |= checks.straggler_metrics(generator.world.gather((collector.seconds, collector.taken)))
+    if recipe.rollout.interactive:
+        metrics |= checks.prefill_metrics(generator.world.gather(generator.take_prefill()))
     if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ import torch
 from lockstep.device.base import sent
 from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.attention.partial_attention import Sections, sections
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Minimum length of a sequence, as a fraction of the longest sequence in its bucket. This value keeps both padding and
 # the number of buckets small.
@@ -253,6 +256,34 @@ class Chunk:
     stop: int
     slots: torch.Tensor
     """KV cache slots of all tokens of the sequence up to `stop`."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of several sequences in one forward pass, in the order of the packed row. `kernel` is the attention
+    kernel (`Device.attention`)."""
+
+    kernel: str
+    pieces: tuple[Chunk, ...]
+    slots_S: torch.Tensor
+    """The KV cache slots of all pieces, one piece after the other."""
+
+    @classmethod
+    def of(
+        cls, spans: Sequence[tuple[int, int]], slots: Sequence[np.ndarray], kernel: str, device: torch.device
+    ) -> Self:
+        """Creates the chunks `spans` (start, stop) of sequences whose tokens up to `stop` are in the given `slots`."""
+        slots_S = sent(torch.from_numpy(np.concatenate(slots)), device)
+        firsts = accumulate((stop - start for start, stop in spans), initial=0)
+        parts = slots_S.split([stop for _, stop in spans])
+        pieces = (Chunk(first, *span, part) for first, span, part in zip(firsts, spans, parts, strict=False))
+        return cls(kernel, tuple(pieces), slots_S)
+
+    @cached_property
+    def sections(self) -> Sections:
+        """The queries and keys of all pieces. Queries and keys of a piece are aligned at their end."""
+        queries = [piece.stop - piece.start for piece in self.pieces]
+        return sections(queries, [piece.stop for piece in self.pieces], True, self.slots_S.device)
 
 
 @dataclass(frozen=True)

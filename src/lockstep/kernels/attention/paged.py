@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.attention.explicit import causal_attention, masked_attention
-from lockstep.kernels.attention.flash import LARGEST_HEAD
+from lockstep.kernels.attention.flash import LARGEST_HEAD, flash_part, flash_part_fits
 from lockstep.kernels.attention.kv_cache import KVCache
-from lockstep.kernels.attention.layout import Chunk, DecodePass, Layout, decode_mask
+from lockstep.kernels.attention.layout import Chunk, Chunks, DecodePass, Layout, decode_mask
 from lockstep.kernels.attention.masks import CALLS, Seen
 from lockstep.kernels.attention.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.attention.varlen import varlen_attention
@@ -27,11 +27,11 @@ from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode
 @dataclass(frozen=True)
 class PrefillPass:
     """A prefill forward pass over tokens of several sequences in one packed row. `where` is a `Layout` if every
-    sequence starts in this pass, otherwise it is one `Chunk` per sequence."""
+    sequence starts in this pass, otherwise the chunks of the sequences."""
 
     cache: KVCache
     slots_T: torch.Tensor
-    where: Layout | tuple[Chunk, ...]
+    where: Layout | Chunks
     kernel: str = "gather"
     states: Any = None
     """The states of recurrent layers (`PrefillStates`), or None if the model has no such layers."""
@@ -91,9 +91,17 @@ def paged_attention(
             query_THD, key_TGD, value_TGD, where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
     if invariant:
-        return torch.cat([invariant_chunk(query_THD, keys, values, piece, scale, window) for piece in step.where])
+        return torch.cat(
+            [invariant_chunk(query_THD, keys, values, piece, scale, window) for piece in step.where.pieces]
+        )
+    plain = softcap is None and sinks_H is None and chunk is None
+    if plain and step.where.kernel == "flash_varlen" and flash_part_fits(query_THD, values):
+        # One call for all pieces: a turn of many conversations has many short pieces.
+        k, v = (cached.index_select(0, step.where.slots_S) for cached in (keys, values))
+        return flash_part(query_THD, k, v, step.where.sections, scale, window)[0]
     pieces = (
-        _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk) for piece in step.where
+        _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk)
+        for piece in step.where.pieces
     )
     return torch.cat(list(pieces))
 

@@ -285,7 +285,7 @@ def _prefill_rows(
         bounds = list(pairwise((0, *step.where.ends)))
         pieces = [(first, 0, last - first, step.slots_T[first:last]) for first, last in bounds]
     else:
-        pieces = [(piece.first, piece.start, piece.stop, piece.slots) for piece in step.where]
+        pieces = [(piece.first, piece.start, piece.stop, piece.slots) for piece in step.where.pieces]
     spare = step.cache.spare * step.cache.block
     width, longest = max(stop - start for _, start, stop, _ in pieces), max(stop for *_, stop, _ in pieces)
     shape, device = (len(pieces), width), ids_T.device

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.device.base import sent
 from lockstep.kernels.mixer_states import SPARE
-from lockstep.rollout.native.scheduler import SequenceState
+from lockstep.rollout.native.cached_spans import SequenceState
 
 
 @dataclass
@@ -75,6 +75,14 @@ class DecodeState:
             logprobs_B=torch.zeros(rows, device=device),
             slots_B=torch.full_like(zeros, SPARE),
         )
+
+    def idle_done_(self, block: int) -> None:
+        """Makes idle rows of the rows that are done. Further passes of the round then change nothing that the next turn
+        of a session reads."""
+        self.table_BM.masked_fill_(self.done_B[:, None], block)
+        self.slots_B.masked_fill_(self.done_B, SPARE)
+        for numbers in (self.positions_B, self.prompts_B):
+            numbers.masked_fill_(self.done_B, 0)
 
     def first(self, rows: int) -> DecodeState:
         """Returns a view of the first `rows` rows."""

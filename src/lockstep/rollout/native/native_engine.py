@@ -16,17 +16,18 @@ from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
 from lockstep.kernels.rotary import fixed_length
-from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.tensor import group_of
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.engine import Further, SharedWeights, why_ended
+from lockstep.rollout.engine import Conversations, Further, PromptCounts, SharedWeights, why_ended
+from lockstep.rollout.native.cached_spans import SequenceState
+from lockstep.rollout.native.intake import Intake
 from lockstep.rollout.native.runner import Round, Runner
-from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
+from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.state_plan import StatePlan, plan_states
-from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
+from lockstep.types import PAUSED, Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,8 @@ def prefill_bytes(config: Any, tokens: int, size: int) -> int:
 
 # Default fraction of the free device memory for the KV cache.
 FREE_SHARE = 0.5
+# Turns of trajectories start when 1/TOGETHER of the batch rows are free.
+TOGETHER = 32
 # A KV cache of at most this fraction of the device's total memory is kept between calls of `generate`, with its CUDA
 # graphs.
 KEPT_SHARE = 0.05
@@ -107,9 +110,10 @@ class NativeEngine(SharedWeights):
         """Called between rounds of decoding. If `pause` returns True, `generate` yields the unfinished sequences and
         ends."""
         self.further: Further | None = None
-        """A source of more requests, used between rounds while batch rows are free. The requests from this source get
-        the next free request indices."""
+        """A source of more requests, used between rounds while batch rows are free."""
         self.preempted = 0
+        self._counts = PromptCounts()
+        self._ended: list[int] = []
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
@@ -120,11 +124,14 @@ class NativeEngine(SharedWeights):
         self._shapes: list[ModuleShapes] | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        if not requests:
+        if not requests and not isinstance(self.further, Conversations):
             return
-        prefixes, sequences = _sequences(requests, sampling)
-        longest = max(sequence.limit for sequence in sequences)
-        if self.further is not None:
+        intake = Intake(sampling)
+        prefixes, sequences = intake.sequences(requests, 0)
+        longest = max((sequence.limit for sequence in sequences), default=1)
+        if isinstance(self.further, Conversations):
+            longest = max(longest, self.further.longest_sequence)
+        elif self.further is not None:
             longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
         refuse_moving_positions(text_config(model.config), longest, type(model).__name__)
@@ -143,12 +150,22 @@ class NativeEngine(SharedWeights):
         training = self.policy.training
         self.policy.eval()
         try:
-            yield from self._run(scheduler, runner, sampling)
+            yield from self._run(scheduler, runner, intake)
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
+            self._counts = PromptCounts(scheduler.computed, scheduler.reused, scheduler.parked.evicted)
+            self._ended.clear()
             if self._frees_cache():
                 self.release_memory()
+
+    def end_session(self, session: int) -> None:
+        """Frees the blocks that are kept for the next turn of a trajectory."""
+        # Tensor-parallel ranks must free the same blocks in the same round, so the next round frees them.
+        self._ended.append(session)
+
+    def prompt_counts(self) -> PromptCounts:
+        return self._counts
 
     def release_memory(self) -> None:
         """Frees the KV cache and the CUDA graphs."""
@@ -163,9 +180,9 @@ class NativeEngine(SharedWeights):
         cache_bytes = self._cache_kept.nbytes if self._cache_kept is not None else 0
         return not self.device.graph_capture or cache_bytes > kept_cache(self.device.memory().total)
 
-    def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
+    def _run(self, scheduler: Scheduler, runner: Runner, intake: Intake) -> Iterator[Completion]:
         ahead: Round | None = None
-        while self._filled(scheduler, sampling):
+        while self._filled(scheduler, intake):
             if self.pause():
                 # Tokens that the device has sampled ahead are dropped here. A later call samples the same tokens again,
                 # because the sampling noise depends only on the position.
@@ -179,21 +196,40 @@ class NativeEngine(SharedWeights):
             # are not yet reused.
             work = scheduler.schedule_ahead(runner.passes)
             runner.copy(work)
+            if work.prefill:
+                runner.prefill(work.prefill)
             ahead = runner.schedule_ahead(now, work.decode)
             for sequence, tokens, logprobs in zip(now.sequences, *now.read(), strict=True):
                 if sequence.stop:
                     continue
-                self._append(sequence, tokens, logprobs, sampling)
+                self._append(sequence, tokens, logprobs, intake.sampling)
                 if sequence.stop:
-                    scheduler.finish(sequence)
+                    scheduler.finish(sequence, park=not (scheduler.states.used and runner.ran_on(sequence)))
                     yield _completion(sequence, sequence.stop)
 
-    def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
+    def _filled(self, scheduler: Scheduler, intake: Intake) -> bool:
         """Adds requests from `further` if rows are free; returns whether unfinished sequences are left."""
         room = scheduler.rows - len(scheduler.running)
-        if self.further is not None and room > 0 and not scheduler.waiting:
-            scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.num_requests))
+        # Each turn of a trajectory starts with a prefill, so turns start a few at a time.
+        least = max(1, scheduler.rows // TOGETHER) if isinstance(self.further, Conversations) else 1
+        if self.further is not None and room >= least and not scheduler.waiting:
+            requests, ended = self._taken(self.further, room, wait=not scheduler.unfinished)
+            for session in ended:
+                scheduler.end_session(session)
+            scheduler.add(*intake.sequences(requests, scheduler.num_requests))
         return scheduler.unfinished
+
+    def _taken(self, further: Further, room: int, *, wait: bool) -> tuple[Sequence[Request], list[int]]:
+        """Returns more requests, and the sessions that have ended. All ranks of a tensor-parallel group get those of
+        the group's first rank, which alone asks the source."""
+        if self._group is not None and not self._group.is_first:
+            requests, ended = self._group.object_of_first(None)
+            return requests, ended
+        requests, ended = further.take(room, wait), self._ended.copy()
+        self._ended.clear()
+        if self._group is not None:
+            self._group.object_of_first((requests, ended))
+        return requests, ended
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
         work = scheduler.next(runner.passes)
@@ -258,7 +294,8 @@ class NativeEngine(SharedWeights):
             rows = min(rows, len(sequences))
             samples = max(1, len(sequences) // len({sequence.request for sequence in sequences}))
         key = "rollout.cache_gb" if self.settings.cache_gb is not None else "memory"
-        plan = plan_states(slot_bytes(self._shapes), self.cache_room(), rows, samples, key)
+        sessions = self.further.sessions if isinstance(self.further, Conversations) else 0
+        plan = plan_states(slot_bytes(self._shapes), self.cache_room(), rows, samples, key, sessions)
         if self._group is None or plan.slots is None:
             return plan
         # All tensor-parallel ranks must run the same schedule.
@@ -286,6 +323,9 @@ class NativeEngine(SharedWeights):
         block_bytes, configured = self.block_bytes(), self.settings.cache_gb
         room = self.cache_room() - self._plan.bytes
         useful = _useful_blocks(sequences, self.settings.max_sequences, block)
+        if isinstance(self.further, Conversations):
+            # A trajectory keeps its blocks while it waits for its environment.
+            useful = max(useful, self.further.sessions * Scheduler.least_blocks(longest, block))
         if self.device.graph_capture:
             # Round up, so that a later call with slightly longer prompts can keep the graphs.
             step = 1 << max(0, useful.bit_length() - 4)
@@ -328,7 +368,7 @@ class NativeEngine(SharedWeights):
 
 
 def _completion(sequence: SequenceState, stop: str) -> Completion:
-    return Completion(sequence.request, sequence.number, sequence.tokens[sequence.prompt :], sequence.logprobs, stop)
+    return Completion(sequence.asked, sequence.number, sequence.tokens[sequence.prompt :], sequence.logprobs, stop)
 
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
@@ -343,32 +383,3 @@ def open_engine(
     policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase
 ) -> NativeEngine:
     return NativeEngine(policy, device, settings, tokenizer.decode)
-
-
-def _sequences(
-    requests: Sequence[Request], sampling: Sampling, first: int = 0
-) -> tuple[list[SharedPrompt], list[SequenceState]]:
-    prefixes, sequences = [], []
-    for number, request in enumerate(requests, start=first):
-        prompt = list(request.ids)
-        if not prompt:
-            raise ValueError(f"request {number} has no prompt tokens")
-        prefixes.append(SharedPrompt(prompt[:-1]))
-        limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
-        begun = request.partial_responses or {
-            which: PartialResponse() for which in range(request.first, request.first + request.n)
-        }
-        for which, so_far in begun.items():
-            sequences.append(
-                SequenceState(
-                    [*prompt, *so_far.ids],
-                    request=number,
-                    number=which,
-                    prompt=len(prompt),
-                    limit=limit,
-                    keys=sequence_keys(sampling.seed, request.key, which),
-                    logprobs=list(so_far.logprobs),
-                    stops=request.limits(sampling) if request.stop_strings or request.stop_ids else None,
-                )
-            )
-    return prefixes, sequences

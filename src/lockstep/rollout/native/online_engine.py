@@ -15,11 +15,12 @@ from lockstep.errors import Refusal
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import output_head
 from lockstep.model.text_model import text_config
+from lockstep.rollout.native.cached_spans import SequenceState, SharedPrompt
 from lockstep.rollout.native.decode_batch import DecodeState
 from lockstep.rollout.native.native_engine import NativeEngine, prefill_budget
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.sampler import choose
-from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
+from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.types import Sampling
 
 # Number of sampling settings whose CUDA graphs are kept.

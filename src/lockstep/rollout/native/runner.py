@@ -14,16 +14,17 @@ import torch
 from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.attention.kv_cache import KVCache
-from lockstep.kernels.attention.layout import Chunk, DecodePass, make_layout
+from lockstep.kernels.attention.layout import Chunks, DecodePass, make_layout
 from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
+from lockstep.rollout.native.cached_spans import CachedSpan, SequenceState
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import CachedSpan, SequenceState, Work
+from lockstep.rollout.native.scheduler import Work
 from lockstep.types import Sampling
 
 # Number of decode passes per round with CUDA graphs. The host does not synchronize between these passes.
@@ -83,6 +84,12 @@ class Runner:
     def fits(self, rows: int, longest: int) -> bool:
         """Returns whether batches of this size and length fit the CUDA graphs."""
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
+
+    def ran_on(self, sequence: SequenceState) -> bool:
+        """Returns whether the device may have continued after the end of a finished sequence: it does not know stop
+        strings, nor the stop tokens of a single request. The states of recurrent layers then include later tokens."""
+        known = sequence.stop == "length" or sequence.tokens[-1] in self.sampling.stop_ids
+        return self.passes > 1 and not known
 
     def copy(self, work: Work) -> None:
         """Copies the KV-cache blocks and the states of recurrent layers with which sequences start."""
@@ -149,8 +156,8 @@ class Runner:
         return Round(sequences, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
-        """Runs one decode pass: one token per sequence through the model, then samples the next token. Finished
-        sequences stay unchanged."""
+        """Runs one decode pass: one token per sequence through the model, then samples the next token. The rows of
+        finished sequences become idle."""
         head = output_head(self.model)
         lengths = state.positions_B + 1
         projected = head.projected(self._fed(state, lengths))
@@ -171,10 +178,10 @@ class Runner:
             # ranks use the tokens of the first rank.
             self.group.as_first_(state.tokens_B)
             self.group.as_first_(state.logprobs_B)
-            tokens = state.tokens_B
-        ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
+        ended = (state.tokens_B[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
         state.done_B.logical_or_(ended)
-        state.positions_B.add_(~state.done_B)
+        state.positions_B.add_(1)
+        state.idle_done_(self.cache.spare)
 
     def _fed(self, state: DecodeState, lengths_B: torch.Tensor) -> torch.Tensor:
         """Runs the decoder on one token per sequence, updates the cache, and returns the hidden states."""
@@ -200,14 +207,9 @@ class Runner:
         ]
         return PrefillStates(self.cache.states, chunks)
 
-    def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
-        chunks = []
-        first = 0
-        for part, stop in work:
-            slots = torch.from_numpy(self._slots(part, 0, stop)).to(self.torch_device)
-            chunks.append(Chunk(first, part.cached, stop, slots))
-            first += stop - part.cached
-        return tuple(chunks)
+    def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> Chunks:
+        slots = [self._slots(part, 0, stop) for part, stop in work]
+        return Chunks.of([(part.cached, stop) for part, stop in work], slots, self.policy.kernel, self.torch_device)
 
     def _slots(self, part: CachedSpan, start: int, stop: int) -> np.ndarray:
         positions, blocks = np.arange(start, stop), np.array(part.blocks, dtype=np.int64)

@@ -3,120 +3,24 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.kernels.mixer_states import EMPTY, RESERVED
-from lockstep.types import Sampling
-
-
-@dataclass(eq=False)
-class CachedSpan:
-    """A list of tokens with its KV-cache blocks. Keys and values of the first `cached` tokens are in the cache."""
-
-    tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
-    cached: int = 0
-    slot: int = 0
-    """The slot with the states of recurrent layers after the cached tokens, or 0 if there is none."""
-
-
-@dataclass(eq=False)
-class SharedPrompt(CachedSpan):
-    """A prompt without its last token, which is prefilled once and shared by all samples of the prompt."""
-
-    waiting: int = 0
-    running: int = 0
-
-    @property
-    def ready(self) -> bool:
-        return self.cached == len(self.tokens)
-
-
-@dataclass(eq=False)
-class SequenceState(CachedSpan):
-    """A sample that is being generated. The last token of the sample is the input of the next pass, so this token is
-    not cached yet."""
-
-    request: int = 0
-    number: int = 0
-    prompt: int = 0
-    """Number of prompt tokens."""
-    limit: int = 0
-    """Maximum number of tokens, prompt included."""
-    keys: tuple[int, int] = (0, 0)
-    logprobs: list[float] = field(default_factory=list)
-    stop: str = ""
-    stops: Sampling | None = None
-    """The sampling parameters, if the request has its own stop conditions."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether all tokens before the last one are cached, so that the next pass produces a token."""
-        return self.cached == len(self.tokens) - 1
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The sort key of the sequence, by which requests are served in order of arrival."""
-        return self.request, self.number
-
-
-class BlockPool:
-    """Reference-counted blocks of the KV cache."""
-
-    def __init__(self, count: int):
-        self._free = deque(range(count))
-        self._readers = [0] * count
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int:
-        block = self._free.popleft()
-        self._readers[block] = 1
-        return block
-
-    def share(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._readers[block] += 1
-
-    def drop(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._readers[block] -= 1
-            if not self._readers[block]:
-                self._free.append(block)
-
-
-class StatePool:
-    """Slots for the states of recurrent layers. `count` slots follow the reserved ones. A model without recurrent
-    layers has `count` None, and every part uses slot 0."""
-
-    def __init__(self, count: int | None):
-        self.used = count is not None
-        self._free = deque(range(RESERVED, RESERVED + (count or 0)))
-
-    def has_room(self, beyond: int = 0) -> bool:
-        """Returns whether a slot is free besides `beyond` others."""
-        return not self.used or len(self._free) > beyond
-
-    def take(self) -> int:
-        return self._free.popleft() if self.used else 0
-
-    def drop(self, slot: int) -> None:
-        if slot:
-            self._free.append(slot)
-
+from lockstep.kernels.mixer_states import EMPTY
+from lockstep.rollout.native.cached_spans import BlockPool, CachedSpan, SequenceState, SharedPrompt, StatePool
+from lockstep.rollout.native.sessions import ParkedSessions, release
 
 # Continuous batching over a KV cache of limited size.
 #
 # A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. The sequences of the
 # prompt join the running batch in order of arrival, as rows become free. Each sequence starts with the last prompt
 # token. If a round decodes several tokens per sequence, free rows are filled before decoding continues, because small
-# and large batches take about the same time. When blocks run out, unused prefixes are evicted first; then the youngest
-# running sequence is preempted and recomputed later. The oldest sequence always makes progress, so every request
-# finishes.
+# and large batches take about the same time. When blocks run out, parked sessions are evicted first, then unused
+# prefixes; then the youngest running sequence is preempted and recomputed later. The oldest sequence always makes
+# progress, so every request finishes.
+#
+# A later turn of a session has an empty prefix: the sequence continues from the parked blocks of its session and
+# prefills the new tokens itself, as a preempted sequence does.
 
 
 @dataclass
@@ -163,7 +67,12 @@ class Scheduler:
         self.pool = BlockPool(blocks)
         self.states = StatePool(slots)
         self.block, self.rows, self.budget = block, rows, budget
+        self.parked = ParkedSessions(self.pool, self.states, block)
         self.preempted = 0
+        self.computed = 0
+        """The number of tokens that were prefilled, again after an eviction included."""
+        self.reused = 0
+        """The number of prompt tokens that later turns took from parked blocks."""
         self.add(prefixes, sequences)
 
     def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
@@ -172,7 +81,10 @@ class Scheduler:
         self.num_requests += len(prefixes)
         self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
         for sequence in sequences:
-            self.prefixes[sequence.request].waiting += 1
+            prefix = self.prefixes[sequence.request]
+            prefix.waiting += 1
+            if self.parked.fit(sequence):
+                prefix.tokens = []
 
     @staticmethod
     def least_blocks(limit: int, block: int) -> int:
@@ -203,14 +115,15 @@ class Scheduler:
             self._look_ahead(work)
             # Decoding waits for the next round, which uses the blocks that this round allocates.
             work.decode.clear()
+        self.computed += sum(stop - part.cached for part, stop in work.prefill)
         assert work.prefill or work.decode, "the KV cache has room for a full sequence, so one sequence can always run"
         return work
 
     def schedule_ahead(self, tokens: int) -> Work:
         """Plans the next round before the tokens of the current round are known: the sequences that continue, and new
-        sequences on rows that will be free. Returns empty work if the current round may change the schedule, because a
-        prompt needs prefill or blocks may run out."""
-        work = Work(0)
+        sequences on rows that will be free. The new tokens of later turns are prefilled first. Returns empty work if
+        the current round may change the schedule, because a prompt needs several passes or blocks may run out."""
+        work = Work(self.budget)
         if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
         continuing = [sequence for sequence in self.running if len(sequence.tokens) + tokens < sequence.limit]
@@ -218,11 +131,10 @@ class Scheduler:
         missing = (
             -(-stop // self.block) - len(sequence.blocks) for sequence, stop in zip(continuing, stops, strict=True)
         )
-        if sum(max(0, blocks) for blocks in missing) > self.pool.free:
+        if not self._free_blocks(sum(max(0, blocks) for blocks in missing)):
             return work
         added = self.waiting[: self.rows - len(continuing)]
-        # A preempted sequence must be prefilled again.
-        if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in added):
+        if not self._start_at_once(added):
             return work
         for sequence, stop in zip(continuing, stops, strict=True):
             self._grow(sequence, stop)
@@ -230,20 +142,34 @@ class Scheduler:
         for sequence in added:
             if not self._start(sequence, self.prefixes[sequence.request], work, tokens):
                 break
+            if not sequence.ready and (sequence, len(sequence.tokens) - 1) in work.prefill[-1:]:
+                work.decode.append(sequence)
+        self.computed += sum(stop - part.cached for part, stop in work.prefill)
         return work
 
-    def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence. Also frees the blocks of the sequence's prompt if no other sequence
-        of this prompt is left."""
+    def finish(self, sequence: SequenceState, *, park: bool = True) -> None:
+        """Frees the blocks of a finished sequence, or parks them if the sequence has a session. Also frees the blocks
+        of the sequence's prompt if no other sequence of this prompt is left."""
         self.running.remove(sequence)
-        self._release(sequence)
+        if park and sequence.session is not None:
+            self.parked.park(sequence)
+        else:
+            self._release(sequence)
         self.prefixes[sequence.request].running -= 1
         self._drop_if_done(sequence.request)
+
+    def end_session(self, session: int) -> None:
+        """Frees the parked blocks of a session that has no further turn. An unfinished turn continues, and its blocks
+        are freed when it ends."""
+        self.parked.end(session)
+        for sequence in (*self.running, *self.waiting):
+            if sequence.session == session:
+                sequence.session = None
 
     def cancel(self, sequence: SequenceState) -> None:
         """Removes a running or waiting sequence and frees its blocks."""
         if sequence in self.running:
-            self.finish(sequence)
+            self.finish(sequence, park=False)
             return
         self.waiting.remove(sequence)
         self.prefixes[sequence.request].waiting -= 1
@@ -293,15 +219,37 @@ class Scheduler:
             work.compute(prefix, len(prefix.tokens))
 
     def _start(self, sequence: SequenceState, prefix: SharedPrompt, work: Work, tokens: int) -> bool:
-        """Starts the sequence on the blocks of its prefix; returns False if the cache has no room."""
+        """Starts the sequence on the parked blocks of its session or on the blocks of its prefix; returns False if the
+        cache has no room."""
         stop = self._stop_after(sequence, tokens)
-        filled, partial = divmod(prefix.cached, self.block)
-        if not self._has_room(-(-stop // self.block) - filled, sequence.request) or not self.states.has_room():
+        # A claimed span is not evicted to make room for the rest of the sequence.
+        parked = self.parked.claim(sequence)
+        held = prefix.cached // self.block if parked is None else len(parked.blocks)
+        if not (
+            self._has_room(-(-stop // self.block) - held, sequence.request)
+            and (parked is not None or self._free_slot())
+        ):
+            if parked is not None:
+                self.parked.put_back(sequence, parked)
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda s: s.order)
         prefix.waiting -= 1
         prefix.running += 1
+        if parked is None:
+            self._start_on_prefix(sequence, prefix, stop, work)
+        else:
+            sequence.blocks, sequence.cached, sequence.slot = parked.blocks, parked.cached, parked.slot
+            self.reused += parked.cached
+            self._grow(sequence, stop)
+        if sequence.ready:
+            work.decode.append(sequence)
+        else:
+            work.compute(sequence, len(sequence.tokens) - 1)
+        return True
+
+    def _start_on_prefix(self, sequence: SequenceState, prefix: SharedPrompt, stop: int, work: Work) -> None:
+        filled, partial = divmod(prefix.cached, self.block)
         sequence.blocks, sequence.cached = prefix.blocks[:filled], prefix.cached
         self.pool.share(sequence.blocks)
         self._grow(sequence, stop)
@@ -312,18 +260,24 @@ class Scheduler:
         if partial:
             # The last block of the prefix is partly filled; each sequence continues in a copy.
             work.copies.append((prefix.blocks[filled], sequence.blocks[filled]))
-        if sequence.ready:
-            work.decode.append(sequence)
-        else:
-            work.compute(sequence, len(sequence.tokens) - 1)
-        return True
+
+    def _start_at_once(self, sequences: Sequence[SequenceState]) -> bool:
+        """Returns whether waiting sequences need at most one prefill pass of their own tokens before they decode."""
+        prefixes = [self.prefixes[sequence.request] for sequence in sequences]
+        tokens = (
+            len(sequence.tokens) - 1 - (self.parked.cached(sequence) or prefix.cached)
+            for sequence, prefix in zip(sequences, prefixes, strict=True)
+        )
+        return all(prefix.ready for prefix in prefixes) and sum(tokens) <= self.budget
 
     def _allocate(self, prefix: SharedPrompt, request: int) -> bool:
         """Allocates the blocks of the prefix; returns False if the cache has no room."""
         if not self._has_room(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
             return False
         if not prefix.slot:
-            while not self.running and not self._has_prefix_slot() and self._evict_prefix(request):
+            while not self._has_prefix_slot() and (
+                self.parked.evict() or (not self.running and self._evict_prefix(request))
+            ):
                 pass
             if not self._has_prefix_slot():
                 return False
@@ -339,8 +293,9 @@ class Scheduler:
         """Returns whether `blocks` blocks can be allocated so that one free block per running sequence remains, to
         avoid preemption.
 
-        If no sequence runs, prefixes of later requests are evicted.
+        Parked sessions are evicted. If no sequence runs, prefixes of later requests are evicted too.
         """
+        self._free_blocks(blocks + len(self.running))
         while not self.running and self.pool.free < blocks and self._evict_prefix(request):
             pass
         return self.pool.free >= blocks + len(self.running)
@@ -352,6 +307,18 @@ class Scheduler:
         not cached yet."""
         return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
+    def _free_blocks(self, blocks: int) -> bool:
+        """Evicts parked sessions until `blocks` blocks are free. Returns whether they are."""
+        while self.pool.free < blocks and self.parked.evict():
+            pass
+        return self.pool.free >= blocks
+
+    def _free_slot(self) -> bool:
+        """Evicts parked sessions until a slot for states is free. Returns whether one is."""
+        while not self.states.has_room() and self.parked.evict():
+            pass
+        return self.states.has_room()
+
     def _grow(self, part: CachedSpan, stop: int) -> None:
         while len(part.blocks) * self.block < stop:
             part.blocks.append(self.pool.take())
@@ -361,7 +328,7 @@ class Scheduler:
         preempted."""
         missing = -(-stop // self.block) - len(sequence.blocks)
         while self.pool.free < missing:
-            if self._evict_prefix(sequence.request):
+            if self.parked.evict() or self._evict_prefix(sequence.request):
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -391,6 +358,4 @@ class Scheduler:
         prefix.waiting += 1
 
     def _release(self, part: CachedSpan) -> None:
-        self.pool.drop(part.blocks)
-        self.states.drop(part.slot)
-        part.blocks, part.cached, part.slot = [], 0, 0
+        release(part, self.pool, self.states)

@@ -25,11 +25,13 @@ class StatePlan:
     """Bytes of all slots."""
 
 
-def plan_states(size: int, room: float, rows: int, samples_per_prompt: int, key: str) -> StatePlan:
-    """Plans slots of `size` bytes for at most `rows` sequences at once, within `room` bytes. If memory is short, fewer
-    sequences run at once. `key` is the setting of the memory limit."""
+def plan_states(size: int, room: float, rows: int, samples_per_prompt: int, key: str, sessions: int = 0) -> StatePlan:
+    """Plans slots of `size` bytes for at most `rows` sequences at once and for `sessions` parked sessions, within
+    `room` bytes. If memory is short, fewer sessions keep their states, then fewer sequences run at once. `key` is the
+    setting of the memory limit."""
     if not size:
         return StatePlan(rows)
+    most = math.inf
     if math.isfinite(room):
         most = int(STATE_SHARE * room // size) - RESERVED
         # A prompt keeps the states after its last token until its last sample ends.
@@ -43,4 +45,5 @@ def plan_states(size: int, room: float, rows: int, samples_per_prompt: int, key:
             code="not-enough-memory",
         )
     slots = rows + -(-rows // samples_per_prompt) + 1
+    slots += max(0, int(min(sessions, most - slots)))
     return StatePlan(rows, slots, (slots + RESERVED) * size)

@@ -49,17 +49,21 @@ class WantedSample:
     max_tokens: int
     seed: int
     adapter: str | None = None
+    session: int | None = None
+    """The trajectory of this turn. All turns go to the same server, whose prefix cache has the turns before."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """The answer to a `WantedSample`. If the model generated an end token, it is the last entry of `ids`. `version` is
-    the version of the weights that generated the tokens, or None if the engine does not report it."""
+    the version of the weights that generated the tokens, or None if the engine does not report it. `cached` is the
+    number of prompt tokens from the prefix cache, 0 if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
     ended: Ended
     version: str | None = None
+    cached: int = 0
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
@@ -156,6 +160,8 @@ class ServerNeeds:
     sleep: bool = False
     lora_rank: int | None = None
     """Rank of the LoRA adapter, or None if the run has no adapter."""
+    turns: bool = False
+    """Whether trajectories have several turns, which the prefix cache of the server speeds up."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import asyncio
 import queue
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample, checked_answer
 from lockstep.rollout.servers.server_client import ClientThread, ServerClient
@@ -71,6 +72,17 @@ class Back:
 ServerEvent = Done | Lost | Back | ServerFailed
 
 
+class Arrivals(Protocol):
+    """A source of requests. `poll_seconds` is the time after which it is asked again if nothing happens."""
+
+    poll_seconds: float
+
+    def __call__(self, pending: int) -> Sequence[WantedSample]:
+        """Returns the requests that have arrived, while `pending` earlier ones are unfinished. If `pending` is 0, an
+        empty list means that there are no more requests."""
+        ...
+
+
 class Fleet:
     def __init__(
         self,
@@ -86,31 +98,45 @@ class Fleet:
         """The weight version that the samples must be generated with."""
         self._events: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
         self._watch_tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._homes: dict[int, Server] = {}
+        """The server of each trajectory."""
 
     def up(self) -> list[Server]:
         return [server for server in self.servers if server.up]
 
-    def events(self, requests: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
-        """Yields events until all requests are complete. Also yields None at intervals, so that the caller can check
-        time limits.
+    def events(self, arrivals: Arrivals) -> Generator[ServerEvent | None, None, None]:
+        """Yields events until all requests are complete and `arrivals` has no more. Also yields None at intervals, so
+        that the caller can check time limits.
 
         On the events `Lost` and `Back` the caller must restart the server and send it the weights. Closing the
         generator cancels running requests.
         """
         events_queue = self._events = queue.SimpleQueue()
-        job = self.clients.start(self._request_all(requests, events_queue))
-        remaining = len(requests)
+        job = self.clients.start(self._request_all(events_queue))
+        told, number, pending = time.monotonic(), 0, 0
         try:
-            while remaining:
+            while True:
+                requests = arrivals(pending)
+                if requests:
+                    self.clients.start(self._begin(number, requests, events_queue)).result()
+                    number, pending = number + len(requests), pending + len(requests)
+                if not pending:
+                    return
                 try:
-                    event = events_queue.get(timeout=_POLL_SECONDS)
+                    event = events_queue.get(timeout=arrivals.poll_seconds)
                 except queue.Empty:
-                    yield None
-                    continue
-                remaining -= isinstance(event, Done)
+                    if time.monotonic() - told < _POLL_SECONDS:
+                        continue
+                    event, told = None, time.monotonic()
+                pending -= isinstance(event, Done)
                 yield event
         finally:
             job.cancel()
+
+    def end_session(self, session: int) -> None:
+        """Forgets the server of a trajectory."""
+        self._homes.pop(session, None)
 
     def watch(self, server: Server) -> None:
         """Emits `Back` when the server responds. Call `watch` only while `events` runs."""
@@ -118,31 +144,39 @@ class Fleet:
 
     # -- on the event loop
 
-    async def _request_all(
-        self, requests: Sequence[WantedSample], events_queue: queue.SimpleQueue[ServerEvent]
-    ) -> None:
+    async def _request_all(self, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
+        """Watches lost servers until it is cancelled, and then cancels all requests."""
         lost = [server for server in self.servers if not (server.up or server.left_out)]
         self._watch_tasks = {asyncio.create_task(self._watch(server, events_queue)) for server in lost}
-        tasks = [
-            asyncio.create_task(self._request_one(number, wanted, events_queue))
-            for number, wanted in enumerate(requests)
-        ]
+        tasks = self._tasks = set()
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.Event().wait()
+        finally:
+            for task in (*tasks, *self._watch_tasks):
+                task.cancel()
+
+    async def _begin(
+        self, first: int, requests: Sequence[WantedSample], events_queue: queue.SimpleQueue[ServerEvent]
+    ) -> None:
+        for number, wanted in enumerate(requests, start=first):
+            task = asyncio.create_task(self._guarded(self._request_one(number, wanted, events_queue), events_queue))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None], events_queue: queue.SimpleQueue[ServerEvent]) -> None:
+        try:
+            await work
         except Exception as error:  # noqa: BLE001 - the caller of `events` must get the error
             events_queue.put(
                 error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}")
             )
-        finally:
-            for task in (*tasks, *self._watch_tasks):
-                task.cancel()
 
     async def _request_one(
         self, number: int, wanted: WantedSample, events_queue: queue.SimpleQueue[ServerEvent]
     ) -> None:
         why = ""
         for _ in range(TRIES):
-            server = await self._least_busy()
+            server = await self._server_for(wanted)
             server.busy += 1
             try:
                 answer = await self.sample(server, wanted)
@@ -181,6 +215,17 @@ class Fleet:
             return checked_answer(self.server_adapter.read(response, wanted), wanted, self._vocabulary)
         except ServerFailed as error:
             raise ServerFailed(f"{server.client.address}{path}: {error}", lost=error.lost) from error
+
+    async def _server_for(self, wanted: WantedSample) -> Server:
+        """Returns the server of the trajectory's turns before, or the least busy server if it has none or it is
+        lost."""
+        home = None if wanted.session is None else self._homes.get(wanted.session)
+        if home is not None and home.up:
+            return home
+        server = await self._least_busy()
+        if wanted.session is not None:
+            self._homes[wanted.session] = server
+        return server
 
     async def _least_busy(self) -> Server:
         while True:

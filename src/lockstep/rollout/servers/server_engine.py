@@ -11,12 +11,12 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.engine import RunPlace, why_ended
+from lockstep.rollout.engine import Further, PromptCounts, RunPlace, why_ended
 from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample
-from lockstep.rollout.servers.fleet import Back, Done, Lost
+from lockstep.rollout.servers.fleet import AT_ONCE, Back, Done, Lost
+from lockstep.rollout.servers.request_stream import RequestStream
 from lockstep.rollout.servers.server_manager import RESUME_REMEDY, ServerManager, named_servers, refusal_kind
 from lockstep.rollout.servers.server_process import machine_of, served_host, server_adapter_of
 from lockstep.rollout.servers.weight_check import fingerprint
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-_SEED_BITS = 2**63 - 1
 
 
 class ServerEngine:
@@ -53,6 +52,9 @@ class ServerEngine:
         """Duration of the last sync in seconds, including the weight check."""
         self.sync_parts: dict[str, float] = {}
         """Duration of each phase of the last sync in seconds."""
+        self.further: Further | None = None
+        """A source of more requests, which `generate` asks while it waits for responses."""
+        self._counts = PromptCounts()
         self._version_updates = 0
         self._pushed_fingerprint: tuple[int, ...] | None = None
         self.manager = ServerManager(server_adapter, policy, device, settings, place)
@@ -119,21 +121,19 @@ class ServerEngine:
     # -- generation
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        places: list[tuple[int, int]] = []
-        wanted: list[WantedSample] = []
-        for number, request in enumerate(requests):
-            longest = min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
-            for sample in range(request.first, request.first + request.n):
-                places.append((number, sample))
-                seed = _seed(sampling.seed, request.key, sample)
-                wanted.append(WantedSample(request.ids, sampling, longest, seed, self.weight_sync.adapter))
-        events = self.fleet.events(wanted)
+        """Yields the responses to the requests, and to those that `further` adds meanwhile."""
+        arrivals = RequestStream(requests, sampling, self.weight_sync.adapter, self.further, self._room)
+        events = self.fleet.events(arrivals)
         unversioned = False
+        computed = reused = 0
         try:
             for event in events:
                 if isinstance(event, Done):
                     unversioned |= event.answer.version is None
-                    yield self._completion(*places[event.number], wanted[event.number], event.answer)
+                    number, sample, wanted = arrivals.sent[event.number]
+                    computed += len(wanted.ids) - event.answer.cached
+                    reused += event.answer.cached
+                    yield self._completion(number, sample, wanted, event.answer)
                 elif isinstance(event, ServerFailed):
                     where = f"rollout.engine {self.server_adapter.name}"
                     remedy = RESUME_REMEDY if event.lost else "the last checkpoint is untouched"
@@ -149,8 +149,20 @@ class ServerEngine:
                     self.manager.check_waits()
         finally:
             events.close()
+            self._counts = PromptCounts(computed, reused)
         if unversioned:
             self._refuse_changed()
+
+    def _room(self) -> int:
+        """Returns how many samples the servers take at once; further samples wait in the queues of the servers."""
+        return AT_ONCE * max(1, len(self.fleet.up()))
+
+    def end_session(self, session: int) -> None:
+        """Forgets which server has the turns of a trajectory. Its prefix cache evicts them on its own."""
+        self.fleet.end_session(session)
+
+    def prompt_counts(self) -> PromptCounts:
+        return self._counts
 
     def _refuse_changed(self) -> None:
         """Raises `Refusal` if a server's weight version changed during generation. Used for engines whose answers do
@@ -231,9 +243,3 @@ def open_engine(
     policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> ServerEngine:
     return ServerEngine(server_adapter_of(settings), policy, device, settings, tokenizer, place)
-
-
-def _seed(run: int, key: int, sample: int) -> int:
-    """Returns the seed of a sample, derived from the same random keys that the native engine uses."""
-    first, second = sequence_keys(run, key, sample)
-    return ((first & 0xFFFFFFFF) << 32 | (second & 0xFFFFFFFF)) & _SEED_BITS

@@ -41,7 +41,8 @@ class ServerManager:
         self.world = place.world
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         self.lora_rank = _lora_rank(policy)
-        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank)
+        turns = getattr(settings, "environment", None) is not None
+        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, turns)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False

@@ -148,7 +148,7 @@ class Sglang:
                 logprobs = meta["output_token_sampling_logprobs"]
             reason = meta["finish_reason"]
             kind = reason["type"]
-            prompt = str(meta["id"]).partition("-")[0]
+            prompt, cached = str(meta["id"]).partition("-")[0], int(meta.get("cached_tokens") or 0)
             # If SGLang aborts a request before scheduling it, `prompt_tokens` does not count the prompt.
             length = len(wanted.ids) if kind == "abort" else meta["prompt_tokens"]
         except (KeyError, TypeError, IndexError) as error:
@@ -161,7 +161,7 @@ class Sglang:
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):
             raise ServerFailed("an answer with a log-prob that is not a finite number")
         ended = "aborted" if kind == "abort" else _ended(kind, reason.get("matched"), ids, wanted)
-        return Answer(ids, [float(each) for each in logprobs], ended, _one_version(meta))
+        return Answer(ids, [float(each) for each in logprobs], ended, _one_version(meta), cached)
 
     # -- weights
 

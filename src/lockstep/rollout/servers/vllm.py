@@ -83,6 +83,9 @@ class Vllm:
         if needs.lora_rank is not None:
             room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
             flags[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
+        if needs.turns:
+            # It is the default for most models, but some versions of vLLM leave it off for hybrid models.
+            flags["--enable-prefix-caching"] = "rollout.environment: each turn reuses the cache of the turns before"
         return flags
 
     def environment(self, start: ServerStart) -> dict[str, str]:
@@ -134,7 +137,7 @@ class Vllm:
             logprobs = [float(each) for each in answered["logprobs"]]
             reason, stop = answered["finish_reason"], answered["stop_reason"]
             versions = [str(each) for each in answered["versions"] or ()]
-            prompt = answered["prompt"]
+            prompt, cached = answered["prompt"], int(answered.get("cached") or 0)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         if len(ids) != len(logprobs):
@@ -144,7 +147,7 @@ class Vllm:
         refuse_other_prompt(wanted, prompt)
         # All tokens of a response come from the same weights, because a push of new weights aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None
-        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)
+        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version, cached)
 
     # -- weights
 

@@ -75,6 +75,7 @@ class WorkerEngine:
         own: int = 0,
     ):
         self.policy, self.device, self.log, self.collective = policy, device, log, collective
+        self._interactive = recipe.rollout.interactive
         self.waited = 0.0
         """The seconds that the training process has waited for responses and weight syncs."""
         self._numbers = count()
@@ -169,7 +170,11 @@ class WorkerEngine:
     # -- connection
 
     def _ask(self, requests: Sequence[Request], sampling: Sampling, *, first: bool = False) -> Ask:
-        numbered = {next(self._numbers): replace(request, question=None) for request in requests}
+        # Only environments need the questions.
+        numbered = {
+            next(self._numbers): request if self._interactive else replace(request, question=None)
+            for request in requests
+        }
         for number, request in numbered.items():
             self._sent[_request_key(request, sampling)] = number, request
         with self._changed:

@@ -3,6 +3,7 @@
 When a message from the run arrives, the engine pauses after the current decoding step. Unfinished responses then
 continue with the new weights: the prompt and the generated tokens are prefilled again. The sampling noise of a token
 depends only on its position. An engine that cannot pause (`hf`) finishes its running responses with the old weights.
+Environments run next to the worker; a trajectory keeps its environment over a pause.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from lockstep.device.select import select
+from lockstep.environments.loop import EnvironmentEngine
+from lockstep.environments.pausing import Pausing
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.parallel.world import World
@@ -109,9 +112,9 @@ class _Worker:
         generator = Generator(
             self.policy, tokenizer, recipe.rollout, device, alone, path, end_tokens=opening.end_tokens
         )
-        self.engine = generator.engine
-        if isinstance(self.engine, NativeEngine):
-            self.engine.pause = self._paused
+        self.engine = generator.responder
+        if isinstance(generator.engine, NativeEngine):
+            generator.engine.pause = self._paused
         self.channel = _channel(opening.weights, memory)
         self.version = -1
         self.jobs: list[_Unfinished] = []
@@ -145,6 +148,9 @@ class _Worker:
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:
+        if isinstance(self.engine, EnvironmentEngine):
+            self._generate_trajectories(self.engine, jobs)
+            return
         requests = [replace(job.request, partial_responses=dict(job.begun)) for job in jobs]
         for completion in self.engine.generate(requests, jobs[0].sampling):
             job, sample = jobs[completion.request], completion.sample
@@ -155,6 +161,26 @@ class _Worker:
             else:
                 self._send(Answered(job.number, _versioned(completion, versions)))
                 del job.begun[sample]
+        self.jobs = [job for job in self.jobs if job.begun]
+
+    def _generate_trajectories(self, engine: EnvironmentEngine, jobs: list[_Unfinished]) -> None:
+        """Generates trajectories. Their environments go on during a pause, so weights and requests that arrive are
+        handled between two turns of the same call."""
+        sampling = jobs[0].sampling
+
+        def between() -> list[tuple[Request, bool]]:
+            known = {job.number for job in jobs}
+            while self.pipe.poll():
+                self._handle(self.pipe.recv())
+            added = [job for job in self.jobs if job.number not in known and job.sampling == sampling]
+            jobs.extend(added)
+            return [(job.request, job.first) for job in added]
+
+        engine.pausing = Pausing(self._paused, between, lambda: self.version)
+        for completion in engine.generate([job.request for job in jobs], sampling):
+            job = jobs[completion.request]
+            self._send(Answered(job.number, replace(completion, request=0)))
+            del job.begun[completion.sample]
         self.jobs = [job for job in self.jobs if job.begun]
 
     def _paused(self) -> bool:

@@ -150,6 +150,7 @@ async def _generated(
         "stop_reason": made.stop_reason,
         # The run compares this digest with the digest of the prompt that it requested.
         "prompt": prompt_digest(final.prompt_token_ids),
+        "cached": getattr(final, "num_cached_tokens", None),
         # Newer versions of vLLM report the weight version of each token.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
     }

@@ -1,0 +1,159 @@
+"""The calls of environments that wait for an answer: time limits, cancelled calls, and hosts that are lost."""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from lockstep.environments.host import Answer, EnvironmentHosts, Host
+from lockstep.environments.host_worker import LOADING
+from lockstep.environments.running import Running
+from lockstep.functions import LOAD_SECONDS
+
+# Seconds in which a host must acknowledge that it cancels a call. A host that does not, does not run its loop.
+ACKNOWLEDGE_SECONDS = 5.0
+# Seconds that the environments of failed trajectories get at the end of a batch to close.
+CLOSE_SECONDS = 5.0
+# What a call runs, for messages.
+_METHODS = {"finish": "score or close", "group": "score_group"}
+
+
+@dataclass
+class Call:
+    """A call without an answer. `kind` is the method; `close` closes an environment after a failure, and nothing waits
+    for its answer. `group` is the number of the request whose trajectories are scored together."""
+
+    kind: str
+    host: Host
+    running: Running | None
+    deadline: float
+    group: int = -1
+    sent: float = field(default_factory=time.monotonic)
+
+
+class Handler(Protocol):
+    """What happens after a call."""
+
+    def answered(self, call: Call, answer: Answer) -> None: ...
+
+    def timed_out(self, call: Call, why: str) -> None: ...
+
+    def lost(self, host: Host, calls: list[Call], why: str) -> None:
+        """Handles the end of a host. `calls` are its calls without an answer."""
+        ...
+
+
+class Dispatch:
+    """Sends calls to the hosts, and passes the answers to a handler, in the thread that calls `pump`."""
+
+    def __init__(self, hosts: EnvironmentHosts, seconds: float, handler: Handler):
+        self.hosts, self._seconds, self._handler = hosts, seconds, handler
+        self.calls: dict[int, Call] = {}
+        self.cancels: dict[int, Call] = {}
+        """The calls that are being cancelled, by the number of the call that cancels them."""
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a trajectory waits for an answer."""
+        return any(call.kind != "close" for call in self.calls.values())
+
+    def send(self, kind: str, host: Host, running: Running | None, group: int = -1, **fields: Any) -> None:
+        """Sends a call. Raises ValueError if the row cannot be sent to another process."""
+        session = -1 if running is None else running.session
+        do = "finish" if kind == "close" else kind
+        number = self.hosts.send(host, do=do, trajectory=session, **fields)
+        self.calls[number] = Call(kind, host, running, self._deadline(host), group)
+
+    def close(self, host: Host, running: Running) -> None:
+        """Closes the environment of a failed trajectory."""
+        self.send("close", host, running, finished=None)
+
+    def pump(self, *, block: bool, seconds: float | None = None) -> None:
+        """Handles the answers that have arrived, and the calls over their time limit. With `block`, waits for one
+        answer or for the next deadline, but at most `seconds`."""
+        while True:
+            patience = self._patience() if seconds is None else min(self._patience(), seconds)
+            try:
+                host, answer = self.hosts.inbox.get(timeout=patience) if block else self.hosts.inbox.get(False)
+            except queue.Empty:
+                break
+            self._handle(host, answer)
+            block = False
+        self._expire()
+
+    def _patience(self) -> float:
+        deadlines = [call.deadline for call in (*self.calls.values(), *self.cancels.values())]
+        return max(min(deadlines, default=0.0) - time.monotonic(), 0.0) + 0.001
+
+    def _deadline(self, host: Host) -> float:
+        """Returns the time by which a call must be answered. A new host also loads the class."""
+        loading = 0.0 if host.is_loaded else LOAD_SECONDS
+        return time.monotonic() + self._seconds + self.hosts.setup.more_seconds + loading
+
+    def _handle(self, host: Host, answer: Answer) -> None:
+        if answer.call == LOADING and answer.why:
+            self._lost(host, answer.why)
+        elif answer.call == LOADING:
+            for call in [call for call in self.calls.values() if call.host is host]:
+                call.deadline = self._deadline(host)
+        elif answer.call in self.cancels:
+            self._cancelled(self.cancels.pop(answer.call), answer)
+        elif answer.call in self.calls:
+            call = self.calls.pop(answer.call)
+            host.stuck |= bool(answer.fields.get("stuck"))
+            if call.running is not None:
+                call.running.seconds += answer.time - call.sent
+            if call.kind == "close" and call.running is not None:
+                self.hosts.release(host, call.running.session)
+            else:
+                self._handler.answered(call, answer)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for number in [number for number, call in self.calls.items() if call.deadline <= now]:
+            call = self.calls.pop(number)
+            cancel = self.hosts.send(call.host, do="cancel", cancelled=number)
+            self.cancels[cancel] = replace(call, deadline=now + ACKNOWLEDGE_SECONDS)
+            if call.kind != "close":
+                method = _METHODS.get(call.kind, call.kind)
+                self._handler.timed_out(
+                    call, f"{method} did not return within {self._seconds:g} s (rollout.step_timeout)"
+                )
+        for number in [number for number, call in self.cancels.items() if call.deadline <= now]:
+            if number in self.cancels:
+                self._lost(self.cancels[number].host, "its host process was killed, because it did not respond")
+
+    def _cancelled(self, call: Call, answer: Answer) -> None:
+        """Handles the acknowledgement that a call is cancelled. A thread cannot be cancelled; its host gets no more
+        trajectories and is killed when its other trajectories have ended."""
+        session = -1 - call.group if call.running is None else call.running.session
+        if answer.fields.get("stuck"):
+            call.host.stuck = True
+        elif call.kind not in ("close", "group") and call.running is not None:
+            self.close(call.host, call.running)
+            return
+        self.hosts.release(call.host, session)
+
+    def _lost(self, host: Host, why: str) -> None:
+        """Kills a host that has ended or does not respond."""
+        self.hosts.remove(host)
+        self.cancels = {number: call for number, call in self.cancels.items() if call.host is not host}
+        calls = [call for call in self.calls.values() if call.host is host]
+        self.calls = {number: call for number, call in self.calls.items() if call.host is not host}
+        self._handler.lost(host, calls, why)
+
+    def end(self, *, wait: bool, busy: set[Host]) -> None:
+        """Ends the calls of a batch. With `wait`, environments get some time to close. Hosts with calls that do not end
+        are killed, and the hosts `busy` too."""
+        given_up = time.monotonic() + min(CLOSE_SECONDS, self._seconds)
+        while wait and (self.calls or self.cancels) and time.monotonic() < given_up:
+            try:
+                self._handle(*self.hosts.inbox.get(timeout=0.05))
+            except queue.Empty:
+                self._expire()
+        busy = busy | {call.host for call in (*self.calls.values(), *self.cancels.values())}
+        for host in list(self.hosts.hosts):
+            if host in busy or host.stuck:
+                self.hosts.remove(host)

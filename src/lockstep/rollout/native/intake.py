@@ -1,0 +1,63 @@
+"""Converts requests to sequences of the native engine's scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.kernels.sampling import sequence_keys
+from lockstep.rollout.native.cached_spans import SequenceState, SharedPrompt
+from lockstep.types import PartialResponse, Request, Sampling
+
+
+class Intake:
+    """Counts the requests of one call of `generate` and converts them to sequences."""
+
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+        self.asked = 0
+        """The number of requests so far, which is also the index of the next request."""
+
+    def sequences(self, requests: Sequence[Request], first: int) -> tuple[list[SharedPrompt], list[SequenceState]]:
+        """Returns the prompts and sequences of more requests. `first` is the scheduler's next request index.
+
+        Each trajectory of a group asks on its own, so requests with a session and the same prompt share its prefill.
+        """
+        prefixes: list[SharedPrompt] = []
+        sequences: list[SequenceState] = []
+        numbers: dict[tuple[int, ...], int] = {}
+        for request in requests:
+            prompt = tuple(request.ids)
+            if not prompt:
+                raise ValueError(f"request {self.asked} has no prompt tokens")
+            number = numbers.get(prompt) if request.session is not None else None
+            if number is None:
+                number = first + len(prefixes)
+                prefixes.append(SharedPrompt(list(prompt[:-1])))
+                if request.session is not None:
+                    numbers[prompt] = number
+            sequences += self._samples(request, number)
+            self.asked += 1
+        return prefixes, sequences
+
+    def _samples(self, request: Request, number: int) -> list[SequenceState]:
+        begun = request.partial_responses or {
+            which: PartialResponse() for which in range(request.first, request.first + request.n)
+        }
+        if request.session is not None and len(begun) != 1:
+            raise ValueError(f"session {request.session} asks for {len(begun)} samples; a session has one")
+        most = self.sampling.max_tokens
+        return [
+            SequenceState(
+                [*request.ids, *so_far.ids],
+                request=number,
+                number=which,
+                prompt=len(request.ids),
+                limit=len(request.ids) + min(most, request.max_tokens or most),
+                keys=sequence_keys(self.sampling.seed, request.key, which),
+                logprobs=list(so_far.logprobs),
+                asked=self.asked,
+                stops=request.limits(self.sampling) if request.stop_strings or request.stop_ids else None,
+                session=request.session,
+            )
+            for which, so_far in begun.items()
+        ]

@@ -1,0 +1,95 @@
+"""The KV-cache blocks of sessions: a finished turn leaves its blocks, and the next turn of the session continues from
+them."""
+
+from __future__ import annotations
+
+from lockstep.rollout.native.cached_spans import BlockPool, CachedSpan, SequenceState, StatePool
+
+
+class ParkedSessions:
+    """The cached tokens of sessions that wait for their next turn, the least recently used session first.
+
+    A parked session has no row of the batch. Its blocks and its slot can be evicted at any time; the next turn then
+    computes all its tokens again.
+    """
+
+    def __init__(self, pool: BlockPool, states: StatePool, block: int):
+        self.pool, self.states, self.block = pool, states, block
+        self.spans: dict[int, CachedSpan] = {}
+        self.evicted = 0
+
+    def park(self, sequence: SequenceState) -> None:
+        """Takes over the blocks and the slot of a finished sequence. The last token of the sequence is not cached."""
+        assert sequence.session is not None
+        self.end(sequence.session)
+        held = -(-sequence.cached // self.block)
+        self.pool.drop(sequence.blocks[held:])
+        self.spans[sequence.session] = CachedSpan(
+            sequence.tokens[: sequence.cached], sequence.blocks[:held], sequence.cached, sequence.slot
+        )
+        sequence.blocks, sequence.cached, sequence.slot = [], 0, 0
+
+    def fit(self, sequence: SequenceState) -> bool:
+        """Returns whether the sequence can continue from the parked tokens of its session. Tokens that differ from the
+        tokens of the sequence are dropped first."""
+        span = None if sequence.session is None else self.spans.get(sequence.session)
+        if span is None:
+            return False
+        # The last token of a sequence is the input of its next pass, so it must not be cached.
+        same = _common(span.tokens, sequence.tokens[:-1])
+        if same < span.cached:
+            # The states of recurrent layers cannot go back. Keys and values can, to the end of a full block: an
+            # earlier position may lie in a block that other sequences read.
+            same = 0 if self.states.used else same // self.block * self.block
+            self.pool.drop(span.blocks[same // self.block :])
+            span.tokens, span.blocks, span.cached = span.tokens[:same], span.blocks[: same // self.block], same
+        assert sequence.session is not None
+        if not same:
+            self.end(sequence.session)
+            return False
+        # The sequence starts soon, so its session is evicted last.
+        self.spans[sequence.session] = self.spans.pop(sequence.session)
+        return True
+
+    def cached(self, sequence: SequenceState) -> int:
+        """Returns how many tokens of the sequence are parked."""
+        span = None if sequence.session is None else self.spans.get(sequence.session)
+        return 0 if span is None else span.cached
+
+    def claim(self, sequence: SequenceState) -> CachedSpan | None:
+        """Removes and returns the span from which the sequence continues, or None if nothing is parked. The caller owns
+        the blocks and the slot of the span."""
+        return None if sequence.session is None else self.spans.pop(sequence.session, None)
+
+    def put_back(self, sequence: SequenceState, span: CachedSpan) -> None:
+        """Parks a claimed span again."""
+        assert sequence.session is not None
+        self.spans[sequence.session] = span
+
+    def end(self, session: int) -> None:
+        """Frees what the session has parked, if anything."""
+        span = self.spans.pop(session, None)
+        if span is not None:
+            release(span, self.pool, self.states)
+
+    def evict(self) -> bool:
+        """Frees the least recently used session. Returns False if no session is parked."""
+        if not self.spans:
+            return False
+        self.end(next(iter(self.spans)))
+        self.evicted += 1
+        return True
+
+
+def release(span: CachedSpan, pool: BlockPool, states: StatePool) -> None:
+    """Frees the blocks and the slot of a span."""
+    pool.drop(span.blocks)
+    states.drop(span.slot)
+    span.blocks, span.cached, span.slot = [], 0, 0
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Returns the length of the common prefix of two lists."""
+    if other[: len(one)] == one:
+        return len(one)
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

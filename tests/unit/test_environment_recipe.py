@@ -1,0 +1,55 @@
+"""Recipe keys of environments: what is refused before training, with the key and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.recipe import load_recipe
+from lockstep.recipe.keys_environment import EnvironmentSettings
+from refusals import refuses
+
+GAME = "rollout.environment=game.py:Game"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "code"),
+    [
+        ([GAME, "rollout.tools=[tools.py:add]"], "rollout.tools", "conflicting-keys"),
+        ([GAME, "rollout.function=other.py:rollout"], "rollout.environment", "conflicting-keys"),
+        (["rollout.tools=[a.py:add]", "rollout.function=other.py:rollout"], "rollout.tools", "conflicting-keys"),
+        (["rollout.tools=[a.py:add]", "rollout.environment_args={a: 1}"], "rollout.environment_args", "needs-key"),
+        ([GAME, "data.template=none"], "rollout.environment", "unsupported-combination"),
+        ([GAME, "parallel.tensor_parallel=2"], "rollout.environment", "unsupported-combination"),
+        ([GAME, "reward.process=prm"], "reward.process", "unsupported-combination"),
+        ([GAME, "rollout.turn_tokens=13"], "rollout.turn_tokens", "out-of-range"),
+        ([GAME, "rollout.trajectory_tokens=13"], "rollout.trajectory_tokens", "out-of-range"),
+        (["rollout.environment=game"], "rollout.environment", "invalid-value"),
+        (["rollout.tools=[add]"], "rollout.tools", "invalid-value"),
+        (["val.environment=game"], "val.environment", "invalid-value"),
+        ([GAME, "rollout.step_timeout=0"], "rollout.step_timeout", "invalid-value"),
+        ([GAME, "rollout.history=forget"], "rollout.history", "invalid-value"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused(online_file: Path, words: list[str], key: str, code: str) -> None:
+    with refuses(key, code):
+        load_recipe(str(online_file), words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_turns", 2), ("turn_tokens", 4), ("history", "as_template"), ("environment_args", "{a: 1}"), ("parser", "x")],
+)
+def test_a_key_of_environments_needs_one(online_file: Path, key: str, value: Any) -> None:
+    assert key in EnvironmentSettings.model_fields
+    with refuses(f"rollout.{key}", "needs-key"):
+        load_recipe(str(online_file), [f"rollout.{key}={value}"])
+
+
+def test_limits_within_the_response_length_are_accepted(online_file: Path) -> None:
+    words = [GAME, "rollout.turn_tokens=12", "rollout.trajectory_tokens=12", "val.environment=none"]
+    rollout = load_recipe(str(online_file), words).rollout
+    assert rollout.interactive
+    assert (rollout.environment, rollout.tools, rollout.max_turns) == ("game.py:Game", [], 16)
