@@ -26,7 +26,7 @@ from lockstep.recipe.section import FUNCTION_PATH, Named
 from lockstep.run.console import print_problems
 
 WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
-PLURALS: dict[Any, str] = {str: "texts", int: "whole numbers", float: "numbers", Any: "values"}
+PLURALS = {str: "texts", int: "whole numbers", float: "numbers", Any: "values"}
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 INTRO = """\

@@ -229,6 +229,26 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     return function_path
 
 
+def class_path(key: str, kind: type) -> str:
+    """Returns the path of a class that other processes can load: `package.module:Class`, or `path/to/file.py:Class` for
+    a class of a script or of a module that is in no package."""
+    name, module = kind.__qualname__, kind.__module__
+    if "." in module and name.isidentifier():
+        return f"{module}:{name}"
+    try:
+        file = inspect.getsourcefile(kind)
+    except (TypeError, OSError):
+        file = None
+    if file is None or not name.isidentifier() or not Path(file).is_file():
+        raise Refusal.at(
+            key,
+            f"no other process can load {name}, because it is defined in a notebook or inside a function",
+            "put the class into a file, outside of functions",
+            code="invalid-function",
+        )
+    return f"{file}:{name}"
+
+
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
     """Loads the function `name` of a user file and checks that it accepts the positional arguments `call`. The file can
     import modules of its own folder."""
@@ -326,6 +346,7 @@ __all__ = [
     "LONGEST_WHY",
     "Unloadable",
     "UserFunction",
+    "class_path",
     "describe_error",
     "is_function_path",
     "is_registered",

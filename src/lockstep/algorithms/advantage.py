@@ -107,12 +107,14 @@ def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float | torch.T
     """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each sequence. Padding zeros add nothing. If `decay` is a
     tensor, it has the decay from each token to the next."""
     sums_TS = layout.padded(values_K)
-    decay_TS = layout.padded(decay) if isinstance(decay, torch.Tensor) else None
-    for position in range(layout.positions - 2, -1, -1):
-        if decay_TS is None:
-            sums_TS[position].add_(sums_TS[position + 1], alpha=decay)
-        else:
+    later = range(layout.positions - 2, -1, -1)
+    if isinstance(decay, torch.Tensor):
+        decay_TS = layout.padded(decay)
+        for position in later:
             sums_TS[position].addcmul_(sums_TS[position + 1], decay_TS[position])
+    else:
+        for position in later:
+            sums_TS[position].add_(sums_TS[position + 1], alpha=decay)
     return layout.flat(sums_TS)
 
 

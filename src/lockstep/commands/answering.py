@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.commands.arguments import LabelKey, ModelArgument, PromptKey, named_value
+from lockstep.commands.arguments import (
+    EnvironmentArguments,
+    EnvironmentOption,
+    LabelKey,
+    MaxTurns,
+    ModelArgument,
+    PromptKey,
+    ToolOption,
+    named_value,
+)
 from lockstep.run.output import write
+
+if TYPE_CHECKING:
+    from lockstep.commands.without_recipe import Conversations
 
 
 def generate(
@@ -134,6 +146,10 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="Your function that scores answers.")
     ] = None,
+    environment: EnvironmentOption = None,
+    environment_arg: EnvironmentArguments = None,
+    tool: ToolOption = None,
+    max_turns: MaxTurns = None,
     prompt_key: PromptKey = None,
     label_key: LabelKey = None,
     out: Annotated[Path | None, typer.Option(help="Write the results of every row to this jsonl file.")] = None,
@@ -160,7 +176,19 @@ def evaluate(
         rules=rule or (),
         reward=reward,
         columns=NamedColumns(prompt_key, label_key),
+        conversations=_conversations(environment, environment_arg, tool, max_turns),
     )
+
+
+def _conversations(
+    environment: str | None, arguments: list[str] | None, tools: list[str] | None, max_turns: int | None
+) -> Conversations:
+    import yaml
+
+    from lockstep.commands.without_recipe import Conversations
+
+    pairs = [named_value(words, "--environment-arg", "NAME=VALUE") for words in arguments or []]
+    return Conversations(environment, {name: yaml.safe_load(text) for name, text in pairs}, tools or (), max_turns)
 
 
 def sample(
@@ -197,6 +225,10 @@ def sample(
     max_failures: Annotated[
         float, typer.Option(min=0, max=1, help="Stop if more than this fraction of a chunk has no score.")
     ] = 0.1,
+    environment: EnvironmentOption = None,
+    environment_arg: EnvironmentArguments = None,
+    tool: ToolOption = None,
+    max_turns: MaxTurns = None,
     prompt_key: PromptKey = None,
     label_key: LabelKey = None,
     system: Annotated[str | None, typer.Option(help="System message for prompts without a system message.")] = None,
@@ -225,7 +257,9 @@ def sample(
     )
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed)
     columns = NamedColumns(prompt_key, label_key)
-    sample_responses(Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk, first, columns), device)
+    conversations = _conversations(environment, environment_arg, tool, max_turns)
+    job = Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk, first, columns, conversations)
+    sample_responses(job, device)
 
 
 def pairs(

@@ -30,6 +30,17 @@ ModelArgument = Annotated[
 ]
 PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of the prompts [detected by name].")]
 LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of the ground truth [detected by name].")]
+EnvironmentOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.py:CLASS", help="Environment that the model has a conversation with."),
+]
+EnvironmentArguments = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="Argument of the environment; may be repeated.")
+]
+ToolOption = Annotated[
+    list[str] | None, typer.Option(metavar="FILE.py:NAME", help="Tool that the model may call; may be repeated.")
+]
+MaxTurns = Annotated[int | None, typer.Option(min=1, help="Maximum turns of the model in a conversation [16].")]
 
 
 def named_value(words: str, option: str, form: str) -> tuple[str, str]:

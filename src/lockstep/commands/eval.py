@@ -14,6 +14,8 @@ from torch import nn
 
 from lockstep.commands.without_recipe import (
     BY_NAME,
+    NO_CONVERSATIONS,
+    Conversations,
     NamedColumns,
     load_generator,
     opened_scorer,
@@ -22,7 +24,7 @@ from lockstep.commands.without_recipe import (
     refuse_options,
 )
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.encode.prompt_rows import REWARD_FIELDS
+from lockstep.data.encode.prompt_rows import COLUMNS, REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
 from lockstep.device.base import Device
@@ -160,9 +162,11 @@ def score_model(
     rules: Sequence[str] = (),
     reward: str | None = None,
     columns: NamedColumns = BY_NAME,
+    conversations: Conversations = NO_CONVERSATIONS,
 ) -> dict[str, float]:
     """Evaluates a model, prints and returns the metrics. Each of `rules` has the form RULE or SOURCE=RULE."""
     refuse_options(dtype, n, temperature)
+    rollout = conversations.settings()
     if out is not None:
         refuse_unwritable(out, "--out")
     device, sentence = explain(device_name)
@@ -173,10 +177,11 @@ def score_model(
         folder = model_folder(model)
         compared = None if reference is None else model_folder(reference)
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
-        if recipe is not None and (rules or reward):
+        if recipe is not None and (rules or reward or conversations.any):
+            options = {"--rule": rules, "--reward": reward, "--environment": conversations.environment}
             raise Refusal.at(
-                "--rule" if rules else "--reward",
-                f"{data} has labeled rows, which need no rule or reward",
+                next((option for option, given in options.items() if given), "--tool"),
+                f"{data} has labeled rows, which need no rule, reward or environment",
                 "remove it",
                 code="unused-key",
             )
@@ -189,17 +194,26 @@ def score_model(
             return metrics
         if reference is not None:
             raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it", code="unused-key")
-        required = REWARD_FIELDS if rules or reward is None else read_by_rewards(Reward(function=reward))
+        rewarded = reward is not None or conversations.environment is not None
+        required = (
+            REWARD_FIELDS if rules or not rewarded else read_by_rewards(Reward(function=reward), environment=True)
+        )
+        required |= {COLUMNS} if conversations.any else frozenset()
         questions = read_option_questions(rowset, rows, columns, required=required)
-        named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
+        named = _rules(rules, {question.data_source for question in questions}, judged=rewarded)
         tokenizer = load_tokenizer(folder)
         prompts = encode_questions(tokenizer, questions)
         refuse_long_answers(prompts, max_new_tokens, folder)
-        settings = Reward(rules=named, function=reward)
-        with _judge(settings, prompts, device.torch_device(world.local_rank), console) as judge:
-            generator = load_generator(folder, tokenizer, dtype, device, world, console)
-            sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
-            given = _answers(generator, prompts, n, sampling, judge, console)
+        # With an environment, its rewards count, and rules only if an option names them.
+        settings = Reward(rules=named, function=reward, weights={"rule": 1.0} if rules and rewarded else {})
+        torch_device = device.torch_device(world.local_rank)
+        with _judge(settings, prompts, torch_device, console, conversations) as judge:
+            generator = load_generator(folder, tokenizer, dtype, device, world, console, rollout)
+            try:
+                sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
+                given = _answers(generator, prompts, n, sampling, judge, console)
+            finally:
+                generator.close()
             metrics = answer_metrics(given, judge.answer_of, n)
         if world.main:
             if out is not None:
@@ -241,14 +255,19 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
 
 @contextmanager
 def _judge(
-    reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    torch_device: torch.device,
+    console: Console,
+    conversations: Conversations = NO_CONVERSATIONS,
 ) -> Iterator[RuleJudge | Scorer]:
     """Yields the built-in rules, or the rewards of the options, after a test on real rows."""
     sources = {prompt.question.data_source for prompt in prompts}
-    if not reward.rules and reward.function is None and not any_isolated(sources):
+    environment = conversations.environment is not None
+    if not reward.rules and reward.function is None and not environment and not any_isolated(sources):
         yield RuleJudge()
         return
-    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS) as scorer:
+    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS, conversations) as scorer:
         yield scorer
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 
 from lockstep.commands.without_recipe import (
     BY_NAME,
+    NO_CONVERSATIONS,
+    Conversations,
     NamedColumns,
     identity_of,
     load_generator,
@@ -29,6 +31,7 @@ from lockstep.commands.without_recipe import (
     refuse_long_answers,
     refuse_options,
 )
+from lockstep.data.encode.prompt_rows import COLUMNS
 from lockstep.data.sources.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Interrupted, Problem, Refusal, refuse_all, unwritten
@@ -37,7 +40,6 @@ from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_online import Reward
-from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.collect import encode_questions
@@ -45,7 +47,9 @@ from lockstep.rollout.generator import Generator
 from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text, written_aside
 from lockstep.run.folder import RunFolder, read_object, worker_output
+from lockstep.run.sample_log import conversation
 from lockstep.train.resume import flatten
+from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Prompt, Rollout, Sampling
 
 # Responses on disk: one file per finished chunk; the files are merged at the end.
@@ -67,6 +71,8 @@ SCHEMA = pa.schema(
         ("sample", pa.int64()),
     ]
 )
+# The messages of a conversation with an environment, as JSON.
+CONVERSATION = pa.field("conversation", pa.string())
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
@@ -87,14 +93,20 @@ def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
         "tokens": len(rollout.ids),
         "question": question,
         "sample": rollout.sample,
+        "conversation": None if rollout.trajectory is None else _messages(rollout.trajectory),
     }
+
+
+def _messages(trajectory: Trajectory) -> str:
+    return json.dumps(conversation(trajectory), ensure_ascii=False, default=str)
 
 
 class Parts:
     """The finished chunks of the output file, in the folder `OUT.parts`. `manifest` describes the inputs."""
 
-    def __init__(self, out: Path, manifest: dict[str, Any]):
+    def __init__(self, out: Path, manifest: dict[str, Any], *, conversations: bool = False):
         self.out, self.manifest = out, manifest
+        self.schema = SCHEMA.append(CONVERSATION) if conversations else SCHEMA
         self.folder = out.with_name(f"{out.name}.parts")
 
     def check(self) -> None:
@@ -155,11 +167,11 @@ class Parts:
 
     def write(self, number: int, rows: Sequence[dict[str, Any]]) -> None:
         with _replacing(self._part(number)) as aside:
-            pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), aside)
+            pq.write_table(pa.Table.from_pylist(list(rows), schema=self.schema), aside)
 
     def merge(self, chunks: int) -> None:
         """Merges all chunks, in row order, into the file OUT, and deletes the folder of the chunks."""
-        with _replacing(self.out) as aside, pq.ParquetWriter(aside, SCHEMA) as writer:
+        with _replacing(self.out) as aside, pq.ParquetWriter(aside, self.schema) as writer:
             for number in range(chunks):
                 try:
                     with pq.ParquetFile(self._part(number)) as part:
@@ -225,6 +237,7 @@ class Job:
     first: int = 0
     """The index of the first row to use."""
     columns: NamedColumns = BY_NAME
+    conversations: Conversations = NO_CONVERSATIONS
 
 
 @dataclass
@@ -253,22 +266,25 @@ def sample_responses(job: Job, device_name: str) -> None:
                 "use a smaller number",
                 code="out-of-range",
             )
-        columns = read_by_rewards(job.reward)
+        settings = job.conversations.settings(free_cache=False)
+        columns = read_by_rewards(job.reward, environment=job.conversations.environment is not None)
+        columns |= {COLUMNS} if job.conversations.any else frozenset()
         questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
         prompts = encode_questions(tokenizer, questions, job.system)
         refuse_all(
             more_than_text(prompts) + over_context(prompts, job.sampling.max_tokens, load_config(folder)), "rows"
         )
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
-        parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
+        manifest = manifest_of(job, folder, rows.fingerprint)
+        parts = Parts(job.out, manifest, conversations=job.conversations.any)
         if world.main:
             parts.check()
         torch_device, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
-        with opened_scorer(job.reward, prompts, torch_device, console, output) as scorer:
-            # All chunks use the same weights, so the KV cache and the CUDA graphs are kept.
-            settings = RolloutSettings(free_cache=False)
+        given = (job.reward, prompts, torch_device, console, output)
+        with opened_scorer(*given, conversations=job.conversations) as scorer:
+            # All chunks use the same weights, so the KV cache and the CUDA graphs are kept (free_cache).
             generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings)
-            with parts.locked() if world.main else nullcontext():
+            with closing(generator), parts.locked() if world.main else nullcontext():
                 pace = _sample(job, prompts, generator, scorer, parts, world, console)
                 if world.main:
                     parts.merge(_chunks(job, prompts))
@@ -299,6 +315,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         # resume.
         **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
         **({"--label-key": job.columns.label} if job.columns.label else {}),
+        **job.conversations.identity(),
         **identity_of(job.reward),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +105,65 @@ def load_generator(
         return Generator.load(folder, tokenizer, dtype, device, world, wanted)
     except Refusal as refusal:
         if any(problem.remedy != NativeEngine.instead for problem in refusal.problems):
-            raise
+            raise as_options(refusal, CONVERSATION_OPTIONS) from refusal
         console.say(f"{refusal.problems[0].why}: using the slower generate of transformers instead")
     fallback = next(name for name, row in ENGINES.items() if not row.paged and not row.served)
     return Generator.load(folder, tokenizer, dtype, device, world, wanted.model_copy(update={"engine": fallback}))
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The environment or the tools of a command, from its options."""
+
+    environment: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[str] = ()
+    max_turns: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.environment is not None or bool(self.tools)
+
+    def settings(self, **more: Any) -> RolloutSettings:
+        """Returns the rollout settings. Raises `Refusal` for options that do not fit together."""
+        if self.environment is not None and self.tools:
+            why = "an environment returns its tools itself"
+            raise Refusal.at("--tool", why, "remove --tool or --environment", code="conflicting-keys")
+        unused = {"--environment-arg": bool(self.arguments) and self.environment is None}
+        unused["--max-turns"] = self.max_turns is not None and not self.any
+        for option, found in unused.items():
+            if found:
+                needed = "--environment" if option == "--environment-arg" else "--environment or --tool"
+                raise Refusal.at(option, f"applies only with {needed}", f"set {needed}, or remove it", code="needs-key")
+        keys: dict[str, Any] = {
+            "environment": self.environment,
+            "environment_args": dict(self.arguments),
+            "tools": list(self.tools),
+            **({} if self.max_turns is None else {"max_turns": self.max_turns}),
+            **more,
+        }
+        return RolloutSettings(**keys)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the options that responses depend on, with checksums of files. Empty without a conversation."""
+        if not self.any:
+            return {}
+        return {
+            "--environment": None if self.environment is None else _code(self.environment),
+            "--environment-arg": dict(self.arguments),
+            "--tool": [_code(tool) for tool in self.tools],
+            "--max-turns": self.max_turns,
+        }
+
+
+NO_CONVERSATIONS = Conversations()
+CONVERSATION_OPTIONS = {"rollout.environment": "--environment", "rollout.tools": "--tool"}
+
+
+def _code(reference: str) -> dict[str, str] | str:
+    """Returns the name and the checksum of code in a file, or the name of installed or built-in code."""
+    path, _, name = reference.rpartition(":")
+    return {"name": name, "file": checksum(Path(path))} if path.endswith(".py") and Path(path).is_file() else reference
 
 
 QUESTION_OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--label-key"}
@@ -173,6 +228,7 @@ def opened_scorer(
     console: Console,
     output: Path | None,
     options: Mapping[str, str] = REWARD_OPTIONS,
+    conversations: Conversations = NO_CONVERSATIONS,
 ) -> Scorer:
     """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 
@@ -180,13 +236,15 @@ def opened_scorer(
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
-    if unruled and "rule" in active_weights(reward)[0]:
+    environment = conversations.environment is not None
+    if unruled and "rule" in active_weights(reward, environment=environment)[0]:
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy, code="no-rule") for source in unruled])
     try:
-        scorer = Scorer.open(reward, sources, torch_device, output=output)
+        scorer = Scorer.open(reward, sources, torch_device, output=output, environment=environment)
+        questions = [prompt.question for prompt in prompts]
         try:
-            run_trial(REWARDS, lambda: scorer.dry_run([prompt.question for prompt in prompts]), console=console)
+            run_trial(REWARDS, lambda: scorer.dry_run(questions, conversations=conversations.any), console=console)
         except BaseException:
             scorer.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -13,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.errors import Problem, Refusal
-from lockstep.functions import register_callable
+from lockstep.functions import class_path, register_callable
 from lockstep.masking import masked_tree, secrets_in
 from lockstep.recipe.method_checks import preference_reads
 from lockstep.recipe.methods import (
@@ -156,7 +157,7 @@ def value_text(value: Any) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Converts a Python value to plain values as in a YAML file; a function becomes its path."""
+    """Converts a Python value to plain values as in a YAML file; a function or a class becomes its path."""
     if isinstance(value, Mapping):
         return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -165,6 +166,12 @@ def _plain(value: Any, key: str) -> Any:
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Path):
         return str(value)
+    if inspect.isclass(value):
+        return class_path(key, value)
+    if hasattr(value, "reset") and hasattr(value, "step"):
+        why = f"is an object of {type(value).__name__}, and each trajectory needs its own object"
+        remedy = "pass the class, and its arguments as rollout.environment_args"
+        raise Refusal.at(key, why, remedy, code="wrong-type")
     if not callable(value):
         return value
     return register_callable(key, value)

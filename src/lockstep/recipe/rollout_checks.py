@@ -93,12 +93,6 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _trajectory_limit_problems(recipe: Recipe) -> Iterator[Problem]:
     rollout, most = recipe.rollout, recipe.rollout.max_tokens
-    if rollout.history == "as_template":
-        yield unfit(
-            "rollout.history",
-            "the trainer does not yet support trajectories of several rows",
-            "use keep: the model then sees its earlier turns as it sampled them",
-        )
     names = ("turn_tokens", "trajectory_tokens") if rollout.history == "keep" else ("turn_tokens",)
     for name in names:
         limit = getattr(rollout, name)

@@ -58,6 +58,13 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             "give a file that `lockstep sample` wrote",
             code="missing-column",
         )
+    if "conversation" in rows.columns:
+        raise Refusal.at(
+            samples,
+            "has conversations with an environment, and the rows that this command writes have one response per prompt",
+            "sample without --environment and --tool",
+            code="lost-content",
+        )
     groups: dict[tuple[int, str], ScoredQuestion] = {}
     unused: Counter[str] = Counter()
     problems: list[Problem] = []
