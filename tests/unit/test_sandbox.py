@@ -137,6 +137,9 @@ def test_huge_output_is_cut_and_stops_the_program(isolation: str, token: str) ->
     done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
     assert (len(done.stdout), done.status, done.stopped) == (5000, None, "output")
     assert done.text.endswith("[the program was stopped: output limit]")
+    # A program that has ended before its output was read.
+    done = run_python("print('y' * 20_000)", limits, isolation=isolation)
+    assert (done.stdout, done.status, done.stopped) == ("y" * 5000, None, "output")
 
 
 @pytest.mark.parametrize("isolation", EVERY)

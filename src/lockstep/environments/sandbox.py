@@ -192,6 +192,13 @@ def _shown(path: str) -> list[str]:
 def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution:
     """Starts the helper, reads the output of the program, and waits until all of its processes have ended."""
     ours, theirs = socket.socketpair()
+    too_long: list[bool] = []
+
+    def stop() -> None:
+        too_long.append(True)
+        with suppress(OSError):  # the program has ended already
+            ours.sendall(b"o")
+
     with ours:
         helper = subprocess.Popen(
             [sys.executable, "-I", "-S", _HELPER, json.dumps(specification), str(theirs.fileno())],
@@ -203,7 +210,7 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
         )
         theirs.close()
         try:
-            output = _read(helper, limits, lambda: ours.sendall(b"o"))
+            stdout, stderr = _read(helper, limits, stop)
             ours.settimeout(_GRACE)
             report = ours.recv(4096)
         except TimeoutError:
@@ -215,8 +222,10 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
                 helper.wait(_GRACE)
             helper.kill()
             helper.wait()
-    result = json.loads(report) if report else {"stopped": "time"}
-    return Execution(*output, result.get("status"), result.get("stopped", ""))
+    result: dict[str, Any] = json.loads(report) if report else {"stopped": "time"}
+    if too_long:
+        result = {"stopped": "output"}
+    return Execution(stdout, stderr, result.get("status"), result.get("stopped", ""))
 
 
 def _read(process: subprocess.Popen[bytes], limits: Limits, stop: Callable[[], None]) -> tuple[str, str]:
@@ -265,14 +274,14 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Limits,
     timer = threading.Timer(limits.seconds, stop, ("time",))
     timer.start()
     try:
-        output = _read(process, limits, lambda: stop("output"))
+        stdout, stderr = _read(process, limits, lambda: stop("output"))
         process.wait(_GRACE)
     finally:
         timer.cancel()
         kill_container(name)
         process.kill()
         process.wait()
-    return Execution(*output, None if stopped else process.returncode, stopped[0] if stopped else "")
+    return Execution(stdout, stderr, None if stopped else process.returncode, stopped[0] if stopped else "")
 
 
 def _remove(base: Path) -> None:
