@@ -216,6 +216,8 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     """Registers a callable for the runs of this process. Returns the function path that the recipe stores."""
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
+    if inspect.isclass(function):
+        return class_path(key, function)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
         raise Refusal.at(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import environment_classes
 from commands import cold_lockstep, lockstep
 from hang import wait_until
 from kills import interrupted, killed, lines
@@ -32,6 +33,16 @@ from refusals import refuses
 from runs import facts
 from struck import struck
 
+# Conversations of two turns; in rounds, because batches change the rounding.
+CONVERSING = [
+    f"rollout.environment={environment_classes.__file__}:Scored",
+    "rollout.environment_workers=1",
+    "rollout.turn_tokens=10",
+    "rollout.max_tokens=80",
+    "batch.tokens=2048",
+    "run.deterministic=true",
+]
+
 
 def train(recipe: Path, *overrides: str) -> None:
     train_online_async(load_recipe(str(recipe), ["run.export=false", *overrides]), Console.silent())
@@ -42,7 +53,9 @@ def samples_of(run: Path) -> list[dict[str, object]]:
 
 
 def without_async(run: Path) -> list[tuple[int, dict[str, float]]]:
-    told = [(step, {n: v for n, v in metrics.items() if not n.startswith("async/")}) for step, metrics in facts(run)]
+    """Nor the clock of environments, nor the prompt tokens that only the run counts."""
+    others = ("async/", "environment/seconds", "rollout/prefill")
+    told = [(step, {n: v for n, v in metrics.items() if not n.startswith(others)}) for step, metrics in facts(run)]
     assert told
     return told
 
@@ -53,6 +66,7 @@ def without_async(run: Path) -> list[tuple[int, dict[str, float]]]:
         pytest.param([], id="grpo"),
         pytest.param(["method=remax", "rollout.n=1"], id="remax", marks=pytest.mark.slow),
         pytest.param(["method=dapo"], id="dapo", marks=pytest.mark.slow),
+        pytest.param(CONVERSING, id="environment", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("way", ["memory", pytest.param("collective", marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from lockstep.model.check import build_miniature
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.engine import PromptCounts
+from lockstep.rollout.engine import PrefillCounts
 from lockstep.rollout.native import native_engine as engine_module
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
@@ -134,7 +134,7 @@ def test_a_second_call_starts_without_sessions(policy: Policy) -> None:
     (turn,) = first.play(SAMPLING)[0]
     ids = [*first.scripts[0].prompt, *turn.ids, 5, 6]
     list(engine.generate([Request(ids, 1, session=0)], SAMPLING))
-    assert engine.prompt_counts() == PromptCounts(computed=len(ids) - 1)
+    assert engine.prompt_counts() == PrefillCounts(computed=len(ids) - 1)
 
 
 @pytest.mark.parametrize("device", [Cpu, Recorder])

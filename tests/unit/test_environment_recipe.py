@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+import environment_classes
+from environment_classes import Echo
+from lockstep.functions import register_callable
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from refusals import refuses
@@ -53,3 +56,19 @@ def test_limits_within_the_response_length_are_accepted(online_file: Path) -> No
     rollout = load_recipe(str(online_file), words).rollout
     assert rollout.interactive
     assert (rollout.environment, rollout.tools, rollout.max_turns) == ("game.py:Game", [], 16)
+
+
+@pytest.mark.parametrize("word", [GAME, "rollout.tools=[a.py:add]", "val.environment=game.py:Game"])
+def test_an_offline_method_has_no_environment(recipe_file: Path, word: str) -> None:
+    with refuses(word.partition("=")[0], "unused-key"):
+        load_recipe(str(recipe_file), [word])
+
+
+def test_a_class_is_named_by_its_file() -> None:
+    assert register_callable("rollout.environment", Echo) == f"{environment_classes.__file__}:Echo"
+
+    class Inner(Echo):
+        pass
+
+    with refuses("rollout.environment", "invalid-function"):
+        register_callable("rollout.environment", Inner)

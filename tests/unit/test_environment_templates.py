@@ -27,6 +27,7 @@ from lockstep.environments.setup import host_setup
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.rollout.hf import HfEngine
 from lockstep.trajectory import ToolCall
 from lockstep.types import Completion, Example, Message, Origin, Question, Request, Sampling
 from original_templates import ORIGINALS, SPECIAL
@@ -288,3 +289,22 @@ def test_a_template_that_forgets_reasoning_gives_several_rows(tiny_folder: Path)
     assert all(all(made.loss_mask[turn.start : turn.stop]) for turn in made.trajectory.turns)
     assert sum(made.loss_mask) == sum(turn.stop - turn.start for turn in made.trajectory.turns)
     assert made.trajectory.metrics["rows"] == 2
+
+
+@pytest.mark.parametrize("kind", ["native", "hf"])
+def test_a_request_has_its_own_stop_conditions(folder: Path, policy: Policy, kind: str) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    engine: Any = native(policy, folder) if kind == "native" else HfEngine(policy.generating, tokenizer.decode)
+    sampling = Sampling(12, temperature=0.8, seed=1)
+    (free,) = engine.generate([Request([65, 66], 7)], sampling)
+    assert (len(free.ids), free.stop) == (12, "length")
+    text = tokenizer.decode(free.ids[3:4])
+    first = next(i for i in range(12) if text in tokenizer.decode(free.ids[: i + 1]))
+    token = free.ids[5]
+    asked = [Request([65, 66], 7), Request([65, 66], 7, stop_ids=(token,)), Request([65, 66], 7, stop_strings=(text,))]
+    made = sorted(engine.generate(asked, sampling), key=lambda one: one.request)
+    assert [(one.ids, one.stop) for one in made] == [
+        (free.ids, "length"),
+        (free.ids[: free.ids.index(token) + 1], "token"),
+        (free.ids[: first + 1], "string"),
+    ]

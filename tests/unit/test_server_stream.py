@@ -16,7 +16,7 @@ from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.engine import PromptCounts, RunPlace, StreamEngine
+from lockstep.rollout.engine import PrefillCounts, RunPlace, StreamEngine
 from lockstep.rollout.servers import weight_check as probe
 from lockstep.rollout.servers.adapter import ServerNeeds, WantedSample, prompt_digest
 from lockstep.rollout.servers.server_engine import ServerEngine
@@ -157,4 +157,4 @@ def test_an_environment_switches_the_prefix_cache_on() -> None:
 def test_nothing_to_do_is_nothing_done(policy: Policy, folder: Path) -> None:
     with serving(folder, *FLAGS) as server, engine_at(policy, folder, server) as engine:
         assert list(engine.generate([], GREEDY)) == []
-        assert engine.prompt_counts() == PromptCounts()
+        assert engine.prompt_counts() == PrefillCounts()

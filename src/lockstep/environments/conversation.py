@@ -108,7 +108,7 @@ def _common(heads: Iterable[Sequence[int]]) -> int:
 
 
 @dataclass(frozen=True)
-class Extension:
+class Suffix:
     """The tokens that new messages add after the sampled tokens. With `new_row` they are a new row instead: the
     conversation as the chat template renders it."""
 
@@ -140,7 +140,8 @@ class ChatFormat:
     _specials: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        table = getattr(self.tokenizer, "added_tokens_decoder", {})  # some tokenizer classes have no such table
+        added = [token.content for token in table.values() if token.special]
         words = sorted({word for word in (*added, *self.tokenizer.all_special_tokens) if word}, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
@@ -208,7 +209,7 @@ class ChatConversation(TokenRow):
     def add_reply(self, reply: Reply) -> None:
         self.messages.append(reply.message())
 
-    def extension(self, reply: Reply, new: Sequence[Message]) -> Extension:
+    def extension(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns the tokens of new messages after the model's last turn, `reply`, which is the last message."""
         if self.chat.history == "as_template":
             return self._as_template(reply, new)
@@ -216,23 +217,23 @@ class ChatConversation(TokenRow):
         after = self.chat.after_turn(self.start, turn, new, self.inputs, self.origin)
         ids = self.chat.encode_after(after.end, after.text, self.origin)
         ended = self.ids[-1] == ids[0] or (self.ids[-1] in self.chat.end_ids and not after.opens)
-        return Extension(ids[1:] if ended else ids)
+        return Suffix(ids[1:] if ended else ids)
 
-    def _as_template(self, reply: Reply, new: Sequence[Message]) -> Extension:
+    def _as_template(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns what the template renders after the text of the row; a new row if the template renders the row itself
         differently."""
         tokenizer = self.chat.tokenizer
         full = self.chat.render([*self.messages, *new], self.inputs, self.origin, open_turn=True)
         held = self.text + str(tokenizer.decode(list(reply.ids), skip_special_tokens=False))
         if not full.startswith(held):
-            return Extension(token_ids(tokenizer, full), new_row=True, text=full)
+            return Suffix(token_ids(tokenizer, full), new_row=True, text=full)
         text = full[len(held) :]
         if self.ids[-1] in self.chat.end_ids:
             end = str(tokenizer.decode([self.ids[-1]], skip_special_tokens=False))
-            return Extension(self.chat.encode_after(end, text, self.origin)[1:], text=full)
-        return Extension(token_ids(tokenizer, text), text=full)
+            return Suffix(self.chat.encode_after(end, text, self.origin)[1:], text=full)
+        return Suffix(token_ids(tokenizer, text), text=full)
 
-    def extend(self, extension: Extension, new: Sequence[Message]) -> None:
+    def extend(self, extension: Suffix, new: Sequence[Message]) -> None:
         self.messages += new
         self.text = extension.text
         if extension.new_row:
@@ -254,7 +255,7 @@ class TokenConversation(TokenRow):
     def add_reply(self, reply: Reply) -> None:
         self.messages.append({"role": "assistant", "content": reply.text})
 
-    def extend(self, extension: Extension, new: Sequence[Message] = ()) -> None:
+    def extend(self, extension: Suffix, new: Sequence[Message] = ()) -> None:
         self.messages.append({"role": "user", "content": self._decode(extension.ids)})
         self.add_context(extension.ids)
 

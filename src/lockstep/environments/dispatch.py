@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from lockstep.environments.host import Answer, EnvironmentHosts, Host
+from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.running import Running
 from lockstep.functions import LOAD_SECONDS
@@ -21,7 +21,7 @@ _METHODS = {"finish": "score or close", "group": "score_group"}
 
 
 @dataclass
-class Call:
+class HostCall:
     """A call without an answer. `kind` is the method; `close` closes an environment after a failure, and nothing waits
     for its answer. `group` is the number of the request whose trajectories are scored together."""
 
@@ -33,14 +33,14 @@ class Call:
     sent: float = field(default_factory=time.monotonic)
 
 
-class Handler(Protocol):
+class CallHandler(Protocol):
     """What happens after a call."""
 
-    def answered(self, call: Call, answer: Answer) -> None: ...
+    def answered(self, call: HostCall, answer: HostAnswer) -> None: ...
 
-    def timed_out(self, call: Call, why: str) -> None: ...
+    def timed_out(self, call: HostCall, why: str) -> None: ...
 
-    def lost(self, host: Host, calls: list[Call], why: str) -> None:
+    def lost(self, host: Host, calls: list[HostCall], why: str) -> None:
         """Handles the end of a host. `calls` are its calls without an answer."""
         ...
 
@@ -48,10 +48,10 @@ class Handler(Protocol):
 class Dispatch:
     """Sends calls to the hosts, and passes the answers to a handler, in the thread that calls `pump`."""
 
-    def __init__(self, hosts: EnvironmentHosts, seconds: float, handler: Handler):
+    def __init__(self, hosts: EnvironmentHosts, seconds: float, handler: CallHandler):
         self.hosts, self._seconds, self._handler = hosts, seconds, handler
-        self.calls: dict[int, Call] = {}
-        self.cancels: dict[int, Call] = {}
+        self.calls: dict[int, HostCall] = {}
+        self.cancels: dict[int, HostCall] = {}
         """The calls that are being cancelled, by the number of the call that cancels them."""
 
     @property
@@ -64,7 +64,7 @@ class Dispatch:
         session = -1 if running is None else running.session
         do = "finish" if kind == "close" else kind
         number = self.hosts.send(host, do=do, trajectory=session, **fields)
-        self.calls[number] = Call(kind, host, running, self._deadline(host), group)
+        self.calls[number] = HostCall(kind, host, running, self._deadline(host), group)
 
     def close(self, host: Host, running: Running) -> None:
         """Closes the environment of a failed trajectory."""
@@ -92,7 +92,7 @@ class Dispatch:
         loading = 0.0 if host.is_loaded else LOAD_SECONDS
         return time.monotonic() + self._seconds + self.hosts.setup.more_seconds + loading
 
-    def _handle(self, host: Host, answer: Answer) -> None:
+    def _handle(self, host: Host, answer: HostAnswer) -> None:
         if answer.call == LOADING and answer.why:
             self._lost(host, answer.why)
         elif answer.call == LOADING:
@@ -125,7 +125,7 @@ class Dispatch:
             if number in self.cancels:
                 self._lost(self.cancels[number].host, "its host process was killed, because it did not respond")
 
-    def _cancelled(self, call: Call, answer: Answer) -> None:
+    def _cancelled(self, call: HostCall, answer: HostAnswer) -> None:
         """Handles the acknowledgement that a call is cancelled. A thread cannot be cancelled; its host gets no more
         trajectories and is killed when its other trajectories have ended."""
         session = -1 - call.group if call.running is None else call.running.session

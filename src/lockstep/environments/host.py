@@ -44,7 +44,7 @@ class HostSetup:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     """The answer to a call: its fields, or the reason why there is none. `code` is the error code of the reason."""
 
     call: int
@@ -63,7 +63,7 @@ class Host(SupervisedProcess):
         arguments = (setup.environment, dict(setup.arguments), setup.threads)
         super().__init__("lockstep.environments.host_worker:serve", arguments, setup.log(index))
         self.index, self._inbox = index, inbox
-        self.loaded: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.loaded: queue.SimpleQueue[HostAnswer] = queue.SimpleQueue()
         self.is_loaded = self.stuck = self.dead = False
         self.trajectories: set[int] = set()
         self.calls: dict[int, float] = {}
@@ -122,17 +122,17 @@ class Host(SupervisedProcess):
 
     def _ended(self, why: str) -> None:
         self.kill()
-        self.loaded.put(Answer(LOADING, why=why, code="process-lost"))
-        self._inbox.put((self, Answer(LOADING, why=why, code="process-lost")))
+        self.loaded.put(HostAnswer(LOADING, why=why, code="process-lost"))
+        self._inbox.put((self, HostAnswer(LOADING, why=why, code="process-lost")))
 
-    def _deliver(self, answer: Answer) -> None:
+    def _deliver(self, answer: HostAnswer) -> None:
         if answer.call == LOADING:
             self.is_loaded = True
             self.loaded.put(answer)
         self._inbox.put((self, answer))
 
 
-def _answer(line: bytes) -> Answer:
+def _answer(line: bytes) -> HostAnswer:
     try:
         fields = json.loads(line)
         call = fields.pop("call")
@@ -140,28 +140,28 @@ def _answer(line: bytes) -> Answer:
             raise ValueError
         if "unusable" in fields:
             why, _, code = (str(word) for word in fields["unusable"])
-            return Answer(call, fields, why, code)
-        return Answer(call, fields, str(fields.get("raised", "")), str(fields.get("code", "function-raised")))
+            return HostAnswer(call, fields, why, code)
+        return HostAnswer(call, fields, str(fields.get("raised", "")), str(fields.get("code", "function-raised")))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no answer: {line[:80]!r}") from error
 
 
 class EnvironmentHosts:
-    """The host processes of a run. `inbox` gets a pair (host, `Answer`) for every answer. An answer to the call
+    """The host processes of a run. `inbox` gets a pair (host, `HostAnswer`) for every answer. An answer to the call
     `LOADING` says that the host has loaded the environment or, with a reason, that it has ended."""
 
     def __init__(self, setup: HostSetup):
         """Starts the first host and waits until it has loaded the environment. Raises `Refusal` if it cannot be
         loaded."""
         self.setup = setup
-        self.inbox: queue.SimpleQueue[tuple[Host, Answer]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[Host, HostAnswer]] = queue.SimpleQueue()
         self.hosts: list[Host] = []
         self._calls = self._started = 0
         first = self._start()
         try:
             loaded = first.loaded.get(timeout=LOAD_SECONDS)
         except queue.Empty:
-            loaded = Answer(LOADING, why=f"could not be loaded in {LOAD_SECONDS:g} s", code="import-failed")
+            loaded = HostAnswer(LOADING, why=f"could not be loaded in {LOAD_SECONDS:g} s", code="import-failed")
         if loaded.why:
             self.close()
             remedy = str(loaded.fields["unusable"][1]) if "unusable" in loaded.fields else "fix the environment"

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, Extension, TokenConversation
-from lockstep.environments.dispatch import Call, Dispatch
-from lockstep.environments.host import Answer, EnvironmentHosts, Host
+from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation
+from lockstep.environments.dispatch import Dispatch, HostCall
+from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.messages import Reply
 from lockstep.environments.parsers import parse_reply
@@ -111,14 +111,14 @@ class EnvironmentEngine:
         if any(request.question is None for request in requests):
             yield from self.inner.generate(requests, sampling)
             return
-        batch = _Batch(self, requests, sampling)
+        batch = _TrajectoryBatch(self, requests, sampling)
         try:
             yield from batch.run()
         finally:
             batch.close()
 
 
-class _Batch:
+class _TrajectoryBatch:
     """The trajectories of one call of `generate`. All methods run in the thread that calls the engine."""
 
     def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
@@ -257,7 +257,7 @@ class _Batch:
         except ValueError as error:
             self._fail(running, str(error), TOOL_ERROR)
 
-    def answered(self, call: Call, answer: Answer) -> None:
+    def answered(self, call: HostCall, answer: HostAnswer) -> None:
         running = call.running
         if running is None:
             self.hosts.release(call.host, -1 - call.group)
@@ -267,16 +267,16 @@ class _Batch:
         else:
             getattr(self, f"_after_{call.kind}")(running, answer.fields)
 
-    def timed_out(self, call: Call, why: str) -> None:
+    def timed_out(self, call: HostCall, why: str) -> None:
         if call.running is None:
-            self._group_scored(call.group, Answer(LOADING, why=why))
+            self._group_scored(call.group, HostAnswer(LOADING, why=why))
         else:
             self._fail(call.running, why, TIMEOUT)
 
-    def lost(self, host: Host, calls: list[Call], why: str) -> None:
+    def lost(self, host: Host, calls: list[HostCall], why: str) -> None:
         for call in calls:
             if call.running is None:
-                self._group_scored(call.group, Answer(LOADING, why=why))
+                self._group_scored(call.group, HostAnswer(LOADING, why=why))
         # A trajectory that waits for the model fails too, because its environment is lost.
         for running in [running for running in self.active if running.host is host]:
             self.ready = [one for one in self.ready if one is not running]
@@ -367,7 +367,7 @@ class _Batch:
         try:
             if isinstance(conversation, TokenConversation):
                 self._refuse_unknown(fields["ids"])
-                extension = Extension(fields["ids"])
+                extension = Suffix(fields["ids"])
                 running.stop_ids = running.stop_ids if fields["stop_ids"] is None else tuple(fields["stop_ids"])
             else:
                 assert conversation is not None
@@ -447,7 +447,7 @@ class _Batch:
         host = self.hosts.place(-1 - number)
         self.dispatch.send("group", host, None, number, trajectories=[one.trajectory() for one in whole])
 
-    def _group_scored(self, number: int, answer: Answer) -> None:
+    def _group_scored(self, number: int, answer: HostAnswer) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)
         whole = [one for one in group if not one.failure]
         for place, running in enumerate(whole):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
-from lockstep.environments.host import Answer, EnvironmentHosts, HostSetup
+from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
 from lockstep.environments.loop import EnvironmentEngine, TurnEngine
 from lockstep.environments.parsers import format_named
 from lockstep.environments.running import environment_seed, row_of
@@ -110,7 +110,7 @@ def try_environment(
         hosts.close()
 
 
-def _answered(hosts: EnvironmentHosts, call: int, settings: EnvironmentSettings) -> Answer:
+def _answered(hosts: EnvironmentHosts, call: int, settings: EnvironmentSettings) -> HostAnswer:
     try:
         while True:
             _, answer = hosts.inbox.get(timeout=settings.step_timeout)
@@ -118,7 +118,7 @@ def _answered(hosts: EnvironmentHosts, call: int, settings: EnvironmentSettings)
                 return answer
     except queue.Empty:
         why = f"did not return within {settings.step_timeout:g} s (rollout.step_timeout)"
-        return Answer(call, why=why, code="function-too-slow")
+        return HostAnswer(call, why=why, code="function-too-slow")
 
 
 def _refuse_no_template(setup: HostSetup, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -107,11 +107,11 @@ _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P
 _SETTINGS_FRAME, _FRAME_HEAD = 4, 9
 _START_REMEDY = "start a cluster (`ray start --head`); or unset RAY_ADDRESS and run `ray stop`: the run then starts one"
 
-Start = Callable[[Sequence[str], int], int]
+StartRanks = Callable[[Sequence[str], int], int]
 
 
 @contextmanager
-def ray_cluster(recipe: Recipe) -> Iterator[Start]:
+def ray_cluster(recipe: Recipe) -> Iterator[StartRanks]:
     """Connects to the Ray cluster of RAY_ADDRESS, or to one started on this machine with `ray start`. If there is no
     cluster, starts one for this run.
 

@@ -19,7 +19,7 @@ class EnvironmentSettings(Section):
         "(`path/to/file.py:Class` or `package.module:Class`), or a built-in name.",
         effect=_CODE,
     )
-    environment_args: dict[str, bool | int | float | str | list[Any] | dict[str, Any] | None] = Field(
+    environment_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Keyword arguments of the environment class.",
         effect=Effect("blocks", "the environment behaves differently"),

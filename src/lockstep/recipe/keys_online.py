@@ -232,8 +232,9 @@ class Overlong(Section):
     )
     mask_truncated: bool = Field(
         False,
-        description="Mask responses that were cut off at `rollout.max_tokens` in the loss (overlong filtering). The "
-        "baselines of other responses still include the scores of masked responses.",
+        description="Mask responses that were cut off at `rollout.max_tokens` in the loss (overlong filtering), and "
+        "trajectories that another limit ended, such as `rollout.max_turns`. The baselines of other responses still "
+        "include the scores of masked responses.",
     )
 
 
@@ -488,7 +489,7 @@ class Reward(Section):
         ge=0,
         le=1,
         description="Stop the run if more than this fraction of a step's responses could not be generated "
-        "(`rollout.function`) or scored.",
+        "(`rollout.function`, `rollout.environment`) or scored.",
         effect=Effect("harmless", "affects only whether the run stops with an error"),
         resumable=True,
     )

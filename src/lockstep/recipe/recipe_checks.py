@@ -287,6 +287,11 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.data.max_prompt_tokens is not None:
         yield unused("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
     yield from _sampled_validation_problems(recipe)
+    for key in ("rollout.environment", "rollout.tools", "val.environment"):
+        section, _, name = key.partition(".")
+        if getattr(getattr(recipe, section), name):
+            why = f"environments give rewards, and method {recipe.method} has none"
+            yield unused(key, why, "remove it, or use an online method")
     if row.judges and recipe.val.questions:
         yield unused(
             "val.questions", f"a model of method {recipe.method} scores responses and does not generate", "use data.val"

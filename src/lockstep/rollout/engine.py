@@ -169,13 +169,13 @@ class StreamEngine(Protocol):
         example in `take`."""
         ...
 
-    def prompt_counts(self) -> PromptCounts:
+    def prompt_counts(self) -> PrefillCounts:
         """Returns the prompt tokens of the last call of `generate`."""
         ...
 
 
 @dataclass(frozen=True)
-class PromptCounts:
+class PrefillCounts:
     """Prompt tokens of a call of `generate`: computed (again after an eviction included), and reused from the cache of
     an earlier turn. `evicted` counts the sessions whose cache was evicted."""
 

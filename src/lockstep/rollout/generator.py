@@ -97,10 +97,11 @@ class Generator:
     def _vocabulary(self) -> int:
         return int(self.policy.causal_lm.get_input_embeddings().weight.shape[0])
 
-    def take_prefill(self) -> tuple[int, int]:
-        """Returns how many prompt tokens of conversations this rank's engine has computed and reused since the last
-        call."""
-        return self.responder.take_prefill() if isinstance(self.responder, EnvironmentEngine) else (0, 0)
+    def spent(self, seconds: float, taken: int) -> tuple[float, int, int, int]:
+        """Returns the generation time of this rank and the prompts taken from other ranks, with the number of prompt
+        tokens of conversations that its engine has computed and reused since the last call."""
+        counts = self.responder.take_prefill() if isinstance(self.responder, EnvironmentEngine) else (0, 0)
+        return seconds, taken, *counts
 
     def for_validation(self) -> Generator:
         """Returns a generator with the environment of validation."""

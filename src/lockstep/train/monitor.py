@@ -132,6 +132,12 @@ def trajectory_metrics(every: Sequence[RolloutMeta]) -> dict[str, float]:
     }
 
 
+def engine_metrics(ranks: Sequence[tuple[float, int, int, int]]) -> dict[str, float]:
+    """Returns metrics about the engines of all ranks. `ranks` has for each rank the numbers of `straggler_metrics` and
+    of `prefill_metrics`."""
+    return straggler_metrics([one[:2] for one in ranks]) | prefill_metrics([one[2:] for one in ranks])
+
+
 def prefill_metrics(ranks: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Returns how many prompt tokens of conversations the engines computed, and the ratio of tokens that they reused
     from an earlier turn. `ranks` has both numbers for each rank."""

@@ -68,9 +68,7 @@ def take_rollouts(
     experience = build_spread_experience(rollouts, step_prompts, local, baselines, generator.world)
     checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
     metrics = checks.rollout_metrics(collector.every, rollouts, failed.count)
-    metrics |= checks.straggler_metrics(generator.world.gather((collector.seconds, collector.taken)))
-    if recipe.rollout.interactive:
-        metrics |= checks.prefill_metrics(generator.world.gather(generator.take_prefill()))
+    metrics |= checks.engine_metrics(generator.world.gather(generator.spent(collector.seconds, collector.taken)))
     if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),

@@ -21,7 +21,7 @@ from lockstep.model.policy import Policy
 from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.tensor import group_of
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.engine import Conversations, Further, PromptCounts, SharedWeights, why_ended
+from lockstep.rollout.engine import Conversations, Further, PrefillCounts, SharedWeights, why_ended
 from lockstep.rollout.native.cached_spans import SequenceState
 from lockstep.rollout.native.intake import Intake
 from lockstep.rollout.native.runner import Round, Runner
@@ -112,7 +112,7 @@ class NativeEngine(SharedWeights):
         self.further: Further | None = None
         """A source of more requests, used between rounds while batch rows are free."""
         self.preempted = 0
-        self._counts = PromptCounts()
+        self._counts = PrefillCounts()
         self._ended: list[int] = []
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -154,7 +154,7 @@ class NativeEngine(SharedWeights):
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
-            self._counts = PromptCounts(scheduler.computed, scheduler.reused, scheduler.parked.evicted)
+            self._counts = PrefillCounts(scheduler.computed, scheduler.reused, scheduler.parked.evicted)
             self._ended.clear()
             if self._frees_cache():
                 self.release_memory()
@@ -164,7 +164,7 @@ class NativeEngine(SharedWeights):
         # Tensor-parallel ranks must free the same blocks in the same round, so the next round frees them.
         self._ended.append(session)
 
-    def prompt_counts(self) -> PromptCounts:
+    def prompt_counts(self) -> PrefillCounts:
         return self._counts
 
     def release_memory(self) -> None:

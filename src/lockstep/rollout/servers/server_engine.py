@@ -13,7 +13,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.engine import Further, PromptCounts, RunPlace, why_ended
+from lockstep.rollout.engine import Further, PrefillCounts, RunPlace, why_ended
 from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample
 from lockstep.rollout.servers.fleet import AT_ONCE, Back, Done, Lost
 from lockstep.rollout.servers.request_stream import RequestStream
@@ -54,7 +54,7 @@ class ServerEngine:
         """Duration of each phase of the last sync in seconds."""
         self.further: Further | None = None
         """A source of more requests, which `generate` asks while it waits for responses."""
-        self._counts = PromptCounts()
+        self._counts = PrefillCounts()
         self._version_updates = 0
         self._pushed_fingerprint: tuple[int, ...] | None = None
         self.manager = ServerManager(server_adapter, policy, device, settings, place)
@@ -149,7 +149,7 @@ class ServerEngine:
                     self.manager.check_waits()
         finally:
             events.close()
-            self._counts = PromptCounts(computed, reused)
+            self._counts = PrefillCounts(computed, reused)
         if unversioned:
             self._refuse_changed()
 
@@ -161,7 +161,7 @@ class ServerEngine:
         """Forgets which server has the turns of a trajectory. Its prefix cache evicts them on its own."""
         self.fleet.end_session(session)
 
-    def prompt_counts(self) -> PromptCounts:
+    def prompt_counts(self) -> PrefillCounts:
         return self._counts
 
     def _refuse_changed(self) -> None:

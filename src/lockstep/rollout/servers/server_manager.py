@@ -41,8 +41,7 @@ class ServerManager:
         self.world = place.world
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         self.lora_rank = _lora_rank(policy)
-        turns = getattr(settings, "environment", None) is not None
-        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, turns)
+        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False
