@@ -23,7 +23,7 @@ class TrajectoryTurns:
     """The index of the turn of each token among all turns of the step."""
     sequence_U: torch.Tensor
     state_U: torch.Tensor
-    """The number of the state in which a turn starts. TrajectoryTurns with the same number start in the same state, in
+    """The number of the state in which a turn starts. Turns with the same number start in the same state, in
     trajectories of the same prompt."""
     discount: float = 1.0
     """The discount factor between turns: a turn has the return R_t = r_t + discount R_{t+1} (`turn_discount` in
