@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.algorithms.advantage import (
     ESTIMATORS,
     Signals,
-    Turns,
+    TrajectoryTurns,
     Whitening,
     informative,
     positions,
@@ -44,7 +44,9 @@ def one_turn(name: str, signals: Signals) -> Signals:
     if name != "gigpo":
         return signals
     count = len(signals.group_S)
-    return replace(signals, turns=Turns(signals.sequence_K, torch.arange(count), torch.zeros(count).long(), 0.9))
+    return replace(
+        signals, turns=TrajectoryTurns(signals.sequence_K, torch.arange(count), torch.zeros(count).long(), 0.9)
+    )
 
 
 def by_sequence(name: str, signals: Signals) -> list[float | None]:

@@ -16,7 +16,7 @@ from lockstep.errors import Refusal
 
 
 @dataclass(frozen=True)
-class Turns:
+class TrajectoryTurns:
     """The turns of the model in the trajectories of a step, in the order of the sequences."""
 
     turn_K: torch.Tensor
@@ -44,7 +44,7 @@ class Turns:
 
 
 def return_to_go(
-    rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float, turns: Turns | None = None
+    rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float, turns: TrajectoryTurns | None = None
 ) -> torch.Tensor:
     """The discounted sum of the rewards of a token and all later tokens: G_t = r_t + gamma G_{t+1}, in float64. Between
     two turns, the discount factor is also multiplied by `turns.discount`."""
@@ -57,7 +57,7 @@ def generalized_advantages(
     sequence_K: torch.Tensor,
     gamma: float,
     lam: float,
-    turns: Turns | None = None,
+    turns: TrajectoryTurns | None = None,
 ) -> torch.Tensor:
     """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), in float64, not whitened.
 
@@ -165,7 +165,7 @@ class Signals:
     kl_penalty_K: torch.Tensor | None = None
     """A KL penalty that is not in the scores of the groups: its return to go is subtracted from the advantages."""
     reduce: StepReduce = SINGLE_PROCESS
-    turns: Turns | None = None
+    turns: TrajectoryTurns | None = None
     """The turns of trajectories, if the estimator or `turn_discount` needs them."""
 
     @property

@@ -24,7 +24,7 @@ from lockstep.commands.arguments import (
 from lockstep.run.output import write
 
 if TYPE_CHECKING:
-    from lockstep.commands.without_recipe import Conversations
+    from lockstep.commands.without_recipe import ConversationOptions
 
 
 def generate(
@@ -183,13 +183,15 @@ def evaluate(
 
 def _conversations(
     environment: str | None, arguments: list[str] | None, tools: list[str] | None, max_turns: int | None
-) -> Conversations:
+) -> ConversationOptions:
     import yaml
 
-    from lockstep.commands.without_recipe import Conversations
+    from lockstep.commands.without_recipe import ConversationOptions
 
     pairs = [named_value(words, "--environment-arg", "NAME=VALUE") for words in arguments or []]
-    return Conversations(environment, {name: yaml.safe_load(text) for name, text in pairs}, tools or (), max_turns)
+    return ConversationOptions(
+        environment, {name: yaml.safe_load(text) for name, text in pairs}, tools or (), max_turns
+    )
 
 
 def sample(

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.commands.without_recipe import (
     BY_NAME,
     NO_CONVERSATIONS,
-    Conversations,
+    ConversationOptions,
     NamedColumns,
     load_generator,
     opened_scorer,
@@ -163,7 +163,7 @@ def score_model(
     rules: Sequence[str] = (),
     reward: str | None = None,
     columns: NamedColumns = BY_NAME,
-    conversations: Conversations = NO_CONVERSATIONS,
+    conversations: ConversationOptions = NO_CONVERSATIONS,
 ) -> dict[str, float]:
     """Evaluates a model, prints and returns the metrics. Each of `rules` has the form RULE or SOURCE=RULE."""
     refuse_options(dtype, n, temperature)
@@ -260,7 +260,7 @@ def _judge(
     prompts: Sequence[Prompt],
     torch_device: torch.device,
     console: Console,
-    conversations: Conversations = NO_CONVERSATIONS,
+    conversations: ConversationOptions = NO_CONVERSATIONS,
 ) -> Iterator[RuleJudge | Scorer]:
     """Yields the scorer of the answers: the built-in rules, or the options' rewards (first tested on real rows)."""
     sources = {prompt.question.data_source for prompt in prompts}

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from lockstep.commands.without_recipe import (
     BY_NAME,
     NO_CONVERSATIONS,
-    Conversations,
+    ConversationOptions,
     NamedColumns,
     identity_of,
     load_generator,
@@ -237,7 +237,7 @@ class Job:
     first: int = 0
     """The index of the first row to use."""
     columns: NamedColumns = BY_NAME
-    conversations: Conversations = NO_CONVERSATIONS
+    conversations: ConversationOptions = NO_CONVERSATIONS
 
 
 @dataclass

@@ -112,7 +112,7 @@ def load_generator(
 
 
 @dataclass(frozen=True)
-class Conversations:
+class ConversationOptions:
     """The environment or the tools of a command, from its options."""
 
     environment: str | None = None
@@ -156,7 +156,7 @@ class Conversations:
         }
 
 
-NO_CONVERSATIONS = Conversations()
+NO_CONVERSATIONS = ConversationOptions()
 CONVERSATION_OPTIONS = {"rollout.environment": "--environment", "rollout.tools": "--tool"}
 
 
@@ -228,7 +228,7 @@ def opened_scorer(
     console: Console,
     output: Path | None,
     options: Mapping[str, str] = REWARD_OPTIONS,
-    conversations: Conversations = NO_CONVERSATIONS,
+    conversations: ConversationOptions = NO_CONVERSATIONS,
 ) -> Scorer:
     """Opens the rewards and tests them on real rows; errors name command options, not recipe keys.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals, Turns, Whitening, informative
+from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals, TrajectoryTurns, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
 from lockstep.algorithms.divergence import adapt_coefficient, divergence
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
@@ -103,7 +103,7 @@ def estimate_advantages(
     return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, is_weights_K, metrics, repeats_S)
 
 
-def _turns(experience: Experience, algorithm: Algorithm) -> Turns | None:
+def _turns(experience: Experience, algorithm: Algorithm) -> TrajectoryTurns | None:
     """Returns the turns of the step, if the estimator or the discount between turns needs them."""
     wanted = estimator_row(algorithm.advantage).turns
     if not wanted and algorithm.turn_discount == 1.0:

@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from lockstep.algorithms.advantage import Turns
+from lockstep.algorithms.advantage import TrajectoryTurns
 from lockstep.algorithms.correction import logprob_difference
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce
 from lockstep.data.batching import Outline, PackedRow, common_prompt
@@ -129,7 +129,7 @@ class Experience:
         shares = self.world.gather(list(zip(self.local_numbers, pairs, strict=True)))
         return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
 
-    def turns(self, discount: float, weight: float) -> Turns:
+    def turns(self, discount: float, weight: float) -> TrajectoryTurns:
         """Returns the turns of all trajectories of the step, and the turn of each token on this rank. Turns without an
         anchor have a state of their own."""
         counts_S = torch.tensor([len(meta.anchors) for meta in self.metas], dtype=torch.long)
@@ -146,7 +146,7 @@ class Experience:
             for meta in self.metas
             for anchor in meta.anchors
         ]
-        return Turns(
+        return TrajectoryTurns(
             torch.cat(turn_K) if turn_K else torch.empty(0, dtype=torch.long),
             torch.repeat_interleave(torch.arange(len(self.metas)), counts_S),
             torch.tensor(state_U, dtype=torch.long),

@@ -64,8 +64,7 @@ class Online:
 def open_online(
     recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False, plays: bool = True
 ) -> Iterator[Online]:
-    """Loads data and models. A replay of a tape sets `keeps` to False, and `plays` to False if it does not call the
-    environments. `accept` allows a resume with changed models."""
+    """Loads data and models. A replay of a tape sets `keeps` to False, and `plays` too if it calls no environments."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console, plays=plays)
         with (
@@ -79,9 +78,8 @@ def open_online(
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
     """Trains on the rollouts of a step. Returns the metrics of the step."""
-    training = online.training
-    run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
-    recipe, batches = run.recipe, run.prepared.batches
+    training, run = online.training, online.training.run
+    recipe, models, beta = run.recipe, training.models, training.carried["kl_coefficient"]
     updates = pack_minibatches(rollouts.experience, models, recipe.batch)
     experience = redistribute(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
@@ -94,7 +92,7 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     batch = TrainBatch(experience, outputs, advantages)
     training.idle.signal = find_idle_cause(batch, recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
-    metrics |= update(plans, batch, models, recipe, beta, step, batches.steps, run.phases)
+    metrics |= update(plans, batch, models, recipe, beta, step, run.prepared.batches.steps, run.phases)
     metrics |= online.loader.progress(rollouts.position, "training")
     next_beta = {"kl_coefficient": next_coefficient(recipe, beta, metrics, experience.sequences)}
     training.carried.update(online.loader.state(rollouts.position), position=float(rollouts.position), **next_beta)

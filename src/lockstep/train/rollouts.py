@@ -40,12 +40,11 @@ def take_rollouts(
 ) -> Rollouts:
     """Generates and scores responses to the next prompts of the dataset, from index `position` on."""
     collector = _Collector(generator, scorer, recipe, phases)
-    wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
+    wanted, settings, used = recipe.batch.prompts, recipe.algorithm.dynamic_sampling, 0
     max_batches = settings.max_gen_batches
     kept: list[list[RolloutMeta]] = []
     uniform: list[list[RolloutMeta]] = []
     prompts: dict[int, Prompt] = {}
-    used = 0
     while len(kept) < wanted and used < max_batches:
         missing = wanted - len(kept)
         taken = dict(enumerate(loader.between(position, position + missing), start=position))
