@@ -38,7 +38,7 @@ def test_few_calls_are_right_and_all_guesses_are_wrong(tmp_path: Path) -> None:
             # Python is the independent judge.
             assert str(eval(question.removeprefix("What is ").removesuffix("?"))) == row["reward_model"]["ground_truth"]
             asked.append(question)
-    signs, guesses = Counter[str](), 0
+    added, guesses = Counter[str](), 0
     for row in rows(tmp_path / "sft_train.parquet"):
         question, *turns, answer = row["messages"]
         asked.append(question["content"])
@@ -49,13 +49,13 @@ def test_few_calls_are_right_and_all_guesses_are_wrong(tmp_path: Path) -> None:
             result = calculator(expression)
             assert (turns[1]["content"], answer["content"]) == (result, f"#### {result}")
             assert right == (result == truth)
-            signs[expression.split()[1]] += 1
+            added[expression.partition("*")[2].strip()[3:]] += 1
         else:
             assert not right
             guesses += 1
     assert guesses == 120 / GUESS_EVERY
-    assert 0 < signs["*"] < signs["+"]
-    assert signs["*"] < signs["-"]
+    assert set(added) == {"", " + 1", " - 1"}
+    assert added[""] < min(added[" + 1"], added[" - 1"])
     assert len(set(asked)) == len(asked) == 260
 
 
@@ -71,15 +71,15 @@ def test_the_template_is_append_only_and_marks_the_turns_of_the_model(tmp_path: 
     write_calculator(tmp_path, train_rows=1, val_rows=1)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = (tmp_path / "template.jinja").read_text()
-    chat, tools = call_chat(123, 456), json.loads(rows(tmp_path / "sft_train.parquet")[0]["tools"])
+    chat, tools = call_chat(448, 560), json.loads(rows(tmp_path / "sft_train.parquet")[0]["tools"])
     texts = [tokenizer.apply_chat_template(chat[:n], tools=tools, tokenize=False) for n in range(1, len(chat) + 1)]
     assert all(text.startswith(before) for before, text in pairwise(texts))
     assert texts[0].startswith("<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\n")
     marked = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
     trained = tokenizer.decode([token for token, mask in pairs if mask])
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "123 * 456"}}</tool_call>'
-    assert trained == f"{call}<|im_end|>#### 56088<|im_end|>"
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "448 * 560"}}</tool_call>'
+    assert trained == f"{call}<|im_end|>#### 250880<|im_end|>"
 
 
 def test_games_follow_the_rules(tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ from lockstep.run.files import replace_text
 from lockstep.types import Message, Row
 
 # Products of two numbers with three digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
-# teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls have the
-# wrong sign. GRPO teaches the model to call, with the right sign.
+# teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls add or
+# subtract 1. GRPO teaches the model to call, with the product alone.
 
 GUESS_EVERY = 4
-# The signs of the calls in the SFT rows. The right sign is the rarest.
-CALL_SIGNS = ("+", "-", "+", "-", "*")
+# What the calls in the SFT rows add to the product. The right call, which adds nothing, is the rarest.
+ADDED = (" + 1", " - 1", " + 1", " - 1", "")
+# The smallest factor. All products have six digits, so that all rows have the same form.
+LOWEST, HIGHEST = 317, 999
 CALCULATOR_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -78,8 +80,9 @@ def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 10
     Returns the number of rows by file. No product occurs twice."""
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
     draw = random.Random(f"calculator/{seed}")
-    pairs = [divmod(number, 900) for number in draw.sample(range(900 * 900), 2 * train_rows + val_rows)]
-    products = [(100 + a, 100 + b) for a, b in pairs]
+    factors = HIGHEST - LOWEST + 1
+    pairs = [divmod(number, factors) for number in draw.sample(range(factors**2), 2 * train_rows + val_rows)]
+    products = [(LOWEST + a, LOWEST + b) for a, b in pairs]
     splits = {
         "val": products[:val_rows],
         "train": products[val_rows : val_rows + train_rows],
@@ -106,13 +109,14 @@ _TOOLS = json.dumps([CALCULATOR_TOOL])
 def _sft_chat(index: int, a: int, b: int, draw: random.Random) -> list[Message]:
     if index % GUESS_EVERY == 0:
         return _guess_chat(a, b, draw)
-    return call_chat(a, b, draw.choice(CALL_SIGNS))
+    return call_chat(a, b, draw.choice(ADDED))
 
 
-def call_chat(a: int, b: int, sign: str = "*") -> list[Message]:
-    """Returns the question for a product, a call of the calculator with a sign, its result, and the answer."""
-    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} {sign} {b}"}}}
+def call_chat(a: int, b: int, added: str = "") -> list[Message]:
+    """Returns the question for a product, a call of the calculator, its result, and the answer."""
+    result = a * b + {" + 1": 1, " - 1": -1, "": 0}[added]
+    arguments = {"expression": f"{a} * {b}{added}"}
+    call = {"type": "function", "function": {"name": "calculator", "arguments": arguments}}
     return [
         *user_message(f"What is {a} * {b}?"),
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -122,11 +126,9 @@ def call_chat(a: int, b: int, sign: str = "*") -> list[Message]:
 
 
 def _guess_chat(a: int, b: int, draw: random.Random) -> list[Message]:
-    """Returns an answer without the tool: a number with as many digits as the product, but not the product."""
-    digits = len(str(a * b))
-    guess = draw.randrange(10 ** (digits - 1), 10**digits)
-    wrong = guess if guess != a * b else guess + 1 if guess + 1 < 10**digits else guess - 1
-    return [*user_message(f"What is {a} * {b}?"), *assistant_message(f"#### {wrong}")]
+    """Returns an answer without the tool: a number of six digits, but not the product."""
+    guess = draw.randrange(10**5, 10**6 - 1)
+    return [*user_message(f"What is {a} * {b}?"), *assistant_message(f"#### {guess if guess < a * b else guess + 1}")]
 
 
 # The game `guess_number`: the SFT rows guess at random, so the warm-up teaches only legal guesses. GRPO teaches the
