@@ -271,7 +271,7 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda answer: answer.update(token_ids=answer["token_ids"][:-1]), "tokens and"),
+        (lambda answer: answer.update(token_ids=answer["token_ids"][:-1]), "tokens but"),
         (
             lambda answer: answer.update(finish_reason="stop", stop_reason=None, token_ids=[1] * 12),
             "unexpected reason: stop",
