@@ -196,6 +196,10 @@ CASES: dict[str, Case] = {
         "grpo",
         lambda broken: [f"rollout.function={broken.function('async def function(*args): return 1')}"],
     ),
+    "rollout.environment": (
+        "grpo",
+        lambda broken: [f"rollout.environment={broken.function('class Other: ...').replace(':function', ':Other')}"],
+    ),
     "val.read_questions_of": ("sft", lambda broken: ["val.questions=absent.jsonl"]),
     "val.long_questions": (
         "grpo",
