@@ -145,9 +145,10 @@ def wrong_block(scene: Scene) -> None:
 
 def judged_text(change: Callable[[str], str]) -> Inject:
     def inject(scene: Scene) -> None:
-        around_method(
-            scene, Scorer, "submit", lambda original, scorer, question, text: original(scorer, question, change(text))
-        )
+        def submit(original: Any, scorer: Any, question: Any, text: str, *trajectory: Any) -> Any:
+            return original(scorer, question, change(text), *trajectory)
+
+        around_method(scene, Scorer, "submit", submit)
 
     return inject
 
