@@ -64,8 +64,7 @@ class Online:
 def open_online(
     recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False, plays: bool = True
 ) -> Iterator[Online]:
-    """Loads data and models. A replay of a tape sets `keeps` to False, and `plays` to False if it does not call the
-    environments. `accept` resumes even if models have changed."""
+    """Loads data and models. A replay sets `keeps` to False, and `plays` too unless it calls environments."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console, plays=plays)
         with (
@@ -73,15 +72,14 @@ def open_online(
             open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept, plays=plays) as training,
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
-            training.position.carried = {**start, **training.carried}
+            training.position.carried = start | training.carried
             yield Online(training, make_loader(recipe, prepared.train, training.carried), scorer, Warnings(recipe))
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
     """Trains on the rollouts of a step. Returns the metrics of the step."""
-    training = online.training
-    run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
-    recipe, batches = run.recipe, run.prepared.batches
+    training, run, recipe = online.training, online.training.run, online.training.run.recipe
+    models, beta, steps = training.models, training.carried["kl_coefficient"], run.prepared.batches.steps
     updates = pack_minibatches(rollouts.experience, models, recipe.batch)
     experience = redistribute(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
@@ -91,10 +89,9 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     with run.phases("adv"):
         advantages = estimate_advantages(experience, outputs, recipe, beta, (recipe.run.seed, step))
     record_rollouts(training.tape, rollouts, experience, outputs, advantages)
-    batch = TrainBatch(experience, outputs, advantages)
-    training.idle.signal = find_idle_cause(batch, recipe)
+    training.idle.signal = find_idle_cause(batch := TrainBatch(experience, outputs, advantages), recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
-    metrics |= update(plans, batch, models, recipe, beta, step, batches.steps, run.phases)
+    metrics |= update(plans, batch, models, recipe, beta, step, steps, run.phases)
     metrics |= online.loader.progress(rollouts.position, "training")
     next_beta = {"kl_coefficient": next_coefficient(recipe, beta, metrics, experience.sequences)}
     training.carried.update(online.loader.state(rollouts.position), position=float(rollouts.position), **next_beta)
