@@ -72,7 +72,7 @@ def open_online(
             open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept, plays=plays) as training,
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
-            training.position.carried = {**start, **training.carried}
+            training.position.carried = start | training.carried
             yield Online(training, make_loader(recipe, prepared.train, training.carried), scorer, Warnings(recipe))
 
 
