@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.environments.sandbox import Limits, chosen_isolation, run_bash, run_python
+from lockstep.environments.sandbox import SandboxLimits, chosen_isolation, run_bash, run_python
 from lockstep.errors import Refusal
 
 # `run` executes the words after the image in the folder of the volume; `rm` kills that process group.
@@ -36,7 +36,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_program_runs_in_a_container_without_network(log: Path) -> None:
     assert chosen_isolation() == "docker:known"
-    done = run_bash("cat; ls; exit 3", Limits(memory_mb=77, processes=5, disk_mb=9), stdin="in\n")
+    done = run_bash("cat; ls; exit 3", SandboxLimits(memory_mb=77, processes=5, disk_mb=9), stdin="in\n")
     assert (done.stdout, done.status, done.stopped) == ("in\nmain.sh\n", 3, "")
     inspect, run, remove = log.read_text().splitlines()[1:]
     assert inspect == "image inspect known"
@@ -56,9 +56,9 @@ def test_a_program_runs_in_a_container_without_network(log: Path) -> None:
 
 
 def test_a_container_that_hangs_or_talks_too_much_is_removed(log: Path) -> None:
-    done = run_bash("echo first; sleep 100000", Limits(seconds=1))
+    done = run_bash("echo first; sleep 100000", SandboxLimits(seconds=1))
     assert (done.stdout, done.status, done.stopped) == ("first\n", None, "time")
-    done = run_python("while True: print('y' * 999)", Limits(seconds=1000, output_bytes=10))
+    done = run_python("while True: print('y' * 999)", SandboxLimits(seconds=1000, output_bytes=10))
     assert (done.stdout, done.status, done.stopped) == ("y" * 10, None, "output")
 
 

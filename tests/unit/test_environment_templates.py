@@ -22,7 +22,7 @@ from lockstep.data.encode.builtin_templates import BUILTIN
 from lockstep.environments.conversation import ChatConversation, ChatFormat, probe_template
 from lockstep.environments.host import EnvironmentHosts
 from lockstep.environments.loop import EnvironmentEngine
-from lockstep.environments.messages import Reply
+from lockstep.environments.reply import Reply
 from lockstep.environments.setup import host_setup
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.environments.grading import MOST_TESTS, extract_code, grade, read_tests
-from lockstep.environments.sandbox import NAMESPACES, Limits, why_unusable
+from lockstep.environments.sandbox import NAMESPACES, SandboxLimits, why_unusable
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.rules import RULES
@@ -19,7 +19,7 @@ ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```"
 STATEMENTS = json.dumps(["assert add(1, 2) == 3", "assert add(-1, 1) == 0"])
 CALLS = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]})
 PROGRAM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3", "7\n"]})
-NAMED = Limits(seconds=60, output_bytes=2**20)
+NAMED = SandboxLimits(seconds=60, output_bytes=2**20)
 
 pytestmark = pytest.mark.skipif(bool(why_unusable(NAMESPACES)), reason=why_unusable(NAMESPACES))
 
@@ -50,7 +50,7 @@ def test_code_scores_one_only_if_it_passes_all_tests(text: str, truth: str, scor
 
 
 def test_code_that_hangs_scores_zero() -> None:
-    assert grade("```python\nwhile True: pass\n```", STATEMENTS, Limits(seconds=0.5)) == 0.0
+    assert grade("```python\nwhile True: pass\n```", STATEMENTS, SandboxLimits(seconds=0.5)) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from lockstep.environments.sandbox import (
     BUBBLEWRAP,
     LIMITS,
     NAMESPACES,
-    Limits,
+    SandboxLimits,
     chosen_isolation,
     execute,
     missing_isolation,
@@ -31,7 +31,7 @@ from lockstep.environments.sandbox import (
 from lockstep.errors import Refusal
 
 # A time limit that no program of these tests reaches, except those that hang.
-UNHURRIED = Limits(seconds=HANG)
+UNHURRIED = SandboxLimits(seconds=HANG)
 
 
 def usable(isolation: str) -> object:
@@ -83,7 +83,7 @@ def test_a_program_ends_by_its_signal(isolation: str) -> None:
 @pytest.mark.parametrize("isolation", EVERY)
 def test_a_program_that_hangs_is_stopped_with_its_children(isolation: str, token: str) -> None:
     script = f"sleep 1000000 {token} 2>/dev/null & exec -a {token} sleep 1000000"
-    done = run_bash(script, Limits(seconds=0.5), isolation=isolation)
+    done = run_bash(script, SandboxLimits(seconds=0.5), isolation=isolation)
     assert (done.status, done.stopped) == (None, "time")
 
 
@@ -113,7 +113,7 @@ def test_a_fork_bomb_is_stopped(isolation: str, token: str) -> None:
     done = execute(
         [sys.executable, "-c", code],
         {},
-        Limits(seconds=3 if isolation == NAMESPACES else HANG, processes=8),
+        SandboxLimits(seconds=3 if isolation == NAMESPACES else HANG, processes=8),
         isolation=isolation,
     )
     assert done.status is None
@@ -126,14 +126,14 @@ def test_the_kernel_limits_the_processes_in_a_namespace() -> None:
         pytest.skip(why_unusable(NAMESPACES))
     code = "import os, time\nfor n in range(99):\n    try:\n        if not os.fork(): time.sleep(99)\n"
     code += "    except BlockingIOError:\n        break\nprint(n)"
-    done = run_python(code, Limits(seconds=HANG, processes=8), isolation=NAMESPACES)
+    done = run_python(code, SandboxLimits(seconds=HANG, processes=8), isolation=NAMESPACES)
     assert done.stdout == "7\n"
 
 
 @pytest.mark.parametrize("isolation", EVERY)
 def test_huge_output_is_cut_and_stops_the_program(isolation: str, token: str) -> None:
     code = f"word = '{token}'\nwhile True: print('y' * 1000)"
-    limits = Limits(seconds=HANG, output_bytes=5000)
+    limits = SandboxLimits(seconds=HANG, output_bytes=5000)
     done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
     assert (len(done.stdout), done.status, done.stopped) == (5000, None, "output")
     assert done.text.endswith("[the program was stopped: output limit]")
@@ -144,7 +144,7 @@ def test_huge_output_is_cut_and_stops_the_program(isolation: str, token: str) ->
 
 @pytest.mark.parametrize("isolation", EVERY)
 def test_one_process_cannot_take_more_memory(isolation: str) -> None:
-    done = run_python("x = bytearray(400 << 20)", Limits(seconds=HANG, memory_mb=200), isolation=isolation)
+    done = run_python("x = bytearray(400 << 20)", SandboxLimits(seconds=HANG, memory_mb=200), isolation=isolation)
     assert done.status == 1
     assert "MemoryError" in done.stderr
 
@@ -153,7 +153,7 @@ def test_one_process_cannot_take_more_memory(isolation: str) -> None:
 def test_several_processes_cannot_take_more_memory_together(isolation: str, token: str) -> None:
     code = f"word = '{token}'\nimport os, time\nfor _ in range(3):\n    if not os.fork(): break\n"
     code += "x = b'x' * (100 << 20)\ntime.sleep(1000)"
-    limits = Limits(seconds=HANG, memory_mb=250)
+    limits = SandboxLimits(seconds=HANG, memory_mb=250)
     done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
     assert (done.status, done.stopped) == (None, "memory")
 
@@ -161,9 +161,9 @@ def test_several_processes_cannot_take_more_memory_together(isolation: str, toke
 @pytest.mark.parametrize("isolation", EVERY)
 def test_a_program_cannot_fill_the_disk(isolation: str) -> None:
     one = "open('a', 'wb').write(bytes(9 << 20))"
-    assert not run_python(one, Limits(seconds=HANG, disk_mb=4), isolation=isolation).succeeded
+    assert not run_python(one, SandboxLimits(seconds=HANG, disk_mb=4), isolation=isolation).succeeded
     many = "import time\nfor n in range(9):\n    open(f'{n}', 'wb').write(bytes(1 << 20))\ntime.sleep(1000)"
-    done = run_python(many, Limits(seconds=HANG, disk_mb=4), isolation=isolation)
+    done = run_python(many, SandboxLimits(seconds=HANG, disk_mb=4), isolation=isolation)
     assert (done.status, done.stopped) == (None, "disk")
 
 
@@ -239,7 +239,7 @@ def test_no_process_is_left_when_the_run_is_killed(isolation: str, token: str, t
     code = (
         "from lockstep.environments.sandbox import *\n"
         f"run_bash('(exec -a {token} sleep 100000) & exec -a {token} sleep 100000',"
-        f" Limits(seconds=100000), isolation={isolation!r})"
+        f" SandboxLimits(seconds=100000), isolation={isolation!r})"
     )
     run = subprocess.Popen([sys.executable, "-c", code])
     # The programs have renamed themselves. Bash and the run have the token in their command line too.

@@ -1,8 +1,8 @@
 """Environments: conversations of the policy with tools and games. `rollout`, `reward`, `methods`, `train` and higher
 layers may import this package. It does not import `rollout`."""
 
-from lockstep.environments.interface import Environment, Start, TokenEnvironment, TokenTurn, Turn
-from lockstep.environments.messages import Reply
+from lockstep.environments.environment import Environment, Start, TokenEnvironment, TokenTurn, Turn
+from lockstep.environments.reply import Reply
 from lockstep.trajectory import ToolCall, Trajectory, TurnRecord
 
 __all__ = [

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.environments.sandbox import DOCKER, Execution, Limits, chosen_isolation, execute
+from lockstep.environments.sandbox import DOCKER, Execution, SandboxLimits, chosen_isolation, execute
 
 # All tests of a row share these limits. The time is less than the smallest `reward.time_limit` of the rule `sandbox`.
-LIMITS = Limits(seconds=6.0, output_bytes=4 * 2**20)
+LIMITS = SandboxLimits(seconds=6.0, output_bytes=4 * 2**20)
 MOST_TESTS = 100
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
@@ -111,7 +111,7 @@ def extract_code(text: str) -> str:
     return blocks[-1][2] if blocks else "" if _FENCED.search(text) else text
 
 
-def grade(text: str, ground_truth: str, limits: Limits = LIMITS) -> float:
+def grade(text: str, ground_truth: str, limits: SandboxLimits = LIMITS) -> float:
     """Returns 1.0 if the code in a text passes all tests of the ground truth, else 0.0."""
     tests, code = read_tests(ground_truth), extract_code(text)
     if not code.strip():

@@ -19,9 +19,9 @@ from lockstep.environments.conversation import ChatConversation, ChatFormat, Suf
 from lockstep.environments.dispatch import Dispatch, HostCall
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
-from lockstep.environments.messages import Reply
 from lockstep.environments.parsers import parse_reply
 from lockstep.environments.pausing import LOOK_SECONDS, Pausing
+from lockstep.environments.reply import Reply
 from lockstep.environments.running import Running, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings

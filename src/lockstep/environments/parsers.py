@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.environments.call_formats import FORMATS, THINK, CallFormat, RawCall, Reasoning, call_of_message
 from lockstep.environments.json_schema import fitted_arguments, shown
-from lockstep.environments.messages import Reply, ToolCall
+from lockstep.environments.reply import Reply, ToolCall
 from lockstep.environments.tools import FunctionTool
 from lockstep.errors import Refusal
 

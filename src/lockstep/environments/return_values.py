@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from lockstep.environments.interface import Start, TokenTurn, Turn
+from lockstep.environments.environment import Start, TokenTurn, Turn
 
 # Roles of the messages that an environment may write. The model writes the messages of the role `assistant`.
 ROLES = ("system", "developer", "user", "tool")

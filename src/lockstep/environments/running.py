@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.environments.conversation import ChatConversation, TokenConversation
 from lockstep.environments.host import Host
-from lockstep.environments.messages import Reply
+from lockstep.environments.reply import Reply
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord

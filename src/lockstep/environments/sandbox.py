@@ -45,7 +45,7 @@ _GRACE = 15.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """The limits of one program. The program is killed when it exceeds one of them."""
 
     seconds: float = 10.0
@@ -84,14 +84,14 @@ class Execution:
         return "\n".join(part for part in parts if part) or "[no output]"
 
 
-def run_python(code: str, limits: Limits | None = None, *, stdin: str = "", isolation: str = "") -> Execution:
+def run_python(code: str, limits: SandboxLimits | None = None, *, stdin: str = "", isolation: str = "") -> Execution:
     """Runs Python code as the file main.py of a new sandbox."""
     isolation = isolation or chosen_isolation()
     python = "python3" if isolation.startswith(DOCKER) else sys.executable
     return execute([python, "-B", "main.py"], {"main.py": code}, limits, stdin=stdin, isolation=isolation)
 
 
-def run_bash(script: str, limits: Limits | None = None, *, stdin: str = "", isolation: str = "") -> Execution:
+def run_bash(script: str, limits: SandboxLimits | None = None, *, stdin: str = "", isolation: str = "") -> Execution:
     """Runs a bash script in a new sandbox."""
     return execute(["/bin/bash", "main.sh"], {"main.sh": script}, limits, stdin=stdin, isolation=isolation)
 
@@ -99,14 +99,14 @@ def run_bash(script: str, limits: Limits | None = None, *, stdin: str = "", isol
 def execute(
     command: Sequence[str],
     files: Mapping[str, str],
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     *,
     stdin: str = "",
     isolation: str = "",
 ) -> Execution:
     """Runs a command in a new sandbox whose folder contains `files`. When this function returns, all processes of the
     program have ended and its folder is removed."""
-    isolation, limits = isolation or chosen_isolation(), limits or Limits()
+    isolation, limits = isolation or chosen_isolation(), limits or SandboxLimits()
     base = Path(tempfile.mkdtemp(prefix="lockstep-sandbox-"))
     try:
         (base / "root").mkdir()
@@ -125,7 +125,9 @@ def execute(
         _remove(base)
 
 
-def _specification(command: Sequence[str], base: Path, folder: Path, limits: Limits, isolation: str) -> dict[str, Any]:
+def _specification(
+    command: Sequence[str], base: Path, folder: Path, limits: SandboxLimits, isolation: str
+) -> dict[str, Any]:
     """Returns the arguments of the helper process."""
     home = str(folder) if isolation == LIMITS else _HOME
     environment = {
@@ -189,7 +191,7 @@ def _shown(path: str) -> list[str]:
     return ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
 
 
-def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution:
+def _run(specification: dict[str, Any], limits: SandboxLimits, stdin: Any) -> Execution:
     """Starts the helper, reads the output of the program, and waits until all of its processes have ended."""
     ours, theirs = socket.socketpair()
     too_long: list[bool] = []
@@ -228,7 +230,7 @@ def _run(specification: dict[str, Any], limits: Limits, stdin: Any) -> Execution
     return Execution(stdout, stderr, result.get("status"), result.get("stopped", ""))
 
 
-def _read(process: subprocess.Popen[bytes], limits: Limits, stop: Callable[[], None]) -> tuple[str, str]:
+def _read(process: subprocess.Popen[bytes], limits: SandboxLimits, stop: Callable[[], None]) -> tuple[str, str]:
     """Reads the output of a process until its end. Calls `stop` once when the output is longer than the limit."""
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
     total, deadline = 0, time.monotonic() + limits.seconds + _GRACE
@@ -254,7 +256,7 @@ def _read(process: subprocess.Popen[bytes], limits: Limits, stop: Callable[[], N
     return stdout, stderr
 
 
-def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Limits, stdin: Any) -> Execution:
+def _in_docker(image: str, command: Sequence[str], folder: Path, limits: SandboxLimits, stdin: Any) -> Execution:
     name = folder.parent.name
     os.chmod(folder.parent, 0o755)
     os.chmod(folder, 0o777)
@@ -337,7 +339,7 @@ def why_unusable(isolation: str) -> str:
         return "needs Linux"
     if isolation == BUBBLEWRAP and shutil.which("bwrap") is None:
         return "the program bwrap is not installed"
-    done = execute([sys.executable, "-c", "print(6 * 7)"], {}, Limits(seconds=30), isolation=isolation)
+    done = execute([sys.executable, "-c", "print(6 * 7)"], {}, SandboxLimits(seconds=30), isolation=isolation)
     return "" if done.stdout == "42\n" else done.text.splitlines()[-1 if not done.stderr else 0]
 
 

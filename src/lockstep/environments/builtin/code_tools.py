@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-from lockstep.environments.sandbox import Limits, chosen_isolation, run_bash, run_python
+from lockstep.environments.sandbox import SandboxLimits, chosen_isolation, run_bash, run_python
 from lockstep.errors import Refusal
 
 
-def read_limits(text: str, where: str) -> Limits:
+def read_limits(text: str, where: str) -> SandboxLimits:
     """Reads the limits of a tool, such as `seconds=5,memory_mb=512`."""
-    kinds: dict[str, type] = {field.name: float if field.name == "seconds" else int for field in fields(Limits)}
+    kinds: dict[str, type] = {field.name: float if field.name == "seconds" else int for field in fields(SandboxLimits)}
     values: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -23,7 +23,7 @@ def read_limits(text: str, where: str) -> Limits:
             remedy = f"write limits as name=number with a positive number; the names are {', '.join(kinds)}"
             raise Refusal.at(where, f"{part!r} is not a limit of a sandbox", remedy, code="out-of-range")
         values[name.strip()] = number
-    return Limits(**values)  # type: ignore[arg-type]
+    return SandboxLimits(**values)  # type: ignore[arg-type]
 
 
 def python_tool(argument: str, where: str) -> Callable[..., str]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from lockstep.environments.interface import Start, Turn
-from lockstep.environments.messages import Reply
+from lockstep.environments.environment import Start, Turn
+from lockstep.environments.reply import Reply
 
 _NUMBER = re.compile(r"\d+")
 

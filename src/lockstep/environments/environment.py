@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.environments.messages import Reply
+from lockstep.environments.reply import Reply
 from lockstep.types import Message
 
 
