@@ -74,19 +74,22 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def is_gated_norm(module: nn.Module) -> bool:
     """Returns whether the module looks like an RMSNorm whose output a second input gates."""
-    return _is_norm(module) and tuple(inspect.signature(type(module).forward).parameters)[1:] == GATED_INPUTS
+    return _has_norm_weight(module) and _inputs(module) == GATED_INPUTS
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    return _is_norm(module) and not is_gated_norm(module)
+    # A norm with a second input, such as a gate, is never called in the way the kernel supports.
+    return _has_norm_weight(module) and len(_inputs(module)) == 1
 
 
-def _is_norm(module: nn.Module) -> bool:
+def _has_norm_weight(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
-    # A norm with a second input, such as a gate, is never called in the way the kernel supports.
-    is_norm = is_norm and len(inspect.signature(type(module).forward).parameters) == len(("self", "hidden_states"))
     return is_norm and getattr(module, "bias", None) is None and epsilon_of(module) is not None
+
+
+def _inputs(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def adds_one(norm: nn.Module) -> bool:
