@@ -9,7 +9,7 @@ import pytest
 
 import environment_classes
 from environment_classes import Echo
-from lockstep.functions import register_callable
+from lockstep.functions import class_path
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from refusals import refuses
@@ -65,10 +65,10 @@ def test_an_offline_method_has_no_environment(recipe_file: Path, word: str) -> N
 
 
 def test_a_class_is_named_by_its_file() -> None:
-    assert register_callable("rollout.environment", Echo) == f"{environment_classes.__file__}:Echo"
+    assert class_path("rollout.environment", Echo) == f"{environment_classes.__file__}:Echo"
 
     class Inner(Echo):
         pass
 
     with refuses("rollout.environment", "invalid-function"):
-        register_callable("rollout.environment", Inner)
+        class_path("rollout.environment", Inner)

@@ -31,7 +31,7 @@ def state_bytes(config: Any, dtype: torch.dtype) -> int:
 @torch.inference_mode()
 def _measured_bytes(config: Any, dtype: torch.dtype) -> int:
     with torch.device("meta"):
-        model = LanguageModel.from_config(config, dtype=dtype).eval()
+        model = LanguageModel.from_config(config, dtype=dtype, trust_remote_code=False).eval()
         hidden = torch.empty(1, 2, text_config(config).hidden_size, dtype=dtype)
         sizes: dict[type[nn.Module], int] = {}
         total = 0
