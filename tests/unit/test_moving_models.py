@@ -132,7 +132,7 @@ def test_validation_questions_that_would_move_positions_are_refused_before_train
         assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
     said = told(capsys)
     assert "val.max_new_tokens [rotary-limit]" in said
-    assert f"prompt and val.max_new_tokens within {ORIGINAL}" in said
+    assert f"val.max_new_tokens within {ORIGINAL}" in said
     assert not trained(tmp_path / "long")
     assert run("train", recipe, "run.name=short", "val.max_new_tokens=5") == 0
     assert trained(tmp_path / "short")
@@ -150,5 +150,5 @@ def test_answers_that_would_move_positions_are_refused_by_option(
         assert run(*words, "--max-new-tokens", 6) == 2
     said = told(capsys)
     assert "--max-new-tokens [rotary-limit]" in said
-    assert f"prompt and --max-new-tokens within {ORIGINAL}" in said
+    assert f"--max-new-tokens within {ORIGINAL}" in said
     assert run(*words, "--max-new-tokens", 5) == 0
