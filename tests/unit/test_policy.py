@@ -74,7 +74,7 @@ def test_a_head_we_would_score_wrongly_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_a_model_that_is_no_decoder_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.MambaConfig(vocab_size=120, hidden_size=32, num_hidden_layers=2, state_size=4)
+    config = transformers.RwkvConfig(vocab_size=120, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     with pytest.raises(Refusal, match=r"model\.path"):
         load(tmp_path / "m")
