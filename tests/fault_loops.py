@@ -155,8 +155,8 @@ def judged_text(change: Callable[[str], str]) -> Inject:
 
 def reward_weight(factor: float) -> Inject:
     def inject(scene: Scene) -> None:
-        def total(original: Any, scorer: Any, outcomes: Any) -> Any:
-            score = original(scorer, outcomes)
+        def total(original: Any, scorer: Any, *given: Any) -> Any:
+            score = original(scorer, *given)
             return replace(score, total=factor * score.total)
 
         around_method(scene, Scorer, "_sum", total)

@@ -141,8 +141,8 @@ def test_another_reward_is_distinguished_from_other_faults(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         original = Scorer._sum
 
-        def total(scorer: Scorer, outcomes: Any) -> Any:
-            score = original(scorer, outcomes)
+        def total(scorer: Scorer, *given: Any) -> Any:
+            score = original(scorer, *given)
             return replace(score, total=score.total + 0.5)  # type: ignore[type-var]
 
         patch.setattr(Scorer, "_sum", total)

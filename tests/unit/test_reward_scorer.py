@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.row_rewards import overlong_penalty
@@ -99,6 +100,15 @@ def test_rules_are_scored_at_once() -> None:
         assert future.result() == Score(1.0, {"rule": 1.0})
         assert scorer.submit(question(), "18").result() == Score(0.0, {"rule": 0.0})
         assert scorer.submit(question("mine"), "18").result() == Score(1.0, {"rule": 1.0})
+
+
+def test_an_error_in_the_sum_is_raised_where_the_score_is_read(user, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Scorer, *given: object) -> Score:
+        raise RuntimeError("no sum")
+
+    monkeypatch.setattr(Scorer, "_sum", broken)
+    with opened(function=f"{user}:constant") as scorer, pytest.raises(RuntimeError, match="no sum"):
+        scorer.submit(question(), "text").result(timeout=HANG)
 
 
 def test_a_row_that_no_answer_can_match_is_a_failure() -> None:

@@ -182,8 +182,8 @@ class Scorer:
         return cls(parts, weights, settings.rules, required)
 
     def submit(self, question: Question, text: str, trajectory: Trajectory | None = None) -> Future[Score | Failure]:
-        """Submits a response and returns the future of its score, which may wait for `flush` and never raises. The text
-        of a trajectory is that of the model alone."""
+        """Submits a response and returns the future of its score, which may wait for `flush`. A failed reward is a
+        `Failure`, not an exception. The text of a trajectory is that of the model alone."""
         if trajectory is not None:
             question = with_trajectory(question, trajectory)
         outcomes = [part.submit(question, text) for part in self._parts]
@@ -192,9 +192,15 @@ class Scorer:
         if not outcomes:
             future.set_result(self._sum([], trajectory))
             return future
-        remaining = Countdown(
-            len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes], trajectory))
-        )
+
+        def settle() -> None:
+            # A future swallows the exceptions of its callbacks, and the run would wait forever.
+            try:
+                future.set_result(self._sum([outcome.result() for outcome in outcomes], trajectory))
+            except BaseException as error:  # noqa: BLE001 - the thread that reads the score raises it
+                future.set_exception(error)
+
+        remaining = Countdown(len(outcomes), settle)
         for outcome in outcomes:
             outcome.add_done_callback(remaining)
         return future
