@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV4Config, LlamaConfig, LlamaForCausalLM
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts, DeepseekV4MLP
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNorm, KimiLinearRMSNormGated
 from transformers.models.llama import modeling_llama
 
@@ -24,7 +25,15 @@ from host_kernels import HOST, host_norm, turned, unscaled
 from lockstep.data.batching import micro_batch
 from lockstep.kernels import fused_modules
 from lockstep.kernels import fused_modules as fused_rotary
-from lockstep.kernels.fused_modules import Heads, ModuleKernel, Rotary, is_rms_norm, plug_in
+from lockstep.kernels.fused_modules import (
+    Heads,
+    ModuleKernel,
+    Rotary,
+    are_experts,
+    is_rms_norm,
+    is_silu_gated,
+    plug_in,
+)
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_policy
 from lockstep.parallel.world import World
@@ -202,6 +211,17 @@ def test_a_late_error_of_the_device_is_the_trial_s() -> None:
 def test_a_norm_that_subtracts_the_mean_is_another_function() -> None:
     with pytest.warns(UserWarning, match="LayerNorm stays plain torch: host_norm gives different results"):
         assert plug_in(nn.LayerNorm(16, bias=False), HOST) == []
+
+
+def test_a_feed_forward_that_clamps_keeps_its_own_code() -> None:
+    """The kernels do not clamp, and a trial with small inputs would not notice it."""
+    config = DeepseekV4Config(hidden_size=16, moe_intermediate_size=32, n_routed_experts=4, swiglu_limit=10.0)
+    mlp, experts = DeepseekV4MLP(config), DeepseekV4Experts(config)
+    assert not is_silu_gated(mlp)
+    assert not are_experts(experts)
+    mlp.limit = experts.limit = float("inf")
+    assert is_silu_gated(mlp)
+    assert are_experts(experts)
 
 
 def test_a_norm_with_a_gate_is_no_plain_norm() -> None:

@@ -89,6 +89,14 @@ def test_a_group_compares_the_returns_of_first_turns() -> None:
     assert undiscounted != pytest.approx(wanted, rel=1e-2)
 
 
+def test_equal_scores_of_different_turns_give_no_advantage() -> None:
+    """The sums of these rewards differ in their last bits."""
+    split = [[(1, 0.1, "s")] * 30, [(1, 0.3, "s")] * 10]
+    assert sum([0.1] * 30) != sum([0.3] * 10)
+    assert set(estimated(split, algorithm__advantage="grpo")) == {0.0}
+    assert set(estimated(split, algorithm__advantage="rloo")) == {0.0}
+
+
 def test_generalized_advantages_are_discounted_between_turns() -> None:
     values = [0.3, -0.2, 0.6, 0.1, 0.4, -0.5, 0.2, 0.7, 0.0, 0.9, -0.1]
     gamma, lam = 0.9, 0.8
@@ -141,6 +149,13 @@ def test_gigpo_needs_states() -> None:
     nameless = [[(length, reward, None) for length, reward, _ in turns] for turns in GAME]
     with pytest.raises(Refusal, match="the environment names no state"):
         estimated(nameless, algorithm__advantage="gigpo")
+
+
+def test_a_greedy_baseline_is_not_discounted() -> None:
+    given = recipe(algorithm__advantage="remax")
+    discounted = given.model_copy(update={"algorithm": given.algorithm.model_copy(update={"turn_discount": DISCOUNT})})
+    found = list(combination_problems(discounted))
+    assert "algorithm.turn_discount" in [str(problem.where) for problem in found]
 
 
 def test_keys_of_turns_need_conversations() -> None:

@@ -167,11 +167,16 @@ class Signals:
     reduce: StepReduce = SINGLE_PROCESS
     turns: TrajectoryTurns | None = None
     """The turns of trajectories, if the estimator or `turn_discount` needs them."""
+    totals_S: torch.Tensor | None = None
+    """The exact scores of the sequences, if `rewards_K` has nothing but these scores. Sums of token rewards are
+    rounded, and an estimator would take the difference of two equal scores for a signal."""
 
     @property
     def scores_S(self) -> torch.Tensor:
         """The sum of the rewards of each sequence. With `turn_discount`, the return of its first turn: the reward of
         turn t is multiplied by turn_discount^t."""
+        if self.totals_S is not None:
+            return self.totals_S.to(self.rewards_K)
         rewards_K = self.rewards_K if self.turns is None else self.rewards_K * self.turns.discount_K
         return self.reduce.sum_by(rewards_K.to(self.rewards_K), self.sequence_K, len(self.group_S))
 
@@ -407,6 +412,8 @@ class _Groups:
         self._signals = signals
         reduce, sequence_K, sequences = signals.reduce, signals.sequence_K, len(signals.group_S)
         lengths_S = reduce.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
+        if scores_S is None:
+            scores_S = signals.totals_S
         if scores_S is None:
             rewards_K = signals.rewards_K.double()
             rewards_K = rewards_K if signals.turns is None else rewards_K * signals.turns.discount_K

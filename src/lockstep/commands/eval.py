@@ -206,7 +206,11 @@ def score_model(
         prompts = encode_questions(tokenizer, questions)
         refuse_long_answers(prompts, max_new_tokens, folder)
         # With an environment, its rewards count, and rules only if an option names them.
-        settings = Reward(rules=named, function=reward, weights={"rule": 1.0} if rules and rewarded else {})
+        settings = Reward(
+            rules=named,
+            function=reward,
+            weights={"rule": 1.0} if rules and conversations.environment is not None else {},
+        )
         torch_device = device.torch_device(world.local_rank)
         with _judge(settings, prompts, torch_device, console, conversations) as judge:
             generator = load_generator(folder, tokenizer, dtype, device, world, console, rollout)

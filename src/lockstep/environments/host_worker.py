@@ -96,7 +96,7 @@ def _check_methods(created: type, name: str) -> None:
 def _line(call: int, fields: dict[str, Any]) -> bytes:
     """Encodes an answer as a line. Raises ValueError if a value is not JSON, or if the answer is too long."""
     try:
-        line = json.dumps({"call": call, **fields}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({"call": call, **fields}, allow_nan=False, ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"returned a value that is not JSON: {error}") from None
     if len(line) > LONGEST_LINE:

@@ -65,7 +65,7 @@ class ToolEnvironment:
             return f"error: {error}", False
         except asyncio.TimeoutError:
             return f"error: {call.name} did not return within {self._timeout:g} s", True
-        except Exception as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
             return f"error: {type(error).__name__}: {error}"[:LONGEST_WHY], True
         return shortened(text, self._result_chars), False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import warnings
 import weakref
@@ -110,7 +111,14 @@ def epsilon_of(module: nn.Module) -> float | None:
 
 
 def is_gated(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS) and not _clamps(module)
+
+
+def _clamps(module: nn.Module) -> bool:
+    """Returns whether the module clamps its activations (`limit`, `swiglu_limit`). The kernels do not clamp, and the
+    small inputs of a trial would not reach the limit."""
+    limits = (value for name, value in vars(module).items() if "limit" in name)
+    return any(isinstance(value, int | float) and math.isfinite(value) for value in limits)
 
 
 SILU, GELU_TANH = ("SiLU", "SiLUActivation"), ("GELUTanh", "PytorchGELUTanh")
@@ -137,7 +145,7 @@ def are_experts(module: nn.Module) -> bool:
     """Returns whether the module holds the weights of all experts of a layer, gate before up, and nothing else."""
     named = dict(module.named_parameters(recurse=False))
     act = type(getattr(module, "act_fn", None)).__name__
-    if set(named) != {"gate_up_proj", "down_proj"} or act not in (*SILU, *GELU_TANH):
+    if set(named) != {"gate_up_proj", "down_proj"} or act not in (*SILU, *GELU_TANH) or _clamps(module):
         return False
     gate_up, down = named["gate_up_proj"], named["down_proj"]
     if gate_up.dim() != 3 or down.dim() != 3:

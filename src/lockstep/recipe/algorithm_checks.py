@@ -186,6 +186,12 @@ def _turn_problems(recipe: Recipe) -> Iterator[Problem]:
             "has an effect only on conversations of several turns",
             "set rollout.environment or rollout.tools, or remove this key",
         )
+    if estimator_row(algorithm.advantage).greedy_baseline:
+        yield conflict(
+            "algorithm.turn_discount",
+            f"{algorithm.advantage} subtracts the score of the greedy response, which is not discounted",
+            "remove this key, or use the advantage grpo",
+        )
     if estimator_row(algorithm.advantage).parts:
         yield conflict(
             "algorithm.turn_discount",

@@ -35,8 +35,7 @@ class EnvironmentSettings(Section):
     tools: list[Annotated[str, Named(TOOLS, allow_function=True)]] = Field(
         default_factory=list,
         description="Tools that the model may call, without an environment class: Python functions "
-        "(`path/to/file.py:name`), servers of the Model Context Protocol (`mcp:command`), or built-in names. The "
-        "conversation ends with the first reply without a tool call.",
+        "(`path/to/file.py:name`) or built-in names. The conversation ends with the first reply without a tool call.",
         effect=_CODE,
     )
     parser: str = Field(

@@ -48,7 +48,7 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
                 "each tensor-parallel rank would call the function, but all ranks must generate from identical requests"
             )
             yield unfit("rollout.function", why, f"remove it, {alone}")
-        if recipe.rollout.interactive:
+        if recipe.rollout.interactive or recipe.val.environment not in (None, "none"):
             why = (
                 "each tensor-parallel rank would run the environments, and the requests of all ranks must be identical"
             )

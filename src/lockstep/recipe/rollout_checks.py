@@ -88,6 +88,11 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.reward.process is not None:
         why = "scores the steps of a single response, not a conversation"
         yield unfit("reward.process", why, f"remove it, or remove {key}")
+    reward, texts = recipe.reward, ("function", "model", "remote", "format")
+    by_text = any(getattr(reward, name) is not None for name in texts) or reward.weights.get("rule")
+    if rollout.environment is not None and recipe.val.environment == "none" and not by_text:
+        why = "only the environment gives rewards, so answers without the environment have no score"
+        yield unfit("val.environment", why, "remove it, or set a reward for text, such as reward.weights={rule: 1}")
     yield from _trajectory_limit_problems(recipe)
 
 

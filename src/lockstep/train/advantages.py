@@ -61,6 +61,7 @@ def estimate_advantages(
     rewards_K = experience.token_rewards_K.clone()
     rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
     kl, kl_penalty_K = algorithm.kl, None
+    turns, totals_S = _turns(experience, algorithm), experience.scores_S
     if kl.in_reward():
         assert outputs.old_K is not None
         assert outputs.reference_K is not None
@@ -69,6 +70,7 @@ def estimate_advantages(
         penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
         if kl.before_baseline or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
+            totals_S = None
         else:
             kl_penalty_K = penalty_K
         metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
@@ -90,7 +92,8 @@ def estimate_advantages(
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
         kl_penalty_K,
         reduce,
-        _turns(experience, algorithm),
+        turns,
+        totals_S if turns is None else None,
     )
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None

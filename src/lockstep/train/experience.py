@@ -458,7 +458,9 @@ def redistribute(experience: Experience, updates: Sequence[UpdateRows], world: W
     arrived = [pair for parcel in world.exchange(parcels) for pair in parcel]
     return experience.with_local_rollouts(
         {
-            number: rollout if rollout.prompt.ids else replace(rollout, prompt=experience.prompts[rollout.prompt_index])
+            number: replace(rollout, prompt=experience.prompts[rollout.prompt_index])
+            if rollout.trajectory is None
+            else rollout
             for number, rollout in arrived
         }
     )

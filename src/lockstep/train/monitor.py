@@ -120,14 +120,16 @@ def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta
 
 def trajectory_metrics(every: Sequence[RolloutMeta]) -> dict[str, float]:
     """Returns the means of the metrics of all trajectories of a step, including failed trajectories. A trajectory
-    without a number of the name `environment/stop/...` counts as 0, and is left out of the means of other metrics."""
+    without a number of the name `environment/stop/...` or `environment/success` counts as 0, and is left out of the
+    means of other metrics."""
     found: dict[str, list[float]] = {}
     trajectories = [meta.trajectory_metrics for meta in every if meta.trajectory_metrics]
     for metrics in trajectories:
         for name, value in metrics.items():
             found.setdefault(name, []).append(value)
     return {
-        name: sum(values) / (len(trajectories) if name.startswith("environment/stop/") else len(values))
+        name: sum(values)
+        / (len(trajectories) if name.startswith(("environment/stop/", "environment/success")) else len(values))
         for name, values in sorted(found.items())
     }
 

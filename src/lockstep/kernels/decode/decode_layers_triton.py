@@ -179,6 +179,13 @@ class FusedLayers:
         return found
 
 
+# Errors of a trial, after which the model's modules are used. An assertion fails if only a part of a head is rotated.
+TRIAL_ERRORS = (
+    *(AssertionError, AttributeError, TypeError, KeyError, RuntimeError, ValueError, OSError),
+    *(subprocess.SubprocessError, TritonError),
+)
+
+
 def fused_layers(decoder: nn.Module, layout: CacheLayout) -> FusedLayers | None:
     """Returns the fused layers of a decoder whose attention windows are set, with the weights placed in shared buffers.
     Returns None if the decoder is not Llama-like or the trial finds a difference. `layout` is that of the KV cache."""
@@ -195,7 +202,7 @@ def fused_layers(decoder: nn.Module, layout: CacheLayout) -> FusedLayers | None:
     try:
         with torch.inference_mode(), latents_kept(fused.latent_modules):
             wrong = _trial(fused, layout)
-    except (TypeError, KeyError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
+    except TRIAL_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         wrong = f"the fused layers failed on a trial: {first_sentence(error)}"

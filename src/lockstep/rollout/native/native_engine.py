@@ -308,11 +308,11 @@ class NativeEngine(SharedWeights):
         # A policy that does not use the device's attention kernel also uses no fused layers. No fused layer is
         # recurrent.
         plain = self.policy.kernel == self.device.attention and self._group is None
-        if not self._layers_tried and plain and not self.policy.decoder.mixers:
+        tried, self._layers_tried = self._layers_tried, True
+        if not tried and plain and not self.policy.decoder.mixers:
             decoder = inner_decoder(self.policy.causal_lm)
             layout = self.policy.decoder.cache_layout()
             self._layers = generating_layers(decoder, self.device.generating_layers, layout)
-        self._layers_tried = True
         if self._layers is not None:
             self._layers.lay()
         return self._layers if self._layers is not None and self._layers.ready else None
