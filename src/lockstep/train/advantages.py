@@ -61,7 +61,8 @@ def estimate_advantages(
     rewards_K = experience.token_rewards_K.clone()
     rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
     kl, kl_penalty_K = algorithm.kl, None
-    turns, totals_S = _turns(experience, algorithm), experience.scores_S
+    turns = _turns(experience, algorithm)
+    totals_S: torch.Tensor | None = experience.scores_S
     if kl.in_reward():
         assert outputs.old_K is not None
         assert outputs.reference_K is not None
