@@ -200,6 +200,7 @@ def estimating(name: str, keys: dict[str, Any]) -> Recipe:
     given = {"advantage": name, **keys, **(gdpo if name == "gdpo" else {"kl__where": "reward"})}
     if name == "gdpo":
         given.pop("kl__before_baseline", None)
+    if name in ("gdpo", "remax"):  # these two do not support a discount between turns
         given.pop("turn_discount", None)
     rollout = {"rollout__n": 4, "rollout__environment": "game.py:Game"}
     return recipe_of(**rollout, **{f"algorithm__{key}": value for key, value in given.items()})

@@ -46,9 +46,9 @@ class Turn:
 class Environment(Protocol):
     """One object is one trajectory. Every method may be a coroutine.
 
-    An environment may also have `close()`, which is called at the end, `score(trajectory)`, which returns a reward or named
-    rewards of the finished trajectory, and the class method `score_group(trajectories)`, which returns one reward for
-    each trajectory of a prompt.
+    An environment may also have `close()`, which is called at the end, `score(trajectory)`, which returns a reward or
+    named rewards of the finished trajectory, and the class method `score_group(trajectories)`, which returns one reward
+    for each trajectory of a prompt.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
