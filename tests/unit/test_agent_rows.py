@@ -19,7 +19,7 @@ from lockstep.data.prepare.agent_rows import (
 )
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.guess_number import GuessNumber
-from lockstep.environments.reply import Reply
+from lockstep.environments.environment import Reply
 from lockstep.errors import Refusal
 from lockstep.reward.rules import rule_for
 

@@ -15,7 +15,7 @@ import pytest
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.corpus_search import Corpus, words
 from lockstep.environments.builtin.guess_number import GuessNumber
-from lockstep.environments.reply import Reply
+from lockstep.environments.environment import Reply
 from lockstep.environments.sandbox import NAMESPACES, why_unusable
 from lockstep.environments.setup import host_setup
 from lockstep.environments.tool_environment import ToolEnvironment

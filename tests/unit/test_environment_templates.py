@@ -20,9 +20,9 @@ from conversations import Conversation, conversations
 from lockstep.data.batching import micro_batch
 from lockstep.data.encode.builtin_templates import BUILTIN
 from lockstep.environments.conversation import ChatConversation, ChatFormat, probe_template
+from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts
 from lockstep.environments.loop import EnvironmentEngine
-from lockstep.environments.reply import Reply
 from lockstep.environments.setup import host_setup
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from conversations import conversations, rendered
 from lockstep.data.encode.builtin_templates import builtin_text
 from lockstep.environments.call_formats import FORMATS
+from lockstep.environments.environment import Reply
 from lockstep.environments.parsers import MOST_CALLS, detect_parser, parse_reply
-from lockstep.environments.reply import Reply, ToolCall
 from lockstep.model.load import load_tokenizer
+from lockstep.trajectory import ToolCall
 from original_templates import CHATML, GEMMA, ORIGINALS
 from refusals import refuses
 

@@ -1,8 +1,7 @@
 """Environments: conversations of the policy with tools and games. `rollout`, `reward`, `methods`, `train` and higher
 layers may import this package. It does not import `rollout`."""
 
-from lockstep.environments.environment import Environment, Start, TokenEnvironment, TokenTurn, Turn
-from lockstep.environments.reply import Reply
+from lockstep.environments.environment import Environment, Reply, Start, TokenEnvironment, TokenTurn, Turn
 from lockstep.trajectory import ToolCall, Trajectory, TurnRecord
 
 __all__ = [

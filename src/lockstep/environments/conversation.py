@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.data.encode.chat_text import ChatText, TemplateInputs
 from lockstep.data.encode.prompt_rows import prompt_ids
 from lockstep.data.encode.tokenizer_cache import token_ids
-from lockstep.environments.reply import Reply
+from lockstep.environments.environment import Reply
 from lockstep.errors import Refusal
 from lockstep.trajectory import ToolCall, TrajectoryRow
 from lockstep.types import Completion, Message, Origin, Question

@@ -8,8 +8,8 @@ order, because rounding depends on the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -17,11 +17,10 @@ import torch
 
 from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation
 from lockstep.environments.dispatch import Dispatch, HostCall
+from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.parsers import parse_reply
-from lockstep.environments.pausing import LOOK_SECONDS, Pausing
-from lockstep.environments.reply import Reply
 from lockstep.environments.running import Running, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -37,6 +36,24 @@ from lockstep.trajectory import (
     TurnRecord,
 )
 from lockstep.types import Completion, Request, Sampling
+
+# While trajectories wait for their environments, a pause is noticed after this many seconds.
+LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Pausing:
+    """What a rollout worker does when it pauses: turns that have started continue with newer weights. The engine for
+    the turns must pause by the same `wanted`."""
+
+    wanted: Callable[[], bool]
+    """Returns whether the turns shall pause."""
+    between: Callable[[], Sequence[tuple[Request, bool]]]
+    """Called when no turn is being generated: loads newer weights, and returns more requests. A request with True
+    starts before those that wait."""
+    version: Callable[[], int]
+    """Returns the version of the weights."""
+
 
 # The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
 PROMPT_TOKENS = 64

@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from lockstep.environments.call_formats import FORMATS, THINK, CallFormat, RawCall, Reasoning, call_of_message
+from lockstep.environments.environment import Reply
 from lockstep.environments.json_schema import fitted_arguments, shown
-from lockstep.environments.reply import Reply, ToolCall
 from lockstep.environments.tools import FunctionTool
 from lockstep.errors import Refusal
+from lockstep.trajectory import ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from hashlib import sha256
 from typing import Any
 
 from lockstep.environments.conversation import ChatConversation, TokenConversation
+from lockstep.environments.environment import Reply
 from lockstep.environments.host import Host
-from lockstep.environments.reply import Reply
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord

@@ -9,8 +9,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from lockstep.environments.environment import Start, Turn
-from lockstep.environments.reply import Reply
+from lockstep.environments.environment import Reply, Start, Turn
 from lockstep.environments.tools import FunctionTool, InvalidArguments, load_tool
 from lockstep.errors import Refusal
 from lockstep.functions import LONGEST_WHY

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from lockstep.environments.environment import Start, Turn
-from lockstep.environments.reply import Reply
+from lockstep.environments.environment import Reply, Start, Turn
 
 _NUMBER = re.compile(r"\d+")
 

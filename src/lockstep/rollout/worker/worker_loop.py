@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from lockstep.device.select import select
-from lockstep.environments.loop import EnvironmentEngine
-from lockstep.environments.pausing import Pausing
+from lockstep.environments.loop import EnvironmentEngine, Pausing
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.parallel.world import World
@@ -164,8 +163,8 @@ class _Worker:
         self.jobs = [job for job in self.jobs if job.begun]
 
     def _generate_trajectories(self, engine: EnvironmentEngine, jobs: list[_Unfinished]) -> None:
-        """Generates trajectories. Their environments go on during a pause, so weights and requests that arrive are
-        handled between two turns of the same call."""
+        """Generates trajectories. Environments keep running during a pause. New weights and requests are handled
+        between two turns, in the same call of the engine."""
         sampling = jobs[0].sampling
 
         def between() -> list[tuple[Request, bool]]:
