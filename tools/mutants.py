@@ -55,6 +55,7 @@ CENTRAL: dict[str, tuple[str, ...]] = {
     "rollout/native/scheduler.py": ("unit/test_scheduler.py", "unit/test_board.py", "unit/test_sampler.py"),
     "run/checkpoint.py": ("unit/test_checkpoint.py", "unit/test_sharded_checkpoint.py", "unit/test_resume_checks.py"),
     "rollout/servers/weight_sync.py": (
+        "unit/test_weight_sync.py",
         "unit/test_server_memory.py",
         "unit/test_weight_group.py",
         "unit/test_sglang.py",

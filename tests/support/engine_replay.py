@@ -23,6 +23,8 @@ _FOLDER = re.compile(r"[^\"\\ ]*/lockstep-weights-[^/\"\\]+")
 
 # What a fault makes of an answer: another status and body, or None to cut the connection.
 Fault = Callable[[str, Any, int, Any], "tuple[int, Any] | None"]
+# Answers a request that was never recorded, from its path and body; None if it has no answer.
+Unrecorded = Callable[[str, Any], Any]
 
 
 def plain(value: Any) -> str:
@@ -62,8 +64,9 @@ class Replay(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, kept: list[dict[str, Any]], fault: Fault | None = None):
+    def __init__(self, kept: list[dict[str, Any]], fault: Fault | None = None, unrecorded: Unrecorded | None = None):
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.unrecorded = unrecorded
         # The same request has another answer after a push: by what was asked, then by the version that it was asked of.
         self.answers: dict[str, dict[str, Any]] = defaultdict(dict)
         version = ""
@@ -84,6 +87,10 @@ class Replay(ThreadingHTTPServer):
             if found := _VERSION.search(json.dumps(body)):
                 self.run = found[1]
             known = self.answers.get(plain([method, path, body]))
+            if known is None and self.unrecorded is not None:
+                answer = self.unrecorded(path, body)
+                if answer is not None:
+                    return 200, answer
             if known is None:
                 return 599, f"never asked of the real server: {plain([method, path, body])[:500]}"
             said = known.get(self.version, next(iter(known.values())))
@@ -146,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def replaying(name: str, fault: Fault | None = None) -> Iterator[Replay]:
-    server = Replay(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")), fault)
+def replaying(name: str, fault: Fault | None = None, unrecorded: Unrecorded | None = None) -> Iterator[Replay]:
+    server = Replay(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")), fault, unrecorded)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield server

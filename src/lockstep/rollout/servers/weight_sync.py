@@ -65,6 +65,7 @@ class WeightSync:
         """Duration of each phase of the last sync in seconds."""
         self._memory = SharedMemory(device)
         self._run, self._noise = secrets.token_hex(4), 0.0
+        self._truncation_checked = False
         self._links: dict[str, WeightLink] = {}
 
     @property
@@ -181,8 +182,10 @@ class WeightSync:
             second = self._check(server)
             self.bounds, self._noise = calibrated(result, second, self.dtype), repeat_noise(result, second)
             self._refuse_check(server, why_rejected(second, None, self.bounds, 0.0))
-            self._refuse_other_truncation(server)
             result = second
+        if not self._truncation_checked:
+            self._refuse_other_truncation(server)
+            self._truncation_checked = True
         before = self.checked.get(server.client.address)
         self._refuse_check(server, why_rejected(result, before, self.bounds, self._noise))
         self.checked[server.client.address] = result

@@ -1,0 +1,136 @@
+"""Weight pushes against a recorded vLLM server: shared memory, the check of truncated sampling, timings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_replay import Replay, Unrecorded, replaying
+from engine_session import load, opened, sync
+from lockstep.errors import Refusal
+from lockstep.model.tiny import write_tiny
+from lockstep.rollout.servers.adapter import prompt_digest
+from lockstep.rollout.servers.vllm import SAMPLES
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedded") / "model"
+    write_tiny(folder)
+    return folder
+
+
+def calls(server: Replay, method: str) -> int:
+    return sum(body is not None and body.get("method") == method for _, body in server.asked)
+
+
+def greedy(folder: Path, *, truncated: bool) -> Unrecorded:
+    """A server with `top_k` 1: the kept token has probability 1. `truncated=False` reports its probability among all
+    tokens, as an engine does that truncates after it computed the log-probs."""
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, attn_implementation="eager").eval()
+
+    @torch.no_grad()
+    def answer(path: str, body: Any) -> Any:
+        if path != SAMPLES:
+            return None
+        ids, logprobs = list(body["token_ids"]), []
+        assert body["sampling_params"]["top_k"] == 1
+        for _ in range(body["sampling_params"]["max_tokens"]):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            scores = (logits / body["sampling_params"]["temperature"]).log_softmax(-1)
+            ids.append(int(scores.argmax()))
+            logprobs.append(0.0 if truncated else float(scores.max()))
+        new = ids[len(body["token_ids"]) :]
+        return {
+            "prompt": prompt_digest(body["token_ids"]),
+            "token_ids": new,
+            "logprobs": logprobs,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "versions": [],
+        }
+
+    return answer
+
+
+def test_an_engine_that_truncates_like_the_trainer_passes(embedded: Path, tmp_path: Path) -> None:
+    with (
+        replaying("vllm", unrecorded=greedy(embedded, truncated=True)) as server,
+        opened(server.address, load(embedded), embedded, tmp_path, top_k=1, truncated_sampling="mask") as engine,
+    ):
+        sync(engine)
+        truncated = [
+            body for path, body in server.asked if path == SAMPLES and body and body["sampling_params"]["top_k"] == 1
+        ]
+        assert len(truncated) > 0
+
+
+def test_an_engine_that_truncates_differently_is_refused(embedded: Path, tmp_path: Path) -> None:
+    with (
+        replaying("vllm", unrecorded=greedy(embedded, truncated=False)) as server,
+        opened(server.address, load(embedded), embedded, tmp_path, top_k=1, truncated_sampling="mask") as engine,
+        pytest.raises(Refusal) as caught,
+    ):
+        sync(engine)
+    assert "[truncated-sampling]" in str(caught.value)
+    assert "top_k 1" in str(caught.value)
+
+
+def test_a_server_that_is_lost_in_the_truncation_check_is_checked_again(embedded: Path, tmp_path: Path) -> None:
+    """The bounds of the weight check are known by then, so the check must not depend on them being unknown."""
+    answers, lost = greedy(embedded, truncated=False), []
+
+    def unrecorded(path: str, body: Any) -> Any:
+        if path == SAMPLES and not lost:
+            lost.append(True)
+            raise ConnectionError("cuts the connection")
+        return answers(path, body)
+
+    with (
+        replaying("vllm", unrecorded=unrecorded) as server,
+        opened(server.address, load(embedded), embedded, tmp_path, top_k=1, truncated_sampling="mask") as engine,
+        pytest.raises(Refusal, match="truncated-sampling"),
+    ):
+        sync(engine)
+    assert lost
+
+
+def takes(answer: dict[str, str]) -> Unrecorded:
+    def unrecorded(path: str, body: Any) -> Any:
+        return {"results": [answer]} if body is not None and body.get("method") == "lockstep_take" else None
+
+    return unrecorded
+
+
+def test_weights_in_shared_memory_are_not_written_to_files(embedded: Path, tmp_path: Path) -> None:
+    with (
+        replaying("vllm", unrecorded=takes({})) as server,
+        opened(server.address, load(embedded), embedded, tmp_path, weight_sync="memory") as engine,
+    ):
+        sync(engine)
+        assert engine.weight_sync.transport == "memory"
+        assert (calls(server, "lockstep_take"), calls(server, "lockstep_load")) == (2, 0)
+
+
+def test_memory_that_the_server_cannot_map_is_refused(embedded: Path, tmp_path: Path) -> None:
+    with (
+        replaying("vllm", unrecorded=takes({"unopened": "another machine"})) as server,
+        opened(server.address, load(embedded), embedded, tmp_path, weight_sync="memory") as engine,
+        pytest.raises(Refusal) as caught,
+    ):
+        sync(engine)
+    assert "[weight-sync-failed]" in str(caught.value)
+    assert "another machine" in str(caught.value)
+    assert calls(server, "lockstep_load") == 0
+
+
+def test_timings_are_those_of_the_last_sync(embedded: Path, tmp_path: Path) -> None:
+    with replaying("vllm") as server, opened(server.address, load(embedded), embedded, tmp_path) as engine:
+        engine.weight_sync.seconds["push"] = 1e9
+        sync(engine)
+        assert 0 < engine.weight_sync.seconds["push"] < 1e9
