@@ -185,6 +185,23 @@ def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> 
         assert "0 of 4 responses diverge" in checks["generation"].what
 
 
+def test_a_forced_replay_after_dynamic_sampling(tiny_folder: Path, tmp_path: Path) -> None:
+    """Dynamic sampling replaces groups whose trajectories have equal scores. The turns of the prompts that remain are
+    sampled again with the noise of their own prompts."""
+    keys = {
+        "run": {"name": "run", "folder": str(tmp_path / "runs"), "steps": 1, "seed": 1, "export": False},
+        "algorithm": {"dynamic_sampling": {"max_gen_batches": 3}},
+        "reward": {"weights": {"environment": 0.0, "score": 0.0, "group": 1.0}},
+        "tape": {"record": True},
+    }
+    done = train(write_recipe(tmp_path, tiny_folder, **keys))
+    assert dict(read_metrics(done / "metrics.jsonl"))[1]["train/uniform_groups"] > 0, "no prompt was replaced"
+    found = replay(done, "forced", [], Console.silent())
+    assert found is not None
+    checks = {check.stage: check for check in found.checks}
+    assert "0 of 4 responses diverge" in checks["generation"].what
+
+
 @pytest.mark.slow
 def test_eval_and_sample_play(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """`lockstep eval` reports success and turns, and `lockstep sample` stores conversations; both end their hosts."""
