@@ -137,6 +137,14 @@ def test_rewards_and_metrics(recorded: Path) -> None:
     assert metrics["val/stop/completed"] == 1.0
 
 
+def test_the_prompt_tokens_of_a_step_are_those_of_its_own_trajectories(recorded: Path) -> None:
+    """Validation before the step is not counted: at most what is new in each conversation is computed."""
+    tape = TapeFolder(recorded / "tape")
+    rollouts = rollouts_of(tape.read_table(tape.rollouts_file(2)))
+    new = sum(len(one.prompt.ids) + list(one.loss_mask).count(0) for one in rollouts)
+    assert 0 < dict(read_metrics(recorded / "metrics.jsonl"))[2]["rollout/prefill_tokens"] <= new
+
+
 def test_the_score_is_the_weighted_sum_of_its_parts(recorded: Path) -> None:
     trained = [one for one in lines(recorded) if one["kind"] == "train"]
     assert trained

@@ -90,6 +90,7 @@ class Generator:
             self._prompt_limit,
             None if self._logs is None else self._logs / f"environment-{self.world.rank}",
         )
+        environments.progress = self.world.progress
         self._environments.append(environments)
         return environments
 
@@ -161,6 +162,7 @@ class Generator:
         """Returns `n` scored responses per prompt, in the order of the prompts; all ranks get the same list. `keys` are
         the random keys of the prompts."""
         local = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
+        self.spent(0.0, 0)  # the metrics of the next training step do not count these prompt tokens
         return everyone(local.rollouts, self.world)
 
     def generate_here(
