@@ -328,11 +328,10 @@ class _TrajectoryBatch:
         conversation = running.conversation
         assert conversation is not None
         tokens = isinstance(conversation, TokenConversation)
-        running.reply = self._reply(running, completion)
+        reply = self._reply(running, completion)
         start, stop = conversation.add_turn(completion)
         running.ended_by = completion.stop
-        conversation.add_reply(running.reply)
-        reply = running.reply
+        running.reply = reply = conversation.add_reply(reply)
         record = TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error, anchor=running.anchor)
         running.turns.append(record)
         running.turn_rows.append(conversation.number)

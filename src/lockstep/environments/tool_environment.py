@@ -39,7 +39,13 @@ class ToolEnvironment:
             return Turn(done=True)
         results = await asyncio.gather(*(self._result(call) for call in reply.calls))
         messages: list[Message] = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+            # The name of an unknown tool is text of the model, which may contain special tokens.
+            {
+                "role": "tool",
+                "name": call.name if call.name in self._tools else "unknown",
+                "tool_call_id": call.id,
+                "content": text,
+            }
             for call, (text, _) in zip(reply.calls, results, strict=True)
         ]
         unread = reply.parse_error
