@@ -59,6 +59,17 @@ class Scored(Echo):
         return [float(len(trajectories) + number / 10) for number in range(len(trajectories))]
 
 
+class Farewell(Echo):
+    """Says something also in its last answer. `score` is the number of messages that it sees."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return Turn([{"role": "user", "content": self.answer}], 1.0, turn.done)
+
+    def score(self, trajectory: Trajectory) -> float:
+        return float(len(trajectory.messages))
+
+
 class Buggy:
     """Has a bug for some rows: `bugs` has a method and a bug by ground truth. Two turns without a bug."""
 
@@ -179,3 +190,6 @@ class Tokens:
     def step_tokens(self, ids: Sequence[int]) -> TokenTurn:
         self.turns += 1
         return TokenTurn(list(reversed(ids)), reward=0.5, done=self.turns == 2)
+
+    def score(self, trajectory: Trajectory) -> float:
+        return float(len(trajectory.messages))

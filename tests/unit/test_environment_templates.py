@@ -83,8 +83,9 @@ def walk(tokenizer: Any, chat: ChatFormat, talk: Conversation) -> Iterator[tuple
         held, row = conversation.context, conversation.number
         conversation.add_turn(Completion(0, 0, ids, [-1.0] * len(ids), "token"))
         conversation.add_reply(reply)
+        conversation.add_messages({"messages": new})
         extension = conversation.extension(reply, new)
-        conversation.extend(extension, new)
+        conversation.extend(extension)
         prompt, rows = conversation.rows()
         assert prompt == conversation.prompt[: len(prompt)]
         # The sampled tokens are kept in their row, with mask 1, behind the tokens after which they were sampled.
@@ -210,7 +211,9 @@ def test_the_trainer_computes_the_log_probs_of_the_engine(
     cut = 0
     for one in made:
         assert one.trajectory is not None
-        assert (one.failure, one.trajectory.stop, len(one.trajectory.turns)) == ("", "completed", 3)
+        whole = one.trajectory.turns[-1].finish == "stop"
+        assert (one.failure, len(one.trajectory.turns)) == ("", 3)
+        assert one.trajectory.stop == ("completed" if whole else "max_tokens")
         cut += sum(turn.finish == "length" for turn in one.trajectory.turns)
         start = list(one.prompt_ids or ())
         row = Example(start + one.ids, [0] * len(start) + list(one.loss_mask), Origin("x", 0))

@@ -364,8 +364,10 @@ class _TrajectoryBatch:
 
     def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
         running.answered(fields)
-        last, cut = running.turns[-1], running.reply.finish == "length" and running.room() <= 0
-        if cut:
+        assert running.conversation is not None
+        running.conversation.add_messages(fields)
+        last, cut = running.turns[-1], running.reply.finish == "length"
+        if cut and (fields["done"] or running.room() <= 0):
             self._end(running, MAX_TOKENS)
         elif fields["done"]:
             unread = last.parse_error and not running.reply.valid_calls
@@ -396,7 +398,7 @@ class _TrajectoryBatch:
         if running.room(len(extension.ids) + used) <= 0:
             self._end(running, CONTEXT_OVERFLOW)
             return
-        conversation.extend(extension, fields.get("messages", ()))
+        conversation.extend(extension)
         self.ready.append(running)
 
     def _refuse_unknown(self, ids: Sequence[int]) -> None:
