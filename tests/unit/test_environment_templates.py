@@ -83,9 +83,8 @@ def walk(tokenizer: Any, chat: ChatFormat, talk: Conversation) -> Iterator[tuple
         held, row = conversation.context, conversation.number
         conversation.add_turn(Completion(0, 0, ids, [-1.0] * len(ids), "token"))
         conversation.add_reply(reply)
-        conversation.add_messages({"messages": new})
         extension = conversation.extension(reply, new)
-        conversation.extend(extension)
+        conversation.extend(extension, new)
         prompt, rows = conversation.rows()
         assert prompt == conversation.prompt[: len(prompt)]
         # The sampled tokens are kept in their row, with mask 1, behind the tokens after which they were sampled.

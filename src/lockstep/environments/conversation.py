@@ -255,10 +255,10 @@ class ChatConversation(TokenRow):
         return self.chat.after_turn(self.start, turn, new, self.inputs, self.origin)
 
     def extension(self, reply: Reply, new: Sequence[Message]) -> Suffix:
-        """Returns the tokens of the last messages, `new`, after the model's last turn, `reply`."""
+        """Returns the tokens of new messages after the model's last turn, `reply`, which is the last message."""
         if self.chat.history == "as_template":
             try:
-                return self._as_template(reply)
+                return self._as_template(reply, new)
             except Refusal:
                 pass  # the template refuses the whole conversation, but maybe not the new messages
         try:
@@ -278,11 +278,11 @@ class ChatConversation(TokenRow):
         """Returns the text of the current row with the model's last turn."""
         return self.text + str(self.chat.tokenizer.decode(list(reply.ids), skip_special_tokens=False))
 
-    def _as_template(self, reply: Reply) -> Suffix:
+    def _as_template(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns what the template renders after the text of the row; a new row if the template renders the row itself
         differently."""
         tokenizer = self.chat.tokenizer
-        full = self.chat.render(self.messages, self.inputs, self.origin, open_turn=True)
+        full = self.chat.render([*self.messages, *new], self.inputs, self.origin, open_turn=True)
         held = self._held(reply)
         if not full.startswith(held):
             return Suffix(token_ids(tokenizer, full), new_row=True, text=full)
@@ -293,11 +293,11 @@ class ChatConversation(TokenRow):
         return Suffix(token_ids(tokenizer, text), text=full)
 
     def add_messages(self, fields: Mapping[str, Any]) -> None:
-        """Adds the messages of the environment to the record. The model sees them only after `extend`."""
+        """Adds messages of the environment that the model does not see, because the conversation ends."""
         self.messages += fields["messages"]
 
-    def extend(self, extension: Suffix) -> None:
-        """Appends the tokens of new messages."""
+    def extend(self, extension: Suffix, new: Sequence[Message]) -> None:
+        self.messages += new
         self.text = extension.text
         if extension.new_row:
             self.start_row(extension.ids)
@@ -320,10 +320,10 @@ class TokenConversation(TokenRow):
         return reply
 
     def add_messages(self, fields: Mapping[str, Any]) -> None:
-        """Adds the tokens of the environment to the record, as a message."""
         self.messages += [{"role": "user", "content": self._decode(fields["ids"])}] if fields["ids"] else []
 
-    def extend(self, extension: Suffix) -> None:
+    def extend(self, extension: Suffix, new: Sequence[Message] = ()) -> None:
+        self.messages.append({"role": "user", "content": self._decode(extension.ids)})
         self.add_context(extension.ids)
 
 
