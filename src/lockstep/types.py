@@ -490,6 +490,8 @@ class RolloutMeta:
     """The numbers of tokens after the prompt of each row, if the trajectory has several rows."""
     anchors: tuple[str | None, ...] = ()
     """For each turn of the policy, a digest of the text that identifies the state in which the turn starts."""
+    turn_rewards: tuple[float, ...] = ()
+    """The part of the score of each turn of a trajectory; the last turn has the rest. Empty without an environment."""
 
     @property
     def lengths(self) -> tuple[int, ...]:

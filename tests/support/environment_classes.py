@@ -16,15 +16,21 @@ FOREVER = 10_000
 
 
 class Echo:
-    """Answers each turn with its text, for `turns` turns. Asynchronous."""
+    """Answers each turn with its text, for `turns` turns, also if the turn calls one of `tools`. Asynchronous."""
 
-    def __init__(self, turns: int = 2, stop: Sequence[str] = (), answer: str = "you said {}"):
-        self.turns, self.stop, self.answer = turns, stop, answer
+    def __init__(
+        self,
+        turns: int = 2,
+        stop: Sequence[str] = (),
+        answer: str = "you said {}",
+        tools: Sequence[dict[str, Any]] = (),
+    ):
+        self.turns, self.stop, self.answer, self.tools = turns, stop, answer, tools
         self.info: dict[str, Any] = {}
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Start:
         self.info = {"seed": seed, "row": row["ground_truth"], "seen": []}
-        return Start(row["prompt"], stop=self.stop)
+        return Start(row["prompt"], self.tools, self.stop)
 
     async def step(self, reply: Reply) -> Turn:
         self.info["seen"].append([reply.text, reply.finish, list(reply.ids)])
@@ -60,6 +66,17 @@ class Scored(Echo):
     @classmethod
     def score_group(cls, trajectories: Sequence[Trajectory]) -> list[float]:
         return [float(len(trajectories) + number / 10) for number in range(len(trajectories))]
+
+
+class Farewell(Echo):
+    """Says something also in its last answer. `score` is the number of messages that it sees."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return Turn([{"role": "user", "content": self.answer}], 1.0, turn.done)
+
+    def score(self, trajectory: Trajectory) -> float:
+        return float(len(trajectory.messages))
 
 
 class Buggy:
@@ -182,3 +199,6 @@ class Tokens:
     def step_tokens(self, ids: Sequence[int]) -> TokenTurn:
         self.turns += 1
         return TokenTurn(list(reversed(ids)), reward=0.5, done=self.turns == 2)
+
+    def score(self, trajectory: Trajectory) -> float:
+        return float(len(trajectory.messages))

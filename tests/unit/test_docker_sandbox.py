@@ -52,7 +52,8 @@ def test_a_program_runs_in_a_container_without_network(log: Path) -> None:
         assert option in run
     name = run.split("--name ")[1].split()[0]
     assert remove == f"rm --force {name}"
-    assert run.endswith("known /bin/bash main.sh")
+    assert " known /bin/sh -c " in run
+    assert run.endswith(" /bin/bash main.sh")
 
 
 def test_a_container_that_hangs_or_talks_too_much_is_removed(log: Path) -> None:

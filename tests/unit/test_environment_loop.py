@@ -142,9 +142,42 @@ def test_a_cut_turn_gets_an_end_token_that_is_not_trained(tokenizer: Any) -> Non
     assert list(made.prompt_ids or ()) + made.ids[:-5] == rendered(tokenizer, "row 0", "hello", "you said hello")
     assert made.trajectory is not None
     assert [turn.finish for turn in made.trajectory.turns] == ["length", "length"]
-    # The environment ended the conversation, so the trajectory is not truncated.
-    assert made.trajectory.stop == "completed"
-    assert made.stop == "environment"
+    # The last turn is not whole, although the environment ended the conversation.
+    assert made.trajectory.stop == "max_tokens"
+    assert made.stop == "length"
+
+
+def test_a_cut_turn_before_the_last_does_not_truncate_the_trajectory(tokenizer: Any) -> None:
+    engine = opened(tokenizer, "Echo", lambda request, turn: "hello" if turn == 0 else "hi", turn_tokens=5)
+    (made,) = run(engine, requests_of(tokenizer, 1))
+    assert made.trajectory is not None
+    assert [turn.finish for turn in made.trajectory.turns] == ["length", "stop"]
+    assert (made.trajectory.stop, made.stop) == ("completed", "token")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling", "reason", "turns"),
+    [
+        ({}, {}, "completed", 2),
+        ({"max_turns": 1}, {}, "max_turns", 1),
+        ({"trajectory_timeout": 1e-9}, {}, "timeout", 1),
+        ({}, {"max_tokens": 6}, "max_tokens", 1),
+        ({}, {"max_tokens": 30}, "context_overflow", 1),
+    ],
+)
+def test_the_trajectory_has_the_last_messages_of_the_environment(
+    tokenizer: Any, keys: dict[str, Any], sampling: dict[str, Any], reason: str, turns: int
+) -> None:
+    """`score` and reward functions see them. The model does not, so they have no tokens."""
+    engine = opened(tokenizer, "Farewell", hello, environment_args={"answer": "bye"}, **keys)
+    (made,) = run(engine, requests_of(tokenizer, 1), **sampling)
+    found = made.trajectory
+    assert found is not None
+    assert (found.stop, len(found.turns)) == (reason, turns)
+    assert [message["role"] for message in found.messages] == ["user", *["assistant", "user"] * turns]
+    assert found.messages[-1] == {"role": "user", "content": "bye"}
+    assert found.scores == {"score": 2 * turns + 1}
+    assert made.loss_mask[-1] == 1
 
 
 def test_stop_strings_of_the_environment_end_a_turn(tokenizer: Any) -> None:
@@ -220,6 +253,9 @@ def test_an_environment_of_token_ids(tokenizer: Any) -> None:
     assert made.loss_mask == [1, 1, 1, 0, 0, 0, 1, 1, 1]
     assert made.trajectory is not None
     assert made.trajectory.reward == 1.0
+    contents = [message["content"] for message in made.trajectory.messages]
+    assert contents == ["ABC", "ab\n", "\nba", "ab\n", "\nba"]
+    assert made.trajectory.scores == {"score": 5}
 
 
 @pytest.fixture

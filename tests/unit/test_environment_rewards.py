@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hand_rollouts import question
+from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.parts import PartOutcome, RewardPart, StepOutcome, settled
@@ -149,6 +150,63 @@ def test_functions_of_all_signatures_see_the_speakers_apart(name: str, tmp_path:
         found = waiting.result(20)
     assert isinstance(found, Score), found
     assert found.total == 5.0
+
+
+def asked_with(**fields: Any) -> Question:
+    return replace(question(), columns={"prompt": question().prompt, **fields.pop("columns", {})}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "field"),
+    [
+        ("of_verl", {"extra_info": {"state": 1}}, "extra_info.state"),
+        ("of_openrlhf", {"extra_info": {"info": 1}}, "extra_info.info"),
+        ("of_trl", {"columns": {"messages": "mine"}}, "messages"),
+        ("of_trl", {"columns": {"state": None}}, "state"),
+    ],
+)
+def test_a_row_with_a_field_of_the_trajectory_is_refused(
+    name: str, fields: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    """Otherwise a reward function would get the trajectory's value without notice. A row that was not read before
+    training, in a stream, fails."""
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    settings = Reward(function=f"{tmp_path}/rewards.py:{name}", weights={"environment": 0.0})
+    asked = asked_with(**fields)
+    with Scorer.open(settings, [asked.data_source], CPU, environment=True) as scorer:
+        with pytest.raises(Refusal) as refused:
+            scorer.dry_run([question(), asked], conversations=True)
+        found = scorer.submit(asked, "", completion(MODEL).trajectory).result(20)
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.code) == (str(asked.origin), "duplicate-name")
+    assert repr(field) in problem.why
+    assert isinstance(found, Failure)
+    assert repr(field) in found.why
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("of_verl", {"columns": {"state": 1}}),  # this signature gets no columns
+        ("of_trl", {"columns": {"messages": question().prompt}}),  # the column of the prompt
+    ],
+)
+def test_other_fields_of_a_row_stay(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    settings = Reward(function=f"{tmp_path}/rewards.py:{name}", weights={"environment": 0.0})
+    asked = asked_with(**fields)
+    with Scorer.open(settings, [asked.data_source], CPU, environment=True) as scorer:
+        waiting = scorer.submit(asked, "", completion(MODEL).trajectory)
+        scorer.flush()
+        found = waiting.result(20)
+    assert isinstance(found, Score), found
+    assert found.total == 5.0
+
+
+def test_a_rule_reads_no_field_of_the_trajectory() -> None:
+    asked = asked_with(extra_info={"state": 1})
+    with Scorer.open(Reward(weights={"rule": 1.0}), [asked.data_source], CPU, environment=True) as scorer:
+        assert isinstance(scorer.submit(asked, "", completion(MODEL).trajectory).result(20), Score)
 
 
 def test_the_parts_of_an_environment_have_weights() -> None:

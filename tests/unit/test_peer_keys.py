@@ -19,7 +19,7 @@ from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Data
-from lockstep.recipe.keys_online import DynamicSampling, Reward
+from lockstep.recipe.keys_online import Algorithm, DynamicSampling, Reward
 from lockstep.recipe.schema import Optim
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in
@@ -282,9 +282,8 @@ def test_which_groups_are_replaced(
     ]
     bounds = None if between is None else list(between)
     prompts = {0: group[0].prompt}
-    assert (
-        worth_a_place(rollout_metas(group), prompts, DynamicSampling(max_gen_batches=2, between=bounds)) is has_signal
-    )
+    algorithm = Algorithm(dynamic_sampling=DynamicSampling(max_gen_batches=2, between=bounds))
+    assert worth_a_place(rollout_metas(group), prompts, algorithm) is has_signal
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

@@ -14,7 +14,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.train.advantages import estimate_advantages
-from lockstep.train.experience import ModelOutputs, build_experience
+from lockstep.train.experience import ModelOutputs, build_experience, rollout_metas
+from lockstep.train.monitor import has_signal
 from lockstep.trajectory import Trajectory, TurnRecord
 from lockstep.types import Rollout
 
@@ -95,6 +96,55 @@ def test_equal_scores_of_different_turns_give_no_advantage() -> None:
     assert sum([0.1] * 30) != sum([0.3] * 10)
     assert set(estimated(split, algorithm__advantage="grpo")) == {0.0}
     assert set(estimated(split, algorithm__advantage="rloo")) == {0.0}
+
+
+@pytest.mark.parametrize("advantage", ["gigpo", "grpo", "rloo"])
+def test_equal_discounted_returns_of_different_turns_give_no_advantage(advantage: str) -> None:
+    """0.2 + 0.5 x 0.2 = 0.3 + 0.5 x 0 = 0.3, but not as sums of rounded numbers."""
+    discounted = [[(1, 0.2, "a"), (1, 0.2, "b")], [(1, 0.3, "a"), (1, 0.0, "c")]]
+    split = [[(1, 0.1, f"s{i}") for i in range(30)], [(1, 0.3, f"t{i}") for i in range(10)]]
+    keys = {"algorithm__advantage": advantage}
+    if advantage != "gigpo":
+        assert set(estimated(discounted, **keys, algorithm__turn_discount=DISCOUNT)) == {0.0}
+    assert set(estimated(split, **keys)) == {0.0}
+
+
+def test_turns_of_gigpo_with_equal_returns_have_no_advantage() -> None:
+    """The returns are 0.1 + 0.2 and 0.3, and the trajectories of the group have equal scores."""
+    turns = [[(1, 0.1, "a"), (1, 0.2, "b")], [(1, 0.3, "a"), (1, 0.0, "c")]]
+    assert set(estimated(turns, algorithm__advantage="gigpo")) == {0.0}
+
+
+Group = list[list[tuple[int, float, str | None]]]
+
+
+@pytest.mark.parametrize(
+    ("game", "keys", "wanted"),
+    [
+        # Equal totals, earned in other turns.
+        ([[(1, 1.0, "a"), (1, 0.0, "b")], [(1, 0.0, "a"), (1, 1.0, "b")]], {"turn_discount": 0.5}, True),
+        ([[(1, 1.0, "a"), (1, 0.0, "b")], [(1, 0.0, "a"), (1, 1.0, "b")]], {}, False),
+        # Other totals, but equal discounted returns.
+        ([[(1, 0.2, "a"), (1, 0.2, "b")], [(1, 0.3, "a"), (1, 0.0, "b")]], {"turn_discount": 0.5}, False),
+        ([[(1, 0.2, "a"), (1, 0.2, "b")], [(1, 0.3, "a"), (1, 0.0, "b")]], {}, True),
+        # gigpo compares totals, and the returns of turns that start in the same state.
+        ([[(1, 1.0, "a"), (1, 0.0, "b")], [(1, 0.0, "a"), (1, 1.0, "b")]], {"advantage": "gigpo"}, True),
+        ([[(1, 1.0, "a"), (1, 0.0, "b")], [(1, 0.0, "a"), (1, 1.0, "c")]], {"advantage": "gigpo"}, False),
+        ([[(1, 1.0, None), (1, 0.0, None)], [(1, 0.0, None), (1, 1.0, None)]], {"advantage": "gigpo"}, False),
+        ([[(1, 0.5, "a")], [(1, 0.25, "b")]], {"advantage": "gigpo", "turn_discount": 0.5}, True),
+        ([[(1, 0.1, "s")] * 30, [(1, 0.3, "t")] * 10], {}, False),
+    ],
+)
+def test_dynamic_sampling_keeps_the_groups_that_have_advantages(
+    game: Group, keys: dict[str, Any], wanted: bool
+) -> None:
+    given = {f"algorithm__{name}": value for name, value in keys.items()}
+    algorithm = recipe(**given).algorithm
+    group = [played(turns, sample) for sample, turns in enumerate(game)]
+    assert has_signal(rollout_metas(group), {0: group[0].prompt}, algorithm) == wanted
+    named = any(anchor for turns in game for _, _, anchor in turns)
+    if named or algorithm.advantage != "gigpo":
+        assert any(estimated(game, **given)) == wanted
 
 
 def test_generalized_advantages_are_discounted_between_turns() -> None:

@@ -30,6 +30,8 @@ class TrajectoryTurns:
     AReaL)."""
     weight: float = 1.0
     """The weight of the advantages of turns in `gigpo`."""
+    rewards_U: torch.Tensor | None = None
+    """The exact rewards of the turns, if the token rewards have nothing else. Sums of token rewards are rounded."""
 
     @property
     def discount_K(self) -> torch.Tensor:
@@ -168,8 +170,8 @@ class Signals:
     turns: TrajectoryTurns | None = None
     """The turns of trajectories, if the estimator or `turn_discount` needs them."""
     totals_S: torch.Tensor | None = None
-    """The exact scores of the sequences, if `rewards_K` has nothing but these scores. Sums of token rewards are
-    rounded, and an estimator would take the difference of two equal scores for a signal."""
+    """The exact scores of the sequences, discounted with `turn_discount`, if `rewards_K` has nothing but these scores.
+    Sums of token rewards are rounded, and an estimator would take the difference of two equal scores for a signal."""
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -343,8 +345,11 @@ def gigpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
             "algorithm.advantage", "gigpo needs the turns of trajectories, and the step has none", code="missing-input"
         )
     groups = _Groups(replace(signals, turns=None))
-    rewards_U = signals.reduce.sum_by(signals.rewards_K.double(), turns.turn_K, len(turns.sequence_U))
-    returns_U = return_to_go(rewards_U, turns.sequence_U, turns.discount)
+    rewards_U = turns.rewards_U
+    if rewards_U is None:
+        rewards_U = signals.reduce.sum_by(signals.rewards_K.double(), turns.turn_K, len(turns.sequence_U))
+    # In the precision of the rewards, equal returns that are sums of different rewards are equal.
+    returns_U = return_to_go(rewards_U, turns.sequence_U, turns.discount).to(signals.rewards_K).double()
     turn_K = (turns.weight * _normalized(returns_U, turns.state_U))[turns.turn_K]
     trajectory_K = groups.at_tokens(groups.centred_P / (groups.deviation_P + STD_FLOOR))
     return _estimate(signals, trajectory_K + turn_K, returns_U[turns.turn_K])

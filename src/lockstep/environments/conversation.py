@@ -17,6 +17,7 @@ from lockstep.data.encode.chat_text import ChatText, TemplateInputs
 from lockstep.data.encode.prompt_rows import prompt_ids
 from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.environments.environment import Reply
+from lockstep.environments.json_schema import shown
 from lockstep.errors import Refusal
 from lockstep.trajectory import ToolCall, TrajectoryRow
 from lockstep.types import Completion, Message, Origin, Question
@@ -206,32 +207,94 @@ class ChatConversation(TokenRow):
         self.text = "" if keeps else chat.render(self.start, self.inputs, self.origin, open_turn=True)
         """The text of the current row. Only with `rollout.history=as_template`."""
 
-    def add_reply(self, reply: Reply) -> None:
+    def add_reply(self, reply: Reply) -> Reply:
+        """Adds the message of the model's turn. Returns the turn with parse errors for the calls that the chat template
+        refuses."""
+        reply = self._with_template_errors(reply)
         self.messages.append(reply.message())
+        return reply
+
+    def _with_template_errors(self, reply: Reply) -> Reply:
+        if not reply.calls or self._renders(reply, reply.calls):
+            return reply
+        if not self.tools:  # the parser has reported the calls
+            return replace(reply, calls=())
+        errors, calls = [reply.parse_error] if reply.parse_error else [], list[ToolCall]()
+        before = sum(len(message.get("tool_calls") or ()) for message in self.messages)
+        for number, call in enumerate(reply.calls, 1):
+            label, named = f"Tool call {number} ({call.name})", replace(call, id=f"call{before + number:05}")
+            if self._renders(reply, [call]):
+                calls.append(call)
+            elif self._renders(reply, [named]):
+                error = f"{label}: the id {shown(call.id)} is not possible here."
+                calls.append(replace(named, error=call.error or error))
+                errors += [] if call.error else [error]
+            else:
+                errors.append(f"{label} did not run: the call is not possible here.")
+        if len(calls) > 1 and not self._renders(reply, calls):
+            errors += [
+                f"Tool call {number} ({call.name}) did not run: a turn can have only one tool call."
+                for number, call in enumerate(reply.calls, 1)
+                if call in calls[1:]
+            ]
+            calls = calls[:1]
+        return replace(reply, calls=tuple(calls), parse_error="\n".join(errors))
+
+    def _renders(self, reply: Reply, calls: Sequence[ToolCall]) -> bool:
+        """Returns whether the template renders the turn with these calls, and an answer: the results of the calls, or a
+        user message if there are no tools."""
+        answer = [_result(call) for call in calls] if self.tools else [_QUESTION]
+        try:
+            self._after(replace(reply, calls=tuple(calls)), answer)
+        except Refusal:
+            return False
+        return True
+
+    def _after(self, reply: Reply, new: Sequence[Message]) -> _AfterTurn:
+        turn = _marked(replace(reply, reasoning=""))
+        return self.chat.after_turn(self.start, turn, new, self.inputs, self.origin)
 
     def extension(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns the tokens of new messages after the model's last turn, `reply`, which is the last message."""
         if self.chat.history == "as_template":
-            return self._as_template(reply, new)
-        turn = _marked(replace(reply, reasoning=""))
-        after = self.chat.after_turn(self.start, turn, new, self.inputs, self.origin)
+            try:
+                return self._as_template(reply, new)
+            except Refusal:
+                pass  # the template refuses the whole conversation, but maybe not the new messages
+        try:
+            after = self._after(reply, new)
+        except Refusal:
+            if not reply.calls:
+                raise
+            # Some templates want the results of tools after a call. The tokens of the turn stay as sampled.
+            after = self._after(replace(reply, content=reply.text, calls=()), new)
         ids = self.chat.encode_after(after.end, after.text, self.origin)
-        ended = self.ids[-1] == ids[0] or (self.ids[-1] in self.chat.end_ids and not after.opens)
-        return Suffix(ids[1:] if ended else ids)
+        last = self.ids[-1:]
+        ended = last == ids[:1] or (not self.chat.end_ids.isdisjoint(last) and not after.opens)
+        text = f"{self._held(reply)}{'' if ended else after.end}{after.text}" if self.text else ""
+        return Suffix(ids[1:] if ended else ids, text=text)
+
+    def _held(self, reply: Reply) -> str:
+        """Returns the text of the current row with the model's last turn."""
+        return self.text + str(self.chat.tokenizer.decode(list(reply.ids), skip_special_tokens=False))
 
     def _as_template(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns what the template renders after the text of the row; a new row if the template renders the row itself
         differently."""
         tokenizer = self.chat.tokenizer
         full = self.chat.render([*self.messages, *new], self.inputs, self.origin, open_turn=True)
-        held = self.text + str(tokenizer.decode(list(reply.ids), skip_special_tokens=False))
+        held = self._held(reply)
         if not full.startswith(held):
             return Suffix(token_ids(tokenizer, full), new_row=True, text=full)
         text = full[len(held) :]
-        if self.ids[-1] in self.chat.end_ids:
+        if not self.chat.end_ids.isdisjoint(self.ids[-1:]):
             end = str(tokenizer.decode([self.ids[-1]], skip_special_tokens=False))
             return Suffix(self.chat.encode_after(end, text, self.origin)[1:], text=full)
         return Suffix(token_ids(tokenizer, text), text=full)
+
+    def add_messages(self, fields: Mapping[str, Any]) -> None:
+        """Adds messages of the environment that the model does not see, because the conversation ends."""
+        self.messages += fields["messages"]
 
     def extend(self, extension: Suffix, new: Sequence[Message]) -> None:
         self.messages += new
@@ -252,8 +315,12 @@ class TokenConversation(TokenRow):
         self._decode = decode
         self.messages: list[Message] = [{"role": "user", "content": decode(list(ids))}]
 
-    def add_reply(self, reply: Reply) -> None:
+    def add_reply(self, reply: Reply) -> Reply:
         self.messages.append({"role": "assistant", "content": reply.text})
+        return reply
+
+    def add_messages(self, fields: Mapping[str, Any]) -> None:
+        self.messages += [{"role": "user", "content": self._decode(fields["ids"])}] if fields["ids"] else []
 
     def extend(self, extension: Suffix, new: Sequence[Message] = ()) -> None:
         self.messages.append({"role": "user", "content": self._decode(extension.ids)})
@@ -276,6 +343,10 @@ def _name(name: str) -> str:
     return name if re.fullmatch(r"[\w.-]{1,64}", name) else "unknown"
 
 
+def _result(call: ToolCall) -> Message:
+    return {"role": "tool", "name": _name(call.name), "content": "!", "tool_call_id": call.id}
+
+
 @dataclass(frozen=True)
 class TemplateReport:
     """What a chat template does with earlier turns. `changes` names the messages after which it changes them."""
@@ -283,14 +354,17 @@ class TemplateReport:
     changes: tuple[str, ...]
     refuses: tuple[str, ...]
     """The messages that the template refuses."""
+    one_call: bool = False
+    """Whether the template refuses a second tool call in a turn. Such a call is a parse error."""
 
     def sentence(self, history: str) -> str:
+        only = "; a turn can have only one tool call" if self.one_call else ""
         if not self.changes:
-            return "the chat template only appends"
+            return f"the chat template only appends{only}"
         what = "kept as sampled" if history == "keep" else "rendered again in a new row"
         return (
             f"the chat template changes earlier turns after {' and '.join(self.changes)}; they are {what} "
-            f"(rollout.history={history})"
+            f"(rollout.history={history}){only}"
         )
 
 
@@ -308,8 +382,8 @@ _TOOL: dict[str, Any] = {
 def probe_template(chat: ChatFormat, arguments: Mapping[str, Any], tools: bool) -> TemplateReport:
     """Tries the template on small conversations: a user message after a turn, after a turn with reasoning, and the
     result of a tool call."""
-    call = ToolCall("look", {"x": "?"}, "call00001")
-    result: Message = {"role": "tool", "name": "look", "content": "!", "tool_call_id": call.id}
+    call, second = (ToolCall("look", {"x": "?"}, f"call0000{number}") for number in (1, 2))
+    result, both = _result(call), Reply("a", calls=(call, second))
     probes: dict[str, tuple[Reply, Message, tuple[dict[str, Any], ...]]] = {
         "a user message": (Reply("a", "a"), _QUESTION, ()),
         "a user message that follows reasoning": (Reply("a", "a", "b"), _QUESTION, ()),
@@ -319,15 +393,22 @@ def probe_template(chat: ChatFormat, arguments: Mapping[str, Any], tools: bool) 
             "a tool result": (Reply("a", calls=(call,)), result, (_TOOL,)),
             "a tool result that follows reasoning": (Reply("a", "", "b", calls=(call,)), result, (_TOOL,)),
         }
-    changes, refuses = [], []
+    changes, refuses, origin = list[str](), list[str](), Origin("the chat template", 0)
     for name, (reply, message, given) in probes.items():
         inputs = TemplateInputs(given, arguments)
         try:
-            held = chat.render([_QUESTION], inputs, Origin("the chat template", 0), open_turn=True)
-            full = chat.after_turn([_QUESTION], _marked(reply), [message], inputs, Origin("the chat template", 0)).full
+            held = chat.render([_QUESTION], inputs, origin, open_turn=True)
+            full = chat.after_turn([_QUESTION], _marked(reply), [message], inputs, origin).full
         except Refusal as refusal:
             refuses.append(f"{name}: {refusal.problems[0].why}")
             continue
         if not full.startswith(held) or (reply.reasoning and _REASONING not in full):
             changes.append(name)
-    return TemplateReport(tuple(changes), tuple(refuses))
+    one_call = False
+    if tools and not refuses:
+        try:
+            results = [result, _result(second)]
+            chat.after_turn([_QUESTION], _marked(both), results, TemplateInputs((_TOOL,), arguments), origin)
+        except Refusal:
+            one_call = True
+    return TemplateReport(tuple(changes), tuple(refuses), one_call)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.environments.sandbox import DOCKER, Execution, SandboxLimits, chosen_isolation, execute
+from lockstep.environments.sandbox import DOCKER, SandboxFailed, SandboxLimits, chosen_isolation, execute
 
 # All tests of a row share these limits. The time is less than the smallest `reward.time_limit` of the rule `sandbox`.
 LIMITS = SandboxLimits(seconds=6.0, output_bytes=4 * 2**20)
@@ -28,11 +28,13 @@ MOST_TESTS = 100
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 
-# The program in the sandbox. It reads its task after the model's code has run, and writes one line per test.
+# The program in the sandbox. It writes a first line before the model's code runs, reads its task after that, and writes
+# one line per test.
 HARNESS = r"""
 import json, os, subprocess, sys
 report = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+print("started", file=report, flush=True)
 kind = sys.argv[1]
 space = {"__name__": "solution"}
 if kind != "program":
@@ -112,7 +114,8 @@ def extract_code(text: str) -> str:
 
 
 def grade(text: str, ground_truth: str, limits: SandboxLimits = LIMITS) -> float:
-    """Returns 1.0 if the code in a text passes all tests of the ground truth, else 0.0."""
+    """Returns 1.0 if the code in a text passes all tests of the ground truth, else 0.0. Raises `SandboxFailed` if the
+    tests could not start, for which the code is not the reason."""
     tests, code = read_tests(ground_truth), extract_code(text)
     if not code.strip():
         return 0.0
@@ -122,14 +125,15 @@ def grade(text: str, ground_truth: str, limits: SandboxLimits = LIMITS) -> float
     python = "python3" if isolation.startswith(DOCKER) else sys.executable
     files = {"solution.py": code, "harness.py": HARNESS}
     done = execute([python, "-B", "harness.py", tests.kind], files, limits, stdin=task, isolation=isolation)
-    return 1.0 if _passed(done, tests, token) else 0.0
+    started, _, results = done.stdout.partition("\n")
+    if started != "started":
+        raise SandboxFailed(f"the tests did not start in the sandbox {isolation}: {done.text}")
+    return 1.0 if done.succeeded and _passed(results, tests, token) else 0.0
 
 
-def _passed(done: Execution, tests: Tests, token: str) -> bool:
-    if not done.succeeded:
-        return False
+def _passed(lines: str, tests: Tests, token: str) -> bool:
     try:
-        results = [json.loads(line) for line in done.stdout.splitlines()]
+        results = [json.loads(line) for line in lines.splitlines()]
     except ValueError:
         return False
     if tests.outputs is None:

@@ -335,11 +335,10 @@ class _TrajectoryBatch:
         conversation = running.conversation
         assert conversation is not None
         tokens = isinstance(conversation, TokenConversation)
-        running.reply = self._reply(running, completion)
+        reply = self._reply(running, completion)
         start, stop = conversation.add_turn(completion)
         running.ended_by = completion.stop
-        conversation.add_reply(running.reply)
-        reply = running.reply
+        running.reply = reply = conversation.add_reply(reply)
         record = TurnRecord(start, stop, 0.0, reply.finish, reply.calls, reply.parse_error, anchor=running.anchor)
         running.turns.append(record)
         running.turn_rows.append(conversation.number)
@@ -372,16 +371,16 @@ class _TrajectoryBatch:
 
     def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
         running.answered(fields)
-        last, cut = running.turns[-1], running.reply.finish == "length" and running.room() <= 0
-        if cut:
-            self._end(running, MAX_TOKENS)
+        last, cut = running.turns[-1], running.reply.finish == "length"
+        if cut and (fields["done"] or running.room() <= 0):
+            self._end(running, MAX_TOKENS, fields)
         elif fields["done"]:
             unread = last.parse_error and not running.reply.valid_calls
-            self._end(running, PARSE_ERROR if unread else COMPLETED)
+            self._end(running, PARSE_ERROR if unread else COMPLETED, fields)
         elif len(running.turns) >= self.settings.max_turns:
-            self._end(running, MAX_TURNS)
+            self._end(running, MAX_TURNS, fields)
         elif running.late:
-            self._end(running, TIMEOUT)
+            self._end(running, TIMEOUT, fields)
         else:
             self._continue(running, fields)
 
@@ -402,7 +401,7 @@ class _TrajectoryBatch:
             return
         used = -len(conversation.context) if extension.new_row else 0
         if running.room(len(extension.ids) + used) <= 0:
-            self._end(running, CONTEXT_OVERFLOW)
+            self._end(running, CONTEXT_OVERFLOW, fields)
             return
         conversation.extend(extension, fields.get("messages", ()))
         self.ready.append(running)
@@ -422,9 +421,12 @@ class _TrajectoryBatch:
 
     # The end of a trajectory.
 
-    def _end(self, running: Running, stop: str) -> None:
-        """Scores the trajectory and closes its environment."""
+    def _end(self, running: Running, stop: str, fields: dict[str, Any] | None = None) -> None:
+        """Scores the trajectory and closes its environment. `fields` has the environment's last messages, which the
+        model does not see."""
         running.stop = stop
+        if fields is not None and running.conversation is not None:
+            running.conversation.add_messages(fields)
         self._call("finish", running, finished=running.trajectory())
 
     def _after_finish(self, running: Running, fields: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ invalid call becomes an error text for the model. Nothing in a reply is executed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 MOST_CALLS = 64
 """Maximum number of calls that are read from a reply. A model that repeats itself could write thousands."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# An id appears in the message with the result of its call, so it must not contain special tokens.
+_IDENTITY = re.compile(r"[\w.:-]{1,64}")
 
 
 def detect_parser(tokenizer: PreTrainedTokenizerBase | str | None) -> str:
@@ -86,9 +89,13 @@ def parse_reply(
     calls, errors = list[ToolCall](), list[str]()
     for number, call in enumerate(found[:MOST_CALLS], 1):
         error, arguments = _checked(call, number, schemas)
+        identity = call.id or f"call{first_call + number:05}"
+        if not _IDENTITY.fullmatch(identity):
+            error = error or f"Tool call {number} ({call.name}): the id {shown(identity)} is not possible here."
+            identity = f"call{first_call + number:05}"
         error = _without(special, error)
         if call.name:
-            calls.append(ToolCall(call.name, arguments, call.id or f"call{first_call + number:05}", error))
+            calls.append(ToolCall(call.name, arguments, identity, error))
         errors += [error] if error else []
     if len(found) > MOST_CALLS:
         errors.append(f"The turn has more than {MOST_CALLS} tool calls.")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import shutil
 import socket
@@ -24,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ _HOME = "/home/sandbox"
 _HELPERS = {NAMESPACES: 2, BUBBLEWRAP: 3, LIMITS: 1}
 # If the helper does not report this many seconds after the time limit, it is killed.
 _GRACE = 15.0
+
+
+class SandboxFailed(Exception):
+    """A sandbox could not start a program, or was lost while the program ran. The program is not the reason."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,28 @@ def execute(
     isolation: str = "",
 ) -> Execution:
     """Runs a command in a new sandbox whose folder contains `files`. When this function returns, all processes of the
-    program have ended and its folder is removed."""
+    program have ended and its folder is removed. Raises `SandboxFailed` if the sandbox does not start."""
     isolation, limits = isolation or chosen_isolation(), limits or SandboxLimits()
+    try:
+        if not isolation.startswith((BUBBLEWRAP, DOCKER)):
+            return _executed(command, files, limits, stdin, isolation)
+        # These programs fail with exit codes that a program may have too. The first line of the command is the proof
+        # that it has started.
+        token = secrets.token_hex(8) + "\n"
+        command = ["/bin/sh", "-c", f'echo {token.strip()} >&2; exec "$@"', "sh", *command]
+        more = replace(limits, output_bytes=limits.output_bytes + len(token))
+        done = _executed(command, files, more, stdin, isolation)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxFailed(f"the sandbox {isolation} cannot start: {error}") from error
+    before, started, after = done.stderr.partition(token)
+    if not started:
+        raise SandboxFailed(f"the sandbox {isolation} did not start its program: {done.text}")
+    return replace(done, stderr=before + after)
+
+
+def _executed(
+    command: Sequence[str], files: Mapping[str, str], limits: SandboxLimits, stdin: str, isolation: str
+) -> Execution:
     base = Path(tempfile.mkdtemp(prefix="lockstep-sandbox-"))
     try:
         (base / "root").mkdir()
@@ -224,7 +249,11 @@ def _run(specification: dict[str, Any], limits: SandboxLimits, stdin: Any) -> Ex
                 helper.wait(_GRACE)
             helper.kill()
             helper.wait()
-    result: dict[str, Any] = json.loads(report) if report else {"stopped": "time"}
+    # Only without namespaces, a program can kill its helper.
+    lost = {"stopped": "time"} if specification["isolation"] == LIMITS else {"failed": "its helper process was lost"}
+    result: dict[str, Any] = json.loads(report) if report else lost
+    if "failed" in result:
+        raise SandboxFailed(f"the sandbox {specification['isolation']} cannot start: {result['failed']}")
     if too_long:
         result = {"stopped": "output"}
     return Execution(stdout, stderr, result.get("status"), result.get("stopped", ""))
@@ -339,7 +368,10 @@ def why_unusable(isolation: str) -> str:
         return "needs Linux"
     if isolation == BUBBLEWRAP and shutil.which("bwrap") is None:
         return "the program bwrap is not installed"
-    done = execute([sys.executable, "-c", "print(6 * 7)"], {}, SandboxLimits(seconds=30), isolation=isolation)
+    try:
+        done = execute([sys.executable, "-c", "print(6 * 7)"], {}, SandboxLimits(seconds=30), isolation=isolation)
+    except SandboxFailed as error:
+        return str(error)
     return "" if done.stdout == "42\n" else done.text.splitlines()[-1 if not done.stderr else 0]
 
 

@@ -127,7 +127,13 @@ def _make_devices(folder: str, size: str) -> None:
 # Each function below is one process of the chain. A function that runs in a new process never returns.
 
 
-def fork(work: Callable[[], None]) -> int:
+def tell(report: int, **fields: Any) -> None:
+    """Writes a line to the helper: `started` before the program is executed, `failed` with a reason if the sandbox
+    cannot start it, and `status` with its exit code. The pipe is closed when the program is executed."""
+    os.write(report, json.dumps(fields).encode() + b"\n")
+
+
+def fork(work: Callable[[], None], report: int) -> int:
     """Forks a process that calls `work`, and that the kernel kills when this process ends."""
     child = os.fork()
     if child:
@@ -138,8 +144,7 @@ def fork(work: Callable[[], None]) -> int:
         work()
         status = 0
     except OSError as error:
-        os.write(2, f"sandbox: {error}\n".encode())
-        status = 125
+        tell(report, failed=str(error))
     finally:
         os._exit(status)
 
@@ -164,7 +169,7 @@ def outer(spec: dict[str, Any], report: int, ready: int, mapped: int) -> None:
     else:
         os.write(ready, b"1")
         os.read(mapped, 1)
-    ended(fork(lambda: init(spec, report)))
+    ended(fork(lambda: init(spec, report), report))
 
 
 def map_users(pid: int) -> None:
@@ -180,11 +185,11 @@ def _write(path: str, text: str) -> None:
 
 def init(spec: dict[str, Any], report: int) -> None:
     enter_root(spec)
-    main = fork(lambda: program(spec, drop=spec["uid"] == 0))
-    os.write(report, json.dumps({"status": ended(main)}).encode())
+    main = fork(lambda: program(spec, report, drop=spec["uid"] == 0), report)
+    tell(report, status=ended(main))
 
 
-def program(spec: dict[str, Any], *, drop: bool = False) -> NoReturn:
+def program(spec: dict[str, Any], report: int, *, drop: bool = False) -> NoReturn:
     """Sets the limits of the kernel and becomes the program."""
     os.setsid()
     if drop:
@@ -203,6 +208,7 @@ def program(spec: dict[str, Any], *, drop: bool = False) -> NoReturn:
         resource.setrlimit(name, (value, value))
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    tell(report, started=True)
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
@@ -296,21 +302,29 @@ def _disk(folder: str) -> float:
 
 def watch(spec: dict[str, Any], lifeline: int, reports: int) -> dict[str, Any]:
     """Waits until the program ends or exceeds a limit, or until the process that started the sandbox ends."""
-    started, check = time.monotonic(), 0
+    started, check, held, begun = time.monotonic(), 0, b"", False
     while True:
         ready, _, _ = select.select([lifeline, reports], [], [], PERIOD)
         if lifeline in ready:
             # A byte means that the output is too long. End-of-file means that the starting process has ended.
             return {"stopped": "output"} if os.read(lifeline, 1) else {"stopped": "parent"}
         if reports in ready:
-            report = os.read(reports, 4096)
-            result: dict[str, Any] = json.loads(report) if report else {"status": 125}
-            return result
+            piece = os.read(reports, 4096)
+            *lines, held = (held + piece).split(b"\n")
+            told: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            begun |= any("started" in line for line in told)
+            for line in told:
+                if "started" not in line:
+                    return line
+            if not piece:
+                # A program without namespaces can kill its helpers.
+                return {"status": 125} if begun else {"failed": "its helper processes ended"}
+            continue
         if os.getppid() != spec["parent"]:
             return {"stopped": "parent"}
         check += 1
         if stopped := exceeded(spec, started, check, descendants(os.getpid())):
-            return {"stopped": stopped}
+            return {"stopped": stopped} if begun else {"failed": f"did not start: {stopped} limit"}
 
 
 def start(spec: dict[str, Any], report: int) -> None:
@@ -318,7 +332,7 @@ def start(spec: dict[str, Any], report: int) -> None:
     if spec["isolation"] == "namespaces":
         was_ready, ready = os.pipe()
         was_mapped, mapped = os.pipe()
-        child = fork(lambda: outer(spec, report, ready, was_mapped))
+        child = fork(lambda: outer(spec, report, ready, was_mapped), report)
         os.close(ready)
         if spec["uid"] == 0 and os.read(was_ready, 1):
             map_users(child)
@@ -329,18 +343,14 @@ def start(spec: dict[str, Any], report: int) -> None:
 
     def inner() -> None:
         os.chdir(spec["folder"])
-        main = fork(lambda: program(spec))
-        os.write(report, json.dumps({"status": ended(main)}).encode())
+        main = fork(lambda: program(spec, report), report)
+        tell(report, status=ended(main))
 
-    fork(inner)
+    fork(inner, report)
 
 
-def main() -> None:
-    spec, lifeline = json.loads(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(lifeline, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    spec["uid"], spec["gid"] = os.getuid(), os.getgid()
+def run(spec: dict[str, Any], lifeline: int) -> dict[str, Any]:
+    """Starts the program and waits for its end. Returns the report."""
     if spec["uid"] == 0 and spec["isolation"] == "namespaces":
         os.chown(spec["folder"], NOBODY, NOBODY)
         for place, folders, names in os.walk(spec["folder"]):
@@ -352,7 +362,19 @@ def main() -> None:
     # Only the program writes to the output pipes; the reader waits until all of its processes have closed them.
     for descriptor in (0, 1, 2):
         os.close(descriptor)
-    result = watch(spec, lifeline, reports)
+    return watch(spec, lifeline, reports)
+
+
+def main() -> None:
+    spec, lifeline = json.loads(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(lifeline, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    spec["uid"], spec["gid"] = os.getuid(), os.getgid()
+    try:
+        result = run(spec, lifeline)
+    except OSError as error:
+        result = {"failed": str(error)}
     kill_descendants()
     if result.get("stopped") == "parent":
         import shutil

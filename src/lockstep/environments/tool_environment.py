@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.environments.environment import Reply, Start, Turn
+from lockstep.environments.sandbox import SandboxFailed
 from lockstep.environments.tools import FunctionTool, InvalidArguments, load_tool
 from lockstep.errors import Refusal
 from lockstep.functions import LONGEST_WHY
@@ -39,7 +40,13 @@ class ToolEnvironment:
             return Turn(done=True)
         results = await asyncio.gather(*(self._result(call) for call in reply.calls))
         messages: list[Message] = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+            # The name of an unknown tool is text of the model, which may contain special tokens.
+            {
+                "role": "tool",
+                "name": call.name if call.name in self._tools else "unknown",
+                "tool_call_id": call.id,
+                "content": text,
+            }
             for call, (text, _) in zip(reply.calls, results, strict=True)
         ]
         unread = reply.parse_error
@@ -64,6 +71,8 @@ class ToolEnvironment:
             return f"error: {error}", False
         except asyncio.TimeoutError:
             return f"error: {call.name} did not return within {self._timeout:g} s", True
+        except SandboxFailed:
+            raise  # the model is not the reason
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
             return f"error: {type(error).__name__}: {error}"[:LONGEST_WHY], True
         return shortened(text, self._result_chars), False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lockstep.errors import Problem, refuse_all, shortened
 from lockstep.model.trials import TrialReport
-from lockstep.reward.environment_rewards import with_trajectory
+from lockstep.reward.environment_rewards import overlap, overlap_reason, with_trajectory
 from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule, boxed_example
 from lockstep.trajectory import COMPLETED, Trajectory, TurnRecord
@@ -58,6 +58,9 @@ def dry_run(
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
         problems += _bad_truths(questions, rule_of)
+    if conversations:
+        problems += _overlaps(questions, {field for part in parts for field in part.fields})
+        refuse_all(problems)
     sources = list(dict.fromkeys(question.data_source for question in questions))
     trials: dict[tuple[str, str], list[_Trial]] = {}
     for source in sources:
@@ -128,6 +131,20 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
                     code="invalid-ground-truth",
                 )
             )
+    return shortened(problems, "rows")
+
+
+def _overlaps(questions: Sequence[Question], fields: Collection[str]) -> list[Problem]:
+    problems = [
+        Problem(
+            str(question.origin),
+            overlap_reason(field),
+            f"rename the field {field!r} of the rows, for example in a reader (data.reader)",
+            code="duplicate-name",
+        )
+        for question in questions
+        if (field := overlap(question, fields))
+    ]
     return shortened(problems, "rows")
 
 

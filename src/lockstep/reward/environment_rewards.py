@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lockstep.reward.function_worker import TRAJECTORY
 from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Question
 
@@ -13,6 +14,8 @@ from lockstep.types import Failure, Question
 # and the result of its method `score_group`.
 STEPS, SCORE, GROUP = "environment", "score", "group"
 ENVIRONMENT_PARTS = (STEPS, SCORE, GROUP)
+# The fields of a row in which a reward function gets the trajectory.
+COLUMNS, EXTRA_INFO = "columns", "extra_info"
 _METHODS = {SCORE: "score", GROUP: "score_group"}
 
 
@@ -30,6 +33,21 @@ def environment_parts(trajectory: Trajectory, required: frozenset[str] = frozens
 def turn_rewards(trajectory: Trajectory, weight: float) -> tuple[tuple[int, float], ...]:
     """Returns the weighted reward of each turn, at the last token of the turn."""
     return tuple((turn.stop - 1, weight * turn.reward) for turn in trajectory.turns if turn.reward)
+
+
+def overlap(question: Question, fields: Collection[str]) -> str:
+    """Returns the first field of the row that has the name of a field of the trajectory, among those that a reward
+    reads: `extra_info` or `columns`. Empty if there is none. The column of the prompt is no such field, because the
+    messages of the trajectory begin with the prompt."""
+    columns, prompt = question.columns if COLUMNS in fields else {}, question.columns.get("prompt")
+    taken = [name for name in TRAJECTORY if name in columns and not (name == "messages" and columns[name] == prompt)]
+    if EXTRA_INFO in fields:
+        taken += [f"{EXTRA_INFO}.{name}" for name in TRAJECTORY if name in question.extra_info]
+    return taken[0] if taken else ""
+
+
+def overlap_reason(field: str) -> str:
+    return f"has the field {field!r}, but a reward gets the field of this name from the trajectory"
 
 
 def with_trajectory(question: Question, trajectory: Trajectory) -> Question:

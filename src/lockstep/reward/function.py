@@ -241,13 +241,14 @@ class FunctionPart(RewardPart):
             for name, value in arguments.items()
         }
         self._batched = False
+        self.fields = ("extra_info",) if key == "reward.function" else ()
         self._waiting: list[_WaitingResponse] = []
         self._lock = threading.Lock()
         function = local_callable(reference)
         self._pool: ProcessPool[dict[str, Any], FunctionReply] | LocalCalls
         if function is not None:
             usable = _usable(function, reference, key, tuple(arguments))
-            self._batched = isinstance(usable, TrlFunction)
+            self._loaded(Loaded(isinstance(usable, TrlFunction)))
             self._pool = LocalCalls(usable, reference.rpartition(":")[0], settings.time_limit)
             self.note = (
                 f"reward {name}: {reference} is defined in this script or notebook and runs in the same process, so "
@@ -261,6 +262,7 @@ class FunctionPart(RewardPart):
 
     def _loaded(self, loaded: Loaded) -> None:
         self._batched = loaded.batched
+        self.fields = ("columns",) if loaded.batched else self.fields
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         if self._batched:

@@ -28,6 +28,8 @@ class RewardPart(ABC):
     name: str
     note: str = ""
     """A note about this reward component, printed in the dry run; empty if there is none."""
+    fields: tuple[str, ...] = ()
+    """The fields of a row that this component reads and in which it gets the trajectory: `extra_info` or `columns`."""
     progress: tuple[int, int] | None = None
     """The pair (number of finished steps, number of steps of the run), or None outside of a training run."""
 

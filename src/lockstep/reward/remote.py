@@ -138,6 +138,7 @@ class RemotePart(RewardPart):
     """
 
     name = "remote"
+    fields = ("extra_info",)
 
     def __init__(
         self,

@@ -21,6 +21,8 @@ from lockstep.reward.environment_rewards import (
     ENVIRONMENT_PARTS,
     STEPS,
     environment_parts,
+    overlap,
+    overlap_reason,
     turn_rewards,
     weighted,
     with_trajectory,
@@ -185,6 +187,11 @@ class Scorer:
         """Submits a response and returns the future of its score, which may wait for `flush`. A failed reward is a
         `Failure`, not an exception. The text of a trajectory is that of the model alone."""
         if trajectory is not None:
+            for part in self._parts:
+                if field := overlap(question, part.fields):  # a row of a stream, which no check has seen
+                    done: Future[Score | Failure] = Future()
+                    done.set_result(Failure(part.name, f"{question.origin} {overlap_reason(field)}"))
+                    return done
             question = with_trajectory(question, trajectory)
         outcomes = [part.submit(question, text) for part in self._parts]
         future: Future[Score | Failure] = Future()

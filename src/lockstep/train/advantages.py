@@ -19,7 +19,7 @@ from lockstep.recipe.registry import estimator_row
 from lockstep.reward.environment_rewards import ENVIRONMENT_PARTS
 from lockstep.reward.scorer import recipe_weights
 from lockstep.run.runtime import generator_of
-from lockstep.train.experience import Experience, ModelOutputs, reward_part
+from lockstep.train.experience import Experience, ModelOutputs, reward_part, turn_returns
 from lockstep.types import Score
 
 # The assumed relative rounding error of a return in fp32.
@@ -63,6 +63,9 @@ def estimate_advantages(
     kl, kl_penalty_K = algorithm.kl, None
     turns = _turns(experience, algorithm)
     totals_S: torch.Tensor | None = experience.scores_S
+    if turns is not None and not estimator_row(algorithm.advantage).turns:
+        returns = [turn_returns(meta.turn_rewards, turns.discount)[:1] for meta in experience.metas]
+        totals_S = torch.tensor([value for first in returns for value in first]) if all(returns) else None
     if kl.in_reward():
         assert outputs.old_K is not None
         assert outputs.reference_K is not None
@@ -72,6 +75,7 @@ def estimate_advantages(
         if kl.before_baseline or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
             totals_S = None
+            turns = None if turns is None else replace(turns, rewards_U=None)
         else:
             kl_penalty_K = penalty_K
         metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
@@ -94,7 +98,7 @@ def estimate_advantages(
         kl_penalty_K,
         reduce,
         turns,
-        totals_S if turns is None else None,
+        totals_S,
     )
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None

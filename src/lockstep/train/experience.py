@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -146,12 +148,14 @@ class Experience:
             for meta in self.metas
             for anchor in meta.anchors
         ]
+        rewards_U = [reward for meta in self.metas for reward in meta.turn_rewards]
         return TrajectoryTurns(
             torch.cat(turn_K) if turn_K else torch.empty(0, dtype=torch.long),
             torch.repeat_interleave(torch.arange(len(self.metas)), counts_S),
             torch.tensor(state_U, dtype=torch.long),
             discount,
             weight,
+            torch.tensor(rewards_U, dtype=torch.float64) if len(rewards_U) == len(state_U) else None,
         )
 
     def with_local_rollouts(self, local: Mapping[int, Rollout]) -> Experience:
@@ -212,6 +216,7 @@ def _meta(rollout: Rollout, shared: int) -> RolloutMeta:
         {} if rollout.trajectory is None else rollout.trajectory.named_metrics(),
         tuple(len(row.ids) for row in rollout.rows),
         _anchors(rollout),
+        _turn_rewards(rollout),
     )
 
 
@@ -221,6 +226,25 @@ def _anchors(rollout: Rollout) -> tuple[str | None, ...]:
         return (None,) * len(rollout.turn_tokens)
     anchors = [turn.anchor for turn in rollout.trajectory.turns]
     return tuple(None if one is None else blake2b(one.encode(), digest_size=8).hexdigest() for one in anchors)
+
+
+def _turn_rewards(rollout: Rollout) -> tuple[float, ...]:
+    if rollout.trajectory is None or not rollout.trajectory.turns or not isinstance(rollout.score, Score):
+        return ()
+    ends, total = list(accumulate(rollout.turn_tokens)), rollout.score.total
+    rewards = [0.0] * len(ends)
+    for token, share in rollout.token_rewards:
+        rewards[min(bisect_right(ends, _policy_token(rollout, token)), len(ends) - 1)] += share
+    rest = total - math.fsum(share for _, share in rollout.token_rewards)
+    # The total is a rounded sum. If nothing but rounding is left, the last turn gets nothing.
+    if abs(rest) > 1e-12 * max(abs(total), *map(abs, rewards)):
+        rewards[-1] += rest
+    return tuple(rewards)
+
+
+def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """Returns R_t = r_t + discount R_{t+1} for each turn."""
+    return list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))[::-1]
 
 
 def _experience(
@@ -285,10 +309,15 @@ def _token_rewards(rollouts: Sequence[Rollout], tokens: int) -> torch.Tensor:
     token_rewards_K, start = torch.zeros(tokens), 0
     for rollout in rollouts:
         for token, share in rollout.token_rewards:
-            # A reward at a token of the environment is assigned to the last policy token before it.
-            token_rewards_K[start + max(sum(rollout.loss_mask[: token + 1]) - 1, 0)] += share
+            token_rewards_K[start + _policy_token(rollout, token)] += share
         start += rollout.num_response_tokens
     return token_rewards_K
+
+
+def _policy_token(rollout: Rollout, token: int) -> int:
+    """Returns the index of a token among the policy tokens. A reward at a token of the environment is assigned to the
+    last policy token before it."""
+    return max(sum(rollout.loss_mask[: token + 1]) - 1, 0)
 
 
 def _policy_logprobs(rollout: Rollout) -> np.ndarray:

@@ -11,13 +11,13 @@ from lockstep.algorithms.advantage import informative
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_online import DynamicSampling
+from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.registry import estimator_row, loss_row
 from lockstep.recipe.schema import EarlyStopping
 from lockstep.reward.scorer import recipe_weights
 from lockstep.train.advantages import TrainBatch
-from lockstep.train.experience import reward_part
+from lockstep.train.experience import reward_part, turn_returns
 from lockstep.train.step import Learner
 from lockstep.types import FAILED, Failure, Prompt, Rollout, RolloutMeta, Score
 
@@ -75,21 +75,37 @@ def _response(rollout: Rollout, most: int) -> str:
     return f"; response: {rollout.text[:most]!r}" if rollout.ids else ""
 
 
-def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
+def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], algorithm: Algorithm) -> bool:
     """Returns whether dynamic sampling keeps the group: its mean score is within the bounds, or, if there are no
-    bounds, its scores differ."""
-    metric, key = settings.metric, "algorithm.dynamic_sampling.metric"
-    scores = torch.tensor(
-        [
-            one.score.total if metric is None else reward_part(one, prompts, metric, key)
-            for one in group
-            if isinstance(one.score, Score)
-        ]
-    )
+    bounds, its scores differ. Unless the recipe names a metric, the scores are those that the estimator compares: with
+    a discount between turns the returns of the first turns, and for an estimator of turns also the returns of turns
+    that start in the same state."""
+    settings, key = algorithm.dynamic_sampling, "algorithm.dynamic_sampling.metric"
+    scored = [one for one in group if isinstance(one.score, Score)]
+    if settings.metric is not None:
+        scores = [reward_part(one, prompts, settings.metric, key) for one in scored]
+    else:
+        scores = [one.score.total for one in scored if isinstance(one.score, Score)]
     if settings.between is not None:
         low, high = settings.between
-        return len(scores) > 0 and low < float(scores.double().mean()) < high
-    return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
+        return len(scores) > 0 and low < float(torch.tensor(scores).double().mean()) < high
+    if settings.metric is not None:
+        return _differ(scores)
+    returns = [turn_returns(one.turn_rewards, algorithm.turn_discount) for one in scored]
+    if not estimator_row(algorithm.advantage).turns:
+        discounted = algorithm.turn_discount != 1.0 and all(returns)
+        return _differ([turns[0] for turns in returns] if discounted else scores)
+    states: dict[str, list[float]] = {}
+    for one, turns in zip(scored, returns, strict=True):
+        for anchor, value in zip(one.anchors, turns, strict=bool(turns)):
+            if anchor is not None:
+                states.setdefault(anchor, []).append(value)
+    return _differ(scores) or any(map(_differ, states.values()))
+
+
+def _differ(scores: Sequence[float]) -> bool:
+    """Returns whether scores differ in the precision of the estimators (fp32)."""
+    return bool(informative(torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)).any())
 
 
 def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta], failed: int) -> dict[str, float]:

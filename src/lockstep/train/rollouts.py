@@ -51,7 +51,7 @@ def take_rollouts(
         prompts |= taken
         position, used = position + missing, used + 1
         for group in _groups(collector.sample(taken)):
-            (kept if max_batches == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
+            (kept if max_batches == 1 or checks.has_signal(group, prompts, recipe.algorithm) else uniform).append(group)
     # If the limit of generation batches is reached, groups with equal scores fill the step to its full size.
     filled = kept + uniform[: wanted - len(kept)]
     # In `filled`, `prompt_index` is a position in the dataset. In `rollouts`, it is the prompt's index in the step.
