@@ -6,14 +6,14 @@ import queue
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
+from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template, with_ids
 from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
 from lockstep.environments.loop import EnvironmentEngine, TurnEngine
 from lockstep.environments.parsers import format_named
 from lockstep.environments.running import environment_seed, row_of
 from lockstep.errors import Refusal, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
-from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
+from lockstep.recipe.registry import ENVIRONMENTS, TOOLS, adapter_row
 from lockstep.types import ENVIRONMENT, Prompt
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 TOOL_ENVIRONMENT = "lockstep.environments.tool_environment:ToolEnvironment"
 # The environment of tools limits each tool itself, so its own calls get this many seconds more.
 TOOL_SECONDS = 10.0
-_REMEDY = "fix the environment, or use another one (rollout.environment)"
 
 
 def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> HostSetup:
@@ -42,6 +41,9 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
         for name, value in settings.environment_args.items()
     }
     path = ENVIRONMENTS.get(settings.environment, settings.environment)
+    if (adapter := adapter_row(settings.environment)) is not None:
+        path = adapter.environment
+        arguments["source"] = settings.environment.partition(":")[2]
     workers = settings.environment_workers
     return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output)
 
@@ -79,15 +81,15 @@ def try_environment(
     hosts = EnvironmentHosts(setup)
     try:
         host = hosts.place(0)
-        row, start = row_of(question), environment_seed(seed, 0, 0)
+        row, start = row_of(question, hosts.writes_text, tokenizer, prompt.ids), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
-            raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", _REMEDY, code=answer.code)
-        fields = answer.fields
+            raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", answer.remedy, code=answer.code)
+        fields = with_ids(tokenizer, answer.fields, prompt.ids)
         conversation: ChatConversation | TokenConversation
         if fields["tokens"]:
             conversation = TokenConversation(fields["ids"], tokenizer.decode)
-            template = "the environment writes token ids"
+            template = f"the environment writes {'raw text' if 'text' in fields else 'token ids'}"
         else:
             _refuse_no_template(setup, tokenizer)
             conversation = ChatConversation(chat, question, fields["messages"], fields["tools"])
@@ -102,7 +104,7 @@ def try_environment(
             raise Refusal.at(setup.where, why, remedy, code="row-too-long")
         closed = _answered(hosts, hosts.send(host, do="finish", trajectory=0, finished=None), settings)
         if closed.why:
-            raise Refusal.at(setup.where, f"{closed.why}, for {question.origin}", _REMEDY, code=closed.code)
+            raise Refusal.at(setup.where, f"{closed.why}, for {question.origin}", closed.remedy, code=closed.code)
         count = len(fields.get("tools") or ())
         tools = f", {count} tool{'' if count == 1 else 's'}" if count else ""
         return f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"

@@ -119,6 +119,21 @@ LOSSES: dict[str, LossRow] = {
 }
 # Built-in environments and tools: `package.module:name` of the class or function.
 ENVIRONMENTS: dict[str, str] = {"guess_number": "lockstep.environments.builtin.guess_number:GuessNumber"}
+
+
+@dataclass(frozen=True)
+class AdapterRow:
+    """Environments of another framework, which a recipe selects with `NAME:SOURCE`."""
+
+    environment: str
+    """`package.module:Class` of the adapter, which gets SOURCE as the argument `source`."""
+    chat: bool = True
+    """Whether the chat template renders the messages. An environment that writes raw text needs no template."""
+
+
+ADAPTERS: dict[str, AdapterRow] = {
+    "openrlhf": AdapterRow("lockstep.environments.adapters.openrlhf_agent:OpenrlhfAgent", chat=False),
+}
 TOOLS: dict[str, str] = {
     "calculator": "lockstep.environments.builtin.calculator:calculator_tool",
     "python": "lockstep.environments.builtin.code_tools:python_tool",
@@ -148,6 +163,12 @@ TRACKERS: dict[str, str] = {
     "mlflow": "lockstep.run.trackers.mlflow:MlflowSink",
     "swanlab": "lockstep.run.trackers.swanlab:SwanlabSink",
 }
+
+
+def adapter_row(environment: str | None) -> AdapterRow | None:
+    """Returns the adapter that `NAME:SOURCE` selects, or None."""
+    name, colon, _ = (environment or "").partition(":")
+    return ADAPTERS.get(name) if colon else None
 
 
 def estimator_row(name: str) -> EstimatorRow:

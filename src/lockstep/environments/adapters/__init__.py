@@ -1,0 +1,1 @@
+"""Adapters: environments and tools that are written for other frameworks."""
