@@ -110,7 +110,7 @@ def test_the_reward_is_the_sum_and_logs_are_the_last(tokenizer: Any, tmp_path: P
 
 
 def test_scores_become_a_reward_component_on_request(tokenizer: Any, tmp_path: Path) -> None:
-    keys = {"environment": agent_file(tmp_path), "environment_args": {"scores": True}}
+    keys: dict[str, Any] = {"environment": agent_file(tmp_path), "environment_args": {"scores": True}}
     (made,), _ = played(tokenizer, ["4", "6", "7"], [question()], **keys)
     assert made.trajectory is not None
     assert made.trajectory.scores == {"score": 0.0}
