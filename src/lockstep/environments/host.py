@@ -51,6 +51,8 @@ class HostAnswer:
     fields: dict[str, Any] = field(default_factory=dict)
     why: str = ""
     code: str = "function-raised"
+    remedy: str = ""
+    """The remedy of a refusal by lockstep's own code."""
     time: float = field(default_factory=time.monotonic, compare=False)
     """The time at which the answer arrived."""
 
@@ -141,7 +143,8 @@ def _answer(line: bytes) -> HostAnswer:
         if "unusable" in fields:
             why, _, code = (str(word) for word in fields["unusable"])
             return HostAnswer(call, fields, why, code)
-        return HostAnswer(call, fields, str(fields.get("raised", "")), str(fields.get("code", "function-raised")))
+        code, remedy = str(fields.get("code", "function-raised")), str(fields.get("remedy", ""))
+        return HostAnswer(call, fields, str(fields.get("raised", "")), code, remedy)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no answer: {line[:80]!r}") from error
 

@@ -200,7 +200,7 @@ class _Host:
             self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
         except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
             cause = error.__cause__ if isinstance(error, _Failed) and error.__cause__ is not None else error
-            self._send(number, {"raised": f"{_method.get()} raised {_described(cause, self._file)}"})
+            self._send(number, _raised(cause, _method.get(), self._file))
         finally:
             self._tasks.pop(number, None)
 
@@ -273,6 +273,9 @@ def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise _Invalid from error
 
 
-def _described(error: BaseException, file: str) -> str:
-    """Returns the message of an exception. A refusal of lockstep's own code has no name of an exception."""
-    return error.problems[0].why if isinstance(error, Refusal) else describe_error(error, file)
+def _raised(error: BaseException, method: str, file: str) -> dict[str, Any]:
+    """Returns the answer for an exception. A refusal of lockstep's own code has a reason, a code and a remedy."""
+    if isinstance(error, Refusal):
+        problem = error.problems[0]
+        return {"raised": problem.why, "code": problem.code, "remedy": problem.remedy}
+    return {"raised": f"{method} raised {describe_error(error, file)}"}

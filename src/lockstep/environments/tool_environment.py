@@ -7,16 +7,32 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 from lockstep.environments.environment import Reply, Start, Turn
-from lockstep.environments.tools import FunctionTool, InvalidArguments, load_tool
+from lockstep.environments.tools import FunctionTool, InvalidArguments, ToolFailed, ToolServerLost, load_tool
 from lockstep.errors import Refusal
 from lockstep.functions import LONGEST_WHY
 from lockstep.trajectory import ToolCall
 from lockstep.types import Message
 
 KEY = "rollout.tools"
+_loading = Lock()
+
+
+class ToolSession(Protocol):
+    """A connection to a process that has tools."""
+
+    tools: Sequence[FunctionTool]
+
+    async def close(self) -> None: ...
+
+
+class ToolSource(Protocol):
+    """Tools of another process. `open` returns a session for one trajectory."""
+
+    async def open(self) -> ToolSession: ...
 
 
 class ToolEnvironment:
@@ -27,17 +43,30 @@ class ToolEnvironment:
     def __init__(self, tools: Sequence[Sequence[str]], result_chars: int, timeout: float):
         """Each of `tools` is the text in the recipe, the path of the function that makes a built-in tool (empty for a
         user's function), and the argument of that function."""
-        self._tools = _loaded(tuple((text, maker, argument) for text, maker, argument in tools))
+        with _loading:
+            loaded, sources = _loaded(tuple((text, maker, argument) for text, maker, argument in tools))
+        self._tools, self._sources = dict(loaded), sources
+        self._sessions: list[ToolSession] = []
         self._result_chars, self._timeout = result_chars, timeout
         self.info: dict[str, Any] = {"calls": 0}
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+        for source in self._sources:
+            self._sessions.append(await source.open())
+            self._add_tools(self._sessions[-1].tools)
         return Start(row["prompt"], [dict(tool.schema) for tool in self._tools.values()])
+
+    def _add_tools(self, tools: Sequence[FunctionTool]) -> None:
+        _add(self._tools, tools)
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
 
     async def step(self, reply: Reply) -> Turn:
         if not reply.calls and not reply.parse_error:
             return Turn(done=True)
-        results = await asyncio.gather(*(self._result(call) for call in reply.calls))
+        results = await self._results(reply.calls)
         messages: list[Message] = [
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
             for call, (text, _) in zip(reply.calls, results, strict=True)
@@ -53,6 +82,9 @@ class ToolEnvironment:
         self.info["calls"] += len(reply.valid_calls)
         return Turn(messages, metrics={"tool_errors": float(sum(failed for _, failed in results))})
 
+    async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
+        return list(await asyncio.gather(*(self._result(call) for call in calls)))
+
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
         """Returns the text for the model, and whether the tool failed."""
         if call.error:
@@ -62,6 +94,10 @@ class ToolEnvironment:
             text = await asyncio.wait_for(tool.call(dict(call.arguments)), self._timeout)
         except InvalidArguments as error:
             return f"error: {error}", False
+        except ToolFailed as error:
+            return shortened(str(error), self._result_chars), True
+        except ToolServerLost:
+            raise
         except asyncio.TimeoutError:
             return f"error: {call.name} did not return within {self._timeout:g} s", True
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
@@ -78,21 +114,27 @@ def shortened(text: str, most: int) -> str:
 
 
 @lru_cache(maxsize=8)
-def _loaded(tools: tuple[tuple[str, str, str], ...]) -> dict[str, FunctionTool]:
+def _loaded(tools: tuple[tuple[str, str, str], ...]) -> tuple[dict[str, FunctionTool], list[ToolSource]]:
     """Loads the tools once in each process."""
     _without_torch()
     found: dict[str, FunctionTool] = {}
+    sources: list[ToolSource] = []
     for text, maker, argument in tools:
         module, _, name = maker.partition(":")
         made = getattr(import_module(module), name)(argument, f"{KEY} {text}") if maker else text
+        if hasattr(made, "open"):
+            sources.append(made)
+            continue
         for tool in made if isinstance(made, list) else [made]:
-            one: FunctionTool = tool if isinstance(tool, FunctionTool) else load_tool(tool, KEY)
-            if one.name in found:
-                raise Refusal.at(
-                    KEY, f"two tools have the name {one.name}", "rename one of them", code="duplicate-name"
-                )
-            found[one.name] = one
-    return found
+            _add(found, [tool if isinstance(tool, FunctionTool) else load_tool(tool, KEY)])
+    return found, sources
+
+
+def _add(tools: dict[str, FunctionTool], more: Sequence[FunctionTool]) -> None:
+    for tool in more:
+        if tool.name in tools:
+            raise Refusal.at(KEY, f"two tools have the name {tool.name}", "rename one of them", code="duplicate-name")
+        tools[tool.name] = tool
 
 
 def _without_torch() -> None:
