@@ -51,7 +51,8 @@ class HostAnswer:
     fields: dict[str, Any] = field(default_factory=dict)
     why: str = ""
     code: str = "function-raised"
-    remedy: str = "fix the environment, or use another one (rollout.environment)"
+    remedy: str = ""
+    """The remedy of a refusal by lockstep's own code."""
     time: float = field(default_factory=time.monotonic, compare=False)
     """The time at which the answer arrived."""
 
@@ -142,7 +143,8 @@ def _answer(line: bytes) -> HostAnswer:
         if "unusable" in fields:
             why, remedy, code = (str(word) for word in fields["unusable"])
             return HostAnswer(call, fields, why, code, remedy)
-        return HostAnswer(call, fields, str(fields.get("raised", "")), str(fields.get("code", "function-raised")))
+        code, remedy = str(fields.get("code", "function-raised")), str(fields.get("remedy", ""))
+        return HostAnswer(call, fields, str(fields.get("raised", "")), code, remedy)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no answer: {line[:80]!r}") from error
 
@@ -165,7 +167,7 @@ class EnvironmentHosts:
             loaded = HostAnswer(LOADING, why=f"could not be loaded in {LOAD_SECONDS:g} s", code="import-failed")
         if loaded.why:
             self.close()
-            raise Refusal.at(setup.where, loaded.why, loaded.remedy, code=loaded.code)
+            raise Refusal.at(setup.where, loaded.why, loaded.remedy or "fix the environment", code=loaded.code)
         self.scores_groups = bool(loaded.fields.get("group"))
         """Whether the class has `score_group`."""
         self.writes_text = bool(loaded.fields.get("text"))

@@ -213,13 +213,9 @@ class _Host:
             self._send(number, {**answer, "stuck": True} if self._threads.runs(number) else answer)
         except _Invalid as error:
             self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
-        except Refusal as refusal:  # of an adapter or tool of lockstep, which names file and remedy
-            problem = refusal.problems[0]
-            why = problem.why if problem.where.startswith("rollout.") else f"{problem.where}: {problem.why}"
-            self._send(number, {"unusable": [why, problem.remedy, problem.code]})
         except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
             cause = error.__cause__ if isinstance(error, _Failed) and error.__cause__ is not None else error
-            self._send(number, {"raised": f"{_method.get()} raised {describe_error(cause, self._file)}"})
+            self._send(number, _raised(cause, _method.get(), self._file))
         finally:
             self._tasks.pop(number, None)
 
@@ -291,3 +287,12 @@ def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return check()
     except Exception as error:
         raise _Invalid from error
+
+
+def _raised(error: BaseException, method: str, file: str) -> dict[str, Any]:
+    """Returns the answer for an exception. A refusal of lockstep's own code has a reason, a code and a remedy."""
+    if isinstance(error, Refusal):
+        problem = error.problems[0]
+        why = problem.why if problem.where.startswith("rollout.") else f"{problem.where}: {problem.why}"
+        return {"raised": why, "code": problem.code, "remedy": problem.remedy}
+    return {"raised": f"{method} raised {describe_error(error, file)}"}

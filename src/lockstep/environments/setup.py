@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
 from lockstep.environments.loop import EnvironmentEngine, TurnEngine
 from lockstep.environments.parsers import format_named
 from lockstep.environments.running import environment_seed, row_of
-from lockstep.errors import Refusal, with_secrets
+from lockstep.errors import Refusal, missing_extra, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
-from lockstep.recipe.registry import ENVIRONMENTS, TOOLS, adapter_row
+from lockstep.recipe.registry import ADAPTERS, ENVIRONMENTS, TOOLS
 from lockstep.types import ENVIRONMENT, Prompt
 
 if TYPE_CHECKING:
@@ -22,17 +23,20 @@ if TYPE_CHECKING:
 TOOL_ENVIRONMENT = "lockstep.environments.tool_environment:ToolEnvironment"
 # The environment of tools limits each tool itself, so its own calls get this many seconds more.
 TOOL_SECONDS = 10.0
+_REMEDY = "fix the environment, or use another one (rollout.environment)"
 
 
 def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> HostSetup:
     """Returns what the host processes run: the environment class of the recipe, or the environment for its tools."""
     threads = settings.max_concurrent
+    limits = {
+        "result_chars": settings.result_chars,
+        "timeout": settings.step_timeout,
+        "truncation": settings.result_truncation,
+        "parallel": settings.max_parallel_calls,
+    }
     if settings.environment is None:
-        arguments: dict[str, Any] = {
-            "tools": [_tool(tool) for tool in settings.tools],
-            "result_chars": settings.result_chars,
-            "timeout": settings.step_timeout,
-        }
+        arguments: dict[str, Any] = {"tools": [_tool(tool) for tool in settings.tools], **limits}
         shown = ", ".join(settings.tools)
         workers = settings.environment_workers
         return HostSetup(TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, workers, threads, output, TOOL_SECONDS)
@@ -40,12 +44,16 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
         name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
         for name, value in settings.environment_args.items()
     }
-    path = ENVIRONMENTS.get(settings.environment, settings.environment)
-    if (adapter := adapter_row(settings.environment)) is not None:
-        path = adapter.environment
-        arguments["source"] = settings.environment.partition(":")[2]
+    path, more = ENVIRONMENTS.get(settings.environment, settings.environment), 0.0
+    name, _, inside = settings.environment.partition(":")
+    if name in ADAPTERS:
+        row = ADAPTERS[name]
+        if row.package and find_spec(row.package) is None:
+            raise missing_extra(row.package, name.replace("_", "-"), f"{ENVIRONMENT} {settings.environment}")
+        path, arguments, more = row.path, {"environment": inside, **arguments}, TOOL_SECONDS if row.tools else 0.0
+        arguments |= limits if row.tools else {}
     workers = settings.environment_workers
-    return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output)
+    return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output, more)
 
 
 def _tool(tool: str) -> list[str]:
@@ -84,7 +92,8 @@ def try_environment(
         row, start = row_of(question, hosts.writes_text, tokenizer, prompt.ids), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
-            raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", answer.remedy, code=answer.code)
+            remedy = answer.remedy or _REMEDY
+            raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", remedy, code=answer.code)
         fields = with_ids(tokenizer, answer.fields, prompt.ids)
         conversation: ChatConversation | TokenConversation
         if fields["tokens"]:
@@ -104,7 +113,7 @@ def try_environment(
             raise Refusal.at(setup.where, why, remedy, code="row-too-long")
         closed = _answered(hosts, hosts.send(host, do="finish", trajectory=0, finished=None), settings)
         if closed.why:
-            raise Refusal.at(setup.where, f"{closed.why}, for {question.origin}", closed.remedy, code=closed.code)
+            raise Refusal.at(setup.where, f"{closed.why}, for {question.origin}", _REMEDY, code=closed.code)
         count = len(fields.get("tools") or ())
         tools = f", {count} tool{'' if count == 1 else 's'}" if count else ""
         return f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"

@@ -1,1 +1,2 @@
-"""Adapters: environments and tools that are written for other frameworks."""
+"""Environments of other packages: `rollout.environment: gymnasium:FrozenLake-v1`. A host process imports a package only
+if the recipe names it."""

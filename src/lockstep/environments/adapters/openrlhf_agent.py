@@ -80,8 +80,8 @@ class OpenrlhfAgent:
     """One conversation of the model with an agent. The reward is the sum of `rewards`. The last `extra_logs` and
     `scores` are metrics. With `scores=True` the last `scores` are also the result of `score`, a reward component."""
 
-    def __init__(self, source: str, scores: bool = False):
-        self._agent = agent_class(source)()
+    def __init__(self, environment: str, scores: bool = False):
+        self._agent = agent_class(environment)()
         self._params = SamplingParams()
         self._observation, self._label = "", ""
         self._reported: dict[str, float] = {}

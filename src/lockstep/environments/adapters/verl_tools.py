@@ -17,12 +17,11 @@ from typing import Any
 
 from lockstep.environments.adapters.verl_stand_in import install_verl
 from lockstep.environments.return_values import shown
+from lockstep.environments.tool_environment import Report
 from lockstep.environments.tools import FunctionTool
 from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, describe_error, run_file
 
-Report = Callable[[float | None, Mapping[str, float]], None]
-"""Takes the reward of a call, or None, and its metrics."""
 _EXAMPLE = "write: tools: [{class_name: package.module.Class, config: {type: native}, tool_schema: {...}}]"
 _SINGLE = "single_turn_agent"
 _AGENTS = ("tool_agent", _SINGLE)
