@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -30,6 +31,9 @@ class ToolSession(Protocol):
     async def close(self) -> None: ...
 
 
+CallReport = tuple[float | None, Mapping[str, float]]
+# The reports of the call that a task runs.
+_reports: ContextVar[list[CallReport] | None] = ContextVar("reports", default=None)
 Report = Callable[[float | None, Mapping[str, float]], None]
 """Takes the reward of a call, or None, and its metrics."""
 
@@ -61,7 +65,8 @@ class ToolEnvironment:
         self._sessions: list[ToolSession] = []
         self._result_chars, self._timeout = result_chars, timeout
         self._truncation, self._parallel = truncation, parallel
-        self._reported: list[tuple[float | None, Mapping[str, float]]] = []
+        self._reported: list[list[CallReport]] = []
+        """What the calls of the turn report, in the order of the calls."""
         self.info: dict[str, Any] = {"calls": 0}
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Start:
@@ -74,9 +79,10 @@ class ToolEnvironment:
         _add(self._tools, tools)
 
     def _report(self, reward: float | None, metrics: Mapping[str, float]) -> None:
-        self._reported.append((reward, metrics))
-        if reward is not None:
-            self.info.setdefault("tool_rewards", []).append(float(reward))
+        """Records a reward and metrics of the call that runs, or, outside of a call, that the tools report rewards."""
+        self.info.setdefault("tool_rewards", [])
+        if (reports := _reports.get()) is not None:
+            reports.append((reward, metrics))
 
     async def close(self) -> None:
         for session in self._sessions:
@@ -100,10 +106,13 @@ class ToolEnvironment:
             messages[-1]["content"] += f"\n{unread}"
         self.info["calls"] += len(reply.valid_calls)
         metrics = {"tool_errors": float(sum(failed for _, failed in results))}
-        reported, self._reported = self._reported, []
+        reported, self._reported = [report for call in self._reported for report in call], []
+        rewards = [float(reward) for reward, _ in reported if reward is not None]
         for _, numbers in reported:
             metrics |= {name: metrics.get(name, 0.0) + number for name, number in numbers.items()}
-        return Turn(messages, sum(float(reward or 0.0) for reward, _ in reported), metrics=metrics)
+        if "tool_rewards" in self.info:
+            self.info["tool_rewards"] += rewards
+        return Turn(messages, sum(rewards), metrics=metrics)
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
         return list(await asyncio.gather(*(self._result(call) for call in self._allowed(calls))))
@@ -118,6 +127,8 @@ class ToolEnvironment:
         """Returns the text for the model, and whether the tool failed."""
         if call.error:
             return call.error, False
+        self._reported.append([])  # calls start in their order, and end in any order
+        _reports.set(self._reported[-1])
         tool = self._tools[call.name]
         try:
             text = await asyncio.wait_for(tool.call(dict(call.arguments)), self._timeout)

@@ -56,6 +56,7 @@ class VerlTools:
         names = [] if agent == _SINGLE else [name for name in chosen if name in self.tools]
         given = row.get("tools_kwargs") or extra.get("tools_kwargs") or {}
         data = AgentData(row["prompt"], {name: value for name, value in given.items() if value}, str(id(row)))
+        report(None, {})  # the list of rewards exists, even without a call
         return VerlSession({name: self.tools[name] for name in names}, data, report)
 
 
