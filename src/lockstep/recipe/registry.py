@@ -91,6 +91,8 @@ class AdapterRow:
     """Whether the adapter runs tool calls, and therefore limits the time and the length of each call itself."""
     chat: bool = True
     """Whether the chat template renders messages of the environment. Raw text and token ids need no template."""
+    tokenizer: bool = False
+    """Whether the environment loads the tokenizer, and gets the settings of the rollout as `run`."""
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -141,6 +143,7 @@ ADAPTERS: dict[str, AdapterRow] = {
     "gem": AdapterRow(f"{_ADAPTERS}.gem_env:GemEnvironment", "gem"),
     "openenv": AdapterRow(f"{_ADAPTERS}.openenv_client:OpenEnvEnvironment", "websockets"),
     "openrlhf": AdapterRow(f"{_ADAPTERS}.openrlhf_agent:OpenrlhfAgent", chat=False),
+    "verl": AdapterRow(f"{_ADAPTERS}.verl_agent_loop:VerlAgentLoop", chat=False, tokenizer=True),
     "trl": AdapterRow(f"{_ADAPTERS}.trl_env:TrlEnvironment", tools=True),
 }
 TOOLS: dict[str, str] = {

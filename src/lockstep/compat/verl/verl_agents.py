@@ -42,10 +42,11 @@ def _loops(done: Conversion, paths: list[str]) -> None:
     key = f"{G}.default_agent_loop"
     note = "the reward_score that a loop returns is added to the other rewards; verl uses it instead of them"
     done.write("rollout.environment", f"verl:{Path(str(done[LOOPS]))}", LOOPS, *_given(done, f"{T}.enable"), note=note)
+    if done["custom_reward_function.path"] is None and not done["reward_model.enable"]:
+        done.write("reward.weights", {"rule": 1.0}, LOOPS)
     arguments: dict[str, Any] = {"tools": [str(done[path]) for path in paths]} if paths else {}
-    arguments |= {"default": str(done[key])} if done.is_set(key) else {}
-    if arguments:
-        done.write("rollout.environment_args", arguments, *paths, *_given(done, key))
+    arguments["default"] = str(done[key])
+    done.write("rollout.environment_args", arguments, *paths, *_given(done, key))
 
 
 def _given(done: Conversion, *keys: str) -> list[str]:

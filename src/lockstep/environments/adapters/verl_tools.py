@@ -23,8 +23,8 @@ from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, describe_error, run_file
 
 _EXAMPLE = "write: tools: [{class_name: package.module.Class, config: {type: native}, tool_schema: {...}}]"
-_SINGLE = "single_turn_agent"
-_AGENTS = ("tool_agent", _SINGLE)
+SINGLE = "single_turn_agent"
+_AGENTS = ("tool_agent", SINGLE)
 
 
 class AgentData:
@@ -53,7 +53,7 @@ class VerlTools:
             raise Refusal.at("rollout.tools", why, remedy, code="unknown-name")
         extra = row.get("extra_info") or {}
         chosen = extra.get("tool_selection") or list(self.tools)
-        names = [] if agent == _SINGLE else [name for name in chosen if name in self.tools]
+        names = [] if agent == SINGLE else [name for name in chosen if name in self.tools]
         given = row.get("tools_kwargs") or extra.get("tools_kwargs") or {}
         data = AgentData(row["prompt"], {name: value for name, value in given.items() if value}, str(id(row)))
         report(None, {})  # the list of rewards exists, even without a call
@@ -144,13 +144,18 @@ async def _awaited(value: Any) -> Any:
 # Files of tools ----------------------------------------------------------------------------------------------------
 
 
+def find_in_working_folder() -> None:
+    """Makes modules in the working directory importable, as verl's commands do."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
 def verl_tools(source: str, where: str) -> VerlTools:
     """Loads the tools of a YAML file, or the functions of a Python file. Raises `Refusal` at `where`."""
     path = Path(source).expanduser().absolute()
     if not path.is_file():
         raise Refusal.at(where, f"file {source} does not exist", "give the path of the file", code="no-such-file")
-    # verl runs in the working directory, so classes are found there.
-    sys.path[:] = [*sys.path, *(place for place in (str(Path.cwd()),) if place not in sys.path)]
+    find_in_working_folder()
     install_verl()
     try:
         import_module("verl.tools.schemas")
