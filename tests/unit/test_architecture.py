@@ -391,6 +391,11 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "trl": (),
     "starlette": ("serve/asgi.py",),
     "uvicorn": ("serve/asgi.py",),
+    "gymnasium": ("environments/adapters/gymnasium_env.py",),
+    "textarena": ("environments/adapters/textarena_env.py",),
+    "reasoning_gym": ("environments/adapters/reasoning_gym_env.py",),
+    "gem": ("environments/adapters/gem_env.py",),
+    "websockets": ("environments/adapters/openenv_client.py",),
 }
 # Adapters with an optional package at the top: other modules import them inside functions only.
 LAZY_ADAPTERS = ("serve/asgi.py",)

@@ -38,14 +38,20 @@ class ParsedOverrides:
     given: dict[str, Setting] = field(default_factory=dict)
     config: str | None = None
     """The value of `--config-name`."""
+    folder: str | None = None
+    """The value of `--config-path` or `--config-dir`."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def parse_overrides(
-    words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
+    words: Sequence[str],
+    locations: Sequence[str] = (),
+    defaults: Mapping[str, Any] = {},
+    base: Mapping[str, Setting] = {},
 ) -> ParsedOverrides:
-    """Parses the overrides. `locations` has the script line of each word. `${key}` of an unset key uses `defaults`."""
-    parsed = ParsedOverrides()
+    """Parses the overrides. `locations` has the script line of each word. `${key}` of an unset key uses `defaults`.
+    `base` has the settings of a configuration file, which overrides change."""
+    parsed = ParsedOverrides(dict(base))
     position = 0
     while position < len(words):
         word, where = words[position], locations[position] if position < len(locations) else ""
@@ -73,7 +79,9 @@ def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides)
         value, used = rest[0], 1
     if name in ("--config-name", "-cn"):
         parsed.config = value
-    elif name not in ("--config-path", "-cp", "--config-dir", "-cd"):  # these options change no setting
+    elif name in ("--config-path", "-cp", "--config-dir", "-cd"):
+        parsed.folder = value
+    else:
         why = "is an option of Hydra that changes no setting"
         parsed.problems.append(Problem(_place(where, word), why, "remove it", code="unused-key"))
         return 0

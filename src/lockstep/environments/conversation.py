@@ -327,6 +327,22 @@ class TokenConversation(TokenRow):
         self.add_context(extension.ids)
 
 
+def with_ids(
+    tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any], prompt: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns the answer of an environment that writes raw text with the token ids of the text. Text that is the
+    rendered prompt has the ids of the prompt. Other answers stay unchanged."""
+    if "text" not in fields:
+        return dict(fields)
+    same = bool(prompt) and fields["text"] == prompt_text(tokenizer, prompt)
+    return {**fields, "ids": list(prompt) if same else token_ids(tokenizer, fields["text"])}
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Returns the text of a tokenized prompt, with its special tokens."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def _marked(reply: Reply) -> Message:
     """Returns the model's turn with marks instead of its text. The text itself never reaches the template here, so it
     cannot contain an end token."""

@@ -109,6 +109,33 @@ class TokenTurn:
     """A text that identifies the state that the model sees next, as in `Turn`."""
 
 
+@dataclass(frozen=True)
+class TextTurn:
+    """The observation of an environment that writes raw text: the run's tokenizer encodes it, without a chat template
+    and without special tokens of its own. The text itself has the marks of the template, such as `<|im_start|>`."""
+
+    text: str = ""
+    """The text that follows the last turn of the model. At the start: the prompt."""
+    reward: float = 0.0
+    done: bool = False
+    stop: Sequence[str] | None = None
+    """Strings that end the next turn of the model. None keeps the previous strings."""
+    stop_ids: Sequence[int] | None = None
+    """Token ids that end the next turn of the model. None keeps the previous ones."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    anchor: str | None = None
+    """A text that identifies the state that the model sees next, as in `Turn`."""
+
+
+class TextEnvironment(Protocol):
+    """An environment below the level of messages that writes raw text. `row["prompt_text"]` is the rendered prompt of
+    the row. `reply.text` is the model's turn without the token that ended it."""
+
+    def reset_text(self, row: Mapping[str, Any], seed: int) -> TextTurn | Awaitable[TextTurn]: ...
+
+    def step_text(self, reply: Reply) -> TextTurn | Awaitable[TextTurn]: ...
+
+
 class TokenEnvironment(Protocol):
     """An environment below the level of messages: it receives the sampled token ids and returns token ids."""
 

@@ -51,6 +51,8 @@ class HostAnswer:
     fields: dict[str, Any] = field(default_factory=dict)
     why: str = ""
     code: str = "function-raised"
+    remedy: str = ""
+    """The remedy of a refusal by lockstep's own code."""
     time: float = field(default_factory=time.monotonic, compare=False)
     """The time at which the answer arrived."""
 
@@ -139,9 +141,10 @@ def _answer(line: bytes) -> HostAnswer:
         if type(call) is not int:
             raise ValueError
         if "unusable" in fields:
-            why, _, code = (str(word) for word in fields["unusable"])
-            return HostAnswer(call, fields, why, code)
-        return HostAnswer(call, fields, str(fields.get("raised", "")), str(fields.get("code", "function-raised")))
+            why, remedy, code = (str(word) for word in fields["unusable"])
+            return HostAnswer(call, fields, why, code, remedy)
+        code, remedy = str(fields.get("code", "function-raised")), str(fields.get("remedy", ""))
+        return HostAnswer(call, fields, str(fields.get("raised", "")), code, remedy)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no answer: {line[:80]!r}") from error
 
@@ -164,10 +167,11 @@ class EnvironmentHosts:
             loaded = HostAnswer(LOADING, why=f"could not be loaded in {LOAD_SECONDS:g} s", code="import-failed")
         if loaded.why:
             self.close()
-            remedy = str(loaded.fields["unusable"][1]) if "unusable" in loaded.fields else "fix the environment"
-            raise Refusal.at(setup.where, loaded.why, remedy, code=loaded.code)
+            raise Refusal.at(setup.where, loaded.why, loaded.remedy or "fix the environment", code=loaded.code)
         self.scores_groups = bool(loaded.fields.get("group"))
         """Whether the class has `score_group`."""
+        self.writes_text = bool(loaded.fields.get("text"))
+        """Whether the environment writes raw text, and gets the prompt as text."""
 
     def _start(self) -> Host:
         host = Host(self._started % self.setup.workers, self.setup, self.inbox)

@@ -23,7 +23,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.environments.return_values import checked_scores, checked_start, checked_turn, json_object, json_or_empty
+from lockstep.environments.return_values import (
+    Level,
+    checked_scores,
+    checked_start,
+    checked_turn,
+    json_object,
+    json_or_empty,
+)
 from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, check_signature, describe_error, run_file
 from lockstep.launch.supervisor import exit_if_forked, worker_socket
@@ -36,9 +43,12 @@ LONGEST_LINE = 2**24
 LOADING = 0
 # Seconds in which a cancelled coroutine must end.
 CANCEL_SECONDS = 0.5
-# The methods of the two kinds of environments, each with its arguments.
-MESSAGE_METHODS = {"reset": ("row", "seed"), "step": ("reply",)}
-TOKEN_METHODS = {"reset_tokens": ("row", "seed"), "step_tokens": ("ids",)}
+# The methods of each kind of environment with their arguments: start of a trajectory, answer to a turn.
+METHODS: dict[Level, dict[str, tuple[str, ...]]] = {
+    "tokens": {"reset_tokens": ("row", "seed"), "step_tokens": ("ids",)},
+    "text": {"reset_text": ("row", "seed"), "step_text": ("reply",)},
+    "messages": {"reset": ("row", "seed"), "step": ("reply",)},
+}
 
 
 def serve(descriptor: int, environment: str, arguments: Mapping[str, Any], threads: int) -> None:
@@ -49,7 +59,8 @@ def serve(descriptor: int, environment: str, arguments: Mapping[str, Any], threa
     except Unloadable as error:
         connection.sendall(_line(LOADING, {"unusable": [error.why, error.remedy, error.code]}))
         return
-    connection.sendall(_line(LOADING, {"group": callable(getattr(created, "score_group", None))}))
+    loaded = {"group": callable(getattr(created, "score_group", None)), "text": level_of(created) == "text"}
+    connection.sendall(_line(LOADING, loaded))
     asyncio.run(_Host(connection, created, dict(arguments), file, threads).run())
 
 
@@ -82,9 +93,13 @@ def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
     return created, file
 
 
+def level_of(environment: Any) -> Level:
+    """Returns what an environment, or its class, writes: the first kind of which it has a method."""
+    return next((level for level, methods in METHODS.items() if hasattr(environment, next(iter(methods)))), "messages")
+
+
 def _check_methods(created: type, name: str) -> None:
-    methods = TOKEN_METHODS if hasattr(created, "reset_tokens") else MESSAGE_METHODS
-    for method, call in methods.items():
+    for method, call in METHODS[level_of(created)].items():
         function = getattr(created, method, None)
         if function is None:
             words = ", ".join(("self", *call))
@@ -200,7 +215,7 @@ class _Host:
             self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
         except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
             cause = error.__cause__ if isinstance(error, _Failed) and error.__cause__ is not None else error
-            self._send(number, {"raised": f"{_method.get()} raised {_described(cause, self._file)}"})
+            self._send(number, _raised(cause, _method.get(), self._file))
         finally:
             self._tasks.pop(number, None)
 
@@ -210,16 +225,17 @@ class _Host:
         if fields["do"] == "reset":
             environment = await self._run("__init__", self._created, self._arguments)
             self._environments[key] = environment
-            tokens = hasattr(environment, "reset_tokens")
-            method = "reset_tokens" if tokens else "reset"
+            level = level_of(environment)
+            method, _ = METHODS[level]
             value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
-            return {**_valid(lambda: checked_start(value, tokens)), "tokens": tokens}
+            return {**_valid(lambda: checked_start(value, level)), "tokens": level != "messages"}
         if fields["do"] == "step":
-            reply = fields["reply"]
-            tokens = isinstance(reply, list)
-            method = "step_tokens" if tokens else "step"
-            value = await self._run(method, getattr(self._environments[key], method), {}, reply)
-            return _valid(lambda: checked_turn(value, tokens))
+            environment = self._environments[key]
+            level = level_of(environment)
+            _, method = METHODS[level]
+            reply = list(fields["reply"].ids) if level == "tokens" else fields["reply"]
+            value = await self._run(method, getattr(environment, method), {}, reply)
+            return _valid(lambda: checked_turn(value, level))
         if fields["do"] == "group":
             trajectories = fields["trajectories"]
             scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
@@ -273,6 +289,10 @@ def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise _Invalid from error
 
 
-def _described(error: BaseException, file: str) -> str:
-    """Returns the message of an exception. A refusal of lockstep's own code has no name of an exception."""
-    return error.problems[0].why if isinstance(error, Refusal) else describe_error(error, file)
+def _raised(error: BaseException, method: str, file: str) -> dict[str, Any]:
+    """Returns the answer for an exception. A refusal of lockstep's own code has a reason, a code and a remedy."""
+    if isinstance(error, Refusal):
+        problem = error.problems[0]
+        why = problem.why if problem.where.startswith("rollout.") else f"{problem.where}: {problem.why}"
+        return {"raised": why, "code": problem.code, "remedy": problem.remedy}
+    return {"raised": f"{method} raised {describe_error(error, file)}"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation
+from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation, with_ids
 from lockstep.environments.dispatch import Dispatch, HostCall
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
@@ -270,7 +270,8 @@ class _TrajectoryBatch:
             self.active.add(running)
             running.started = time.monotonic()
             running.host = self.hosts.place(running.session)
-            self._call("reset", running, row=row_of(running.question), seed=running.seed)
+            row = row_of(running.question, self.hosts.writes_text, self.engine.chat.tokenizer, running.request.ids)
+            self._call("reset", running, row=row, seed=running.seed)
 
     # Calls of the environments.
 
@@ -289,7 +290,8 @@ class _TrajectoryBatch:
         elif answer.why:
             self._fail(running, answer.why, TOOL_ERROR)
         else:
-            getattr(self, f"_after_{call.kind}")(running, answer.fields)
+            fields = with_ids(self.engine.chat.tokenizer, answer.fields, () if running.turns else running.request.ids)
+            getattr(self, f"_after_{call.kind}")(running, fields)
 
     def timed_out(self, call: HostCall, why: str) -> None:
         if call.running is None:
@@ -312,12 +314,11 @@ class _TrajectoryBatch:
             if fields["tokens"]:
                 running.conversation = TokenConversation(fields["ids"], self._decode)
                 self._refuse_unknown(fields["ids"])
-                running.stop_ids = tuple(fields["stop_ids"] or ())
             else:
                 running.conversation = ChatConversation(
                     self.engine.chat, running.question, fields["messages"], fields["tools"]
                 )
-                running.stop_strings = tuple(fields["stop"])
+            running.end_turns_at(fields)
         except Refusal as refusal:
             self._fail(running, f"reset returned a prompt that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
             return
@@ -334,7 +335,6 @@ class _TrajectoryBatch:
             return  # the host of its environment was lost during the turn
         conversation = running.conversation
         assert conversation is not None
-        tokens = isinstance(conversation, TokenConversation)
         reply = self._reply(running, completion)
         start, stop = conversation.add_turn(completion)
         running.ended_by = completion.stop
@@ -346,7 +346,7 @@ class _TrajectoryBatch:
         if limit is not None and running.tool_calls > limit:
             self._end(running, MAX_TOOL_CALLS)
             return
-        self._call("step", running, reply=list(completion.ids) if tokens else running.reply)
+        self._call("step", running, reply=running.reply)
 
     def _reply(self, running: Running, completion: Completion) -> Reply:
         """Returns a turn of the model, before its tokens are added to the conversation."""
@@ -391,11 +391,10 @@ class _TrajectoryBatch:
             if isinstance(conversation, TokenConversation):
                 self._refuse_unknown(fields["ids"])
                 extension = Suffix(fields["ids"])
-                running.stop_ids = running.stop_ids if fields["stop_ids"] is None else tuple(fields["stop_ids"])
             else:
                 assert conversation is not None
                 extension = conversation.extension(running.reply, fields["messages"])
-                running.stop_strings = running.stop_strings if fields["stop"] is None else tuple(fields["stop"])
+            running.end_turns_at(fields)
         except Refusal as refusal:
             self._fail(running, f"step returned messages that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
             return

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
-from lockstep.environments.environment import Start, TokenTurn, Turn
+from lockstep.environments.environment import Start, TextTurn, TokenTurn, Turn
 
 # Roles of the messages that an environment may write. The model writes the messages of the role `assistant`.
 ROLES = ("system", "developer", "user", "tool")
+Level = Literal["messages", "text", "tokens"]
+"""What an environment writes."""
 
 
-def checked_start(value: Any, tokens: bool) -> dict[str, Any]:
+def checked_start(value: Any, level: Level) -> dict[str, Any]:
     """Returns the fields of the start of a trajectory. Raises ValueError if the value cannot be used."""
-    if tokens:
-        fields = _token_turn(value)
-        if not fields["ids"]:
-            raise ValueError("returned no token ids, so the model has no prompt")
+    if level != "messages":
+        fields = _raw_turn(value, level)
+        if not fields[_RAW[level]]:
+            raise ValueError(f"returned no {_WRITTEN[level]}, so the model has no prompt")
         return fields
     if not isinstance(value, Start):
         raise ValueError(f"returned {shown(value)}, expected Start(messages=[...])")
@@ -31,12 +33,12 @@ def checked_start(value: Any, tokens: bool) -> dict[str, Any]:
     return {**fields, "anchor": _anchor(value.anchor)}
 
 
-def checked_turn(value: Any, tokens: bool) -> dict[str, Any]:
+def checked_turn(value: Any, level: Level) -> dict[str, Any]:
     """Returns the fields of the environment's answer to a turn. Raises ValueError if the value cannot be used."""
-    if tokens:
-        fields = _token_turn(value)
-        if not fields["ids"] and not fields["done"]:
-            raise ValueError("returned neither token ids nor done=True, so the trajectory cannot continue")
+    if level != "messages":
+        fields = _raw_turn(value, level)
+        if not fields[_RAW[level]] and not fields["done"]:
+            raise ValueError(f"returned neither {_WRITTEN[level]} nor done=True, so the trajectory cannot continue")
         return fields
     if not isinstance(value, Turn):
         raise ValueError(f"returned {shown(value)}, expected Turn(...)")
@@ -81,14 +83,27 @@ def json_or_empty(value: Any) -> dict[str, Any]:
         return {}
 
 
-def _token_turn(value: Any) -> dict[str, Any]:
-    if not isinstance(value, TokenTurn):
-        raise ValueError(f"returned {shown(value)}, expected TokenTurn(ids=[...])")
+# The field of an observation that is not messages, and what it contains.
+_RAW = {"text": "text", "tokens": "ids"}
+_WRITTEN = {"text": "text", "tokens": "token ids"}
+
+
+def _raw_turn(value: Any, level: Level) -> dict[str, Any]:
+    if level == "text":
+        if not isinstance(value, TextTurn):
+            raise ValueError(f"returned {shown(value)}, expected TextTurn(text=...)")
+        if not isinstance(value.text, str):
+            raise ValueError(f"returned {shown(value.text)} as text, which is not text")
+        fields: dict[str, Any] = {"text": value.text, "stop": None if value.stop is None else _texts(value.stop)}
+    else:
+        if not isinstance(value, TokenTurn):
+            raise ValueError(f"returned {shown(value)}, expected TokenTurn(ids=[...])")
+        fields = {"ids": _ids(value.ids, "ids")}
     stop_ids = None if value.stop_ids is None else _ids(value.stop_ids, "stop_ids")
-    return {"ids": _ids(value.ids, "ids"), "stop_ids": stop_ids, **_outcome(value)}
+    return {**fields, "stop_ids": stop_ids, **_outcome(value)}
 
 
-def _outcome(value: Turn | TokenTurn) -> dict[str, Any]:
+def _outcome(value: Turn | TextTurn | TokenTurn) -> dict[str, Any]:
     if not isinstance(value.metrics, Mapping):
         raise ValueError(f"returned {shown(value.metrics)} as metrics, expected a dict of numbers")
     metrics = {str(name): _number(number, f"the metric {name!r}") for name, number in value.metrics.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.environments.conversation import ChatConversation, TokenConversation
+from lockstep.environments.conversation import ChatConversation, TokenConversation, prompt_text
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import Host
 from lockstep.kernels.sampling import turn_key
@@ -18,6 +18,7 @@ from lockstep.types import FAILED, PAUSED, Completion, PartialResponse, Question
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 class TurnEngine(Protocol):
@@ -39,8 +40,9 @@ def environment_seed(run: int, key: int, sample: int) -> int:
     return int.from_bytes(sha256(f"{run}:{key}:{sample}".encode()).digest()[:4], "big") >> 1
 
 
-def row_of(question: Question) -> dict[str, Any]:
-    """Returns the data row that `reset` gets: the columns of the row, and the fields of the question."""
+def row_of(question: Question, text: bool, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> dict[str, Any]:
+    """Returns the data row that `reset` gets: the columns of the row, and the fields of the question; with `text` also
+    the rendered prompt."""
     return {
         **question.columns,
         "prompt": question.prompt,
@@ -48,6 +50,7 @@ def row_of(question: Question) -> dict[str, Any]:
         "data_source": question.data_source,
         "extra_info": question.extra_info,
         "tools": list(question.tools),
+        **({"prompt_text": prompt_text(tokenizer, prompt)} if text else {}),
     }
 
 
@@ -163,6 +166,13 @@ class Running:
         self.asks, self.partial, self.partial_versions = False, PartialResponse(), []
         self.versions += versions
         return True
+
+    def end_turns_at(self, fields: Mapping[str, Any]) -> None:
+        """Sets the strings and token ids that end the next turn, as the environment's answer says."""
+        if fields.get("stop") is not None:
+            self.stop_strings = tuple(fields["stop"])
+        if fields.get("stop_ids") is not None:
+            self.stop_ids = tuple(fields["stop_ids"])
 
     def answered(self, fields: Mapping[str, Any]) -> None:
         """Records the environment's answer to the last turn."""

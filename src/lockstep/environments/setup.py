@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import queue
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
+from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template, with_ids
 from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
 from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.parsers import format_named
 from lockstep.environments.running import TurnEngine, environment_seed, row_of
-from lockstep.errors import Refusal, with_secrets
+from lockstep.errors import Refusal, missing_extra, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
-from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ADAPTERS, ENVIRONMENTS, TOOLS
 from lockstep.types import ENVIRONMENT, Prompt
 
 if TYPE_CHECKING:
@@ -25,15 +27,22 @@ TOOL_SECONDS = 10.0
 _REMEDY = "fix the environment, or use another one (rollout.environment)"
 
 
-def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> HostSetup:
+def host_setup(
+    settings: EnvironmentSettings,
+    output: Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt_limit: int | None = None,
+) -> HostSetup:
     """Returns what the host processes run: the environment class of the recipe, or the environment for its tools."""
     threads = settings.max_concurrent
+    limits = {
+        "result_chars": settings.result_chars,
+        "timeout": settings.step_timeout,
+        "truncation": settings.result_truncation,
+        "parallel": settings.max_parallel_calls,
+    }
     if settings.environment is None:
-        arguments: dict[str, Any] = {
-            "tools": [_tool(tool) for tool in settings.tools],
-            "result_chars": settings.result_chars,
-            "timeout": settings.step_timeout,
-        }
+        arguments: dict[str, Any] = {"tools": [_tool(tool) for tool in settings.tools], **limits}
         shown = ", ".join(settings.tools)
         workers = settings.environment_workers
         return HostSetup(TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, workers, threads, output, TOOL_SECONDS)
@@ -41,9 +50,42 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
         name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
         for name, value in settings.environment_args.items()
     }
-    path = ENVIRONMENTS.get(settings.environment, settings.environment)
+    path, more = ENVIRONMENTS.get(settings.environment, settings.environment), 0.0
+    name, _, inside = settings.environment.partition(":")
+    if name in ADAPTERS:
+        row = ADAPTERS[name]
+        if row.package and find_spec(row.package) is None:
+            raise missing_extra(row.package, name.replace("_", "-"), f"{ENVIRONMENT} {settings.environment}")
+        path, arguments, more = row.path, {"environment": inside, **arguments}, TOOL_SECONDS if row.tools else 0.0
+        arguments |= limits if row.tools else {}
+        arguments |= {"run": _run_settings(settings, tokenizer, prompt_limit)} if row.tokenizer else {}
     workers = settings.environment_workers
-    return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output)
+    return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output, more)
+
+
+def _run_settings(
+    settings: EnvironmentSettings, tokenizer: PreTrainedTokenizerBase | None, prompt_limit: int | None
+) -> dict[str, Any]:
+    """Returns the tokenizer and the settings of the rollout, with verl's names, for agent loops."""
+    assert tokenizer is not None
+    assert isinstance(settings, RolloutSettings)
+    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k or -1}
+    turns = {
+        "max_assistant_turns": settings.max_turns,
+        "max_user_turns": None,
+        "max_parallel_calls": settings.max_parallel_calls or 1,
+        "max_tool_response_length": settings.result_chars,
+        "tool_response_truncate_side": settings.result_truncation,
+        "format": settings.parser,
+    }
+    lengths = {"prompt_length": prompt_limit or tokenizer.model_max_length, "response_length": settings.max_tokens}
+    rollout = {**lengths, "n": settings.n, **sampling, "multi_turn": turns}
+    return {
+        "tokenizer": tokenizer.name_or_path,
+        "chat_template": tokenizer.chat_template,
+        "sampling": {**sampling, "repetition_penalty": 1.0, "logprobs": False},
+        "config": {"actor_rollout_ref": {"rollout": rollout}, "data": {}},
+    }
 
 
 def _tool(tool: str) -> list[str]:
@@ -63,7 +105,7 @@ def open_environments(
 ) -> EnvironmentEngine:
     """Starts the host processes and returns the engine. Raises `Refusal` if the environment cannot be loaded."""
     chat = ChatFormat(tokenizer, end_ids, settings.history)
-    hosts = EnvironmentHosts(host_setup(settings, output))
+    hosts = EnvironmentHosts(host_setup(settings, output, tokenizer, prompt_limit))
     return EnvironmentEngine(inner, hosts, settings, chat, vocabulary, prompt_limit)
 
 
@@ -72,22 +114,23 @@ def try_environment(
 ) -> str:
     """Loads the environment and starts a trajectory for one row. Returns a summary line. Raises `Refusal` if the
     environment or its first prompt cannot be used."""
-    setup, question = host_setup(settings), prompt.question
+    setup, question = host_setup(settings, None, tokenizer, prompt_limit), prompt.question
     if settings.parser != "auto":
         format_named(settings.parser, "rollout.parser")
     chat = ChatFormat(tokenizer, history=settings.history)
     hosts = EnvironmentHosts(setup)
     try:
         host = hosts.place(0)
-        row, start = row_of(question), environment_seed(seed, 0, 0)
+        row, start = row_of(question, hosts.writes_text, tokenizer, prompt.ids), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
-            raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", _REMEDY, code=answer.code)
-        fields = answer.fields
+            remedy = answer.remedy or _REMEDY
+            raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", remedy, code=answer.code)
+        fields = with_ids(tokenizer, answer.fields, prompt.ids)
         conversation: ChatConversation | TokenConversation
         if fields["tokens"]:
             conversation = TokenConversation(fields["ids"], tokenizer.decode)
-            template = "the environment writes token ids"
+            template = f"the environment writes {'raw text' if 'text' in fields else 'token ids'}"
         else:
             _refuse_no_template(setup, tokenizer)
             conversation = ChatConversation(chat, question, fields["messages"], fields["tools"])

@@ -4,41 +4,95 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 from lockstep.environments.environment import Reply, Start, Turn
 from lockstep.environments.sandbox import SandboxFailed
-from lockstep.environments.tools import FunctionTool, InvalidArguments, load_tool
+from lockstep.environments.tools import FunctionTool, InvalidArguments, ToolFailed, ToolServerLost, load_tool
 from lockstep.errors import Refusal
 from lockstep.functions import LONGEST_WHY
 from lockstep.trajectory import ToolCall
 from lockstep.types import Message
 
 KEY = "rollout.tools"
+_loading = Lock()
+
+
+class ToolSession(Protocol):
+    """A connection to a process that has tools."""
+
+    tools: Sequence[FunctionTool]
+
+    async def close(self) -> None: ...
+
+
+CallReport = tuple[float | None, Mapping[str, float]]
+# The reports of the call that a task runs.
+_reports: ContextVar[list[CallReport] | None] = ContextVar("reports", default=None)
+Report = Callable[[float | None, Mapping[str, float]], None]
+"""Takes the reward of a call, or None, and its metrics."""
+
+
+class ToolSource(Protocol):
+    """Tools of another process or framework. `open` returns a session for one trajectory."""
+
+    async def open(self, row: Mapping[str, Any], report: Report) -> ToolSession: ...
 
 
 class ToolEnvironment:
     """Runs the valid calls of a reply in parallel and returns their results in the order of the calls. An invalid call,
-    a tool that raises and a tool that exceeds the time limit become messages to the model. The environment gives no
-    reward: reward functions score the conversation."""
+    a tool that raises and a tool that exceeds the time limit become messages to the model. Functions give no reward:
+    reward functions score the conversation. Tools of other frameworks may report rewards of their calls."""
 
-    def __init__(self, tools: Sequence[Sequence[str]], result_chars: int, timeout: float):
+    def __init__(
+        self,
+        tools: Sequence[Sequence[str]],
+        result_chars: int,
+        timeout: float,
+        truncation: str = "middle",
+        parallel: int | None = None,
+    ):
         """Each of `tools` is the text in the recipe, the path of the function that makes a built-in tool (empty for a
         user's function), and the argument of that function."""
-        self._tools = _loaded(tuple((text, maker, argument) for text, maker, argument in tools))
+        with _loading:
+            loaded, sources = _loaded(tuple((text, maker, argument) for text, maker, argument in tools))
+        self._tools, self._sources = dict(loaded), sources
+        self._sessions: list[ToolSession] = []
         self._result_chars, self._timeout = result_chars, timeout
+        self._truncation, self._parallel = truncation, parallel
+        self._reported: list[list[CallReport]] = []
+        """What the calls of the turn report, in the order of the calls."""
         self.info: dict[str, Any] = {"calls": 0}
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+        for source in self._sources:
+            self._sessions.append(await source.open(row, self._report))
+            self._add_tools(self._sessions[-1].tools)
         return Start(row["prompt"], [dict(tool.schema) for tool in self._tools.values()])
+
+    def _add_tools(self, tools: Sequence[FunctionTool]) -> None:
+        _add(self._tools, tools)
+
+    def _report(self, reward: float | None, metrics: Mapping[str, float]) -> None:
+        """Records a reward and metrics of the call that runs, or, outside of a call, that the tools report rewards."""
+        self.info.setdefault("tool_rewards", [])
+        if (reports := _reports.get()) is not None:
+            reports.append((reward, metrics))
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
 
     async def step(self, reply: Reply) -> Turn:
         if not reply.calls and not reply.parse_error:
             return Turn(done=True)
-        results = await asyncio.gather(*(self._result(call) for call in reply.calls))
+        results = await self._results(reply.calls)
         messages: list[Message] = [
             # The name of an unknown tool is text of the model, which may contain special tokens.
             {
@@ -58,50 +112,86 @@ class ToolEnvironment:
         elif unread:
             messages[-1]["content"] += f"\n{unread}"
         self.info["calls"] += len(reply.valid_calls)
-        return Turn(messages, metrics={"tool_errors": float(sum(failed for _, failed in results))})
+        metrics = {"tool_errors": float(sum(failed for _, failed in results))}
+        reported, self._reported = [report for call in self._reported for report in call], []
+        rewards = [float(reward) for reward, _ in reported if reward is not None]
+        for _, numbers in reported:
+            metrics |= {name: metrics.get(name, 0.0) + number for name, number in numbers.items()}
+        if "tool_rewards" in self.info:
+            self.info["tool_rewards"] += rewards
+        return Turn(messages, sum(rewards), metrics=metrics)
+
+    async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
+        return list(await asyncio.gather(*(self._result(call) for call in self._allowed(calls))))
+
+    def _allowed(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """Returns the calls; those above the limit of calls per turn have an error instead of a result."""
+        most = len(calls) if self._parallel is None else self._parallel
+        why = f"error: this call did not run, because a turn may have at most {most} call{'' if most == 1 else 's'}"
+        return [*calls[:most], *(replace(call, error=call.error or why) for call in calls[most:])]
 
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
         """Returns the text for the model, and whether the tool failed."""
         if call.error:
             return call.error, False
+        self._reported.append([])  # calls start in their order, and end in any order
+        _reports.set(self._reported[-1])
         tool = self._tools[call.name]
         try:
             text = await asyncio.wait_for(tool.call(dict(call.arguments)), self._timeout)
         except InvalidArguments as error:
             return f"error: {error}", False
+        except ToolFailed as error:
+            return self._shortened(str(error)), True
+        except ToolServerLost:
+            raise
         except asyncio.TimeoutError:
             return f"error: {call.name} did not return within {self._timeout:g} s", True
         except SandboxFailed:
             raise  # the model is not the reason
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
             return f"error: {type(error).__name__}: {error}"[:LONGEST_WHY], True
-        return shortened(text, self._result_chars), False
+        return self._shortened(text), False
+
+    def _shortened(self, text: str) -> str:
+        return shortened(text, self._result_chars, self._truncation)
 
 
-def shortened(text: str, most: int) -> str:
-    """Returns the text with at most about `most` characters: a note replaces the middle of a longer text."""
+def shortened(text: str, most: int, truncation: str = "middle") -> str:
+    """Returns the text with at most about `most` characters: a note replaces the middle of a longer text, its start
+    (`left`) or its end (`right`)."""
     if len(text) <= most:
         return text
-    note = f"\n[{len(text) - most:,} characters are left out]\n"
-    return text[: most - most // 2] + note + text[len(text) - most // 2 :]
+    note = f"[{len(text) - most:,} characters are left out]"
+    if truncation == "left":
+        return f"{note}\n{text[len(text) - most :]}"
+    if truncation == "right":
+        return f"{text[:most]}\n{note}"
+    return f"{text[: most - most // 2]}\n{note}\n{text[len(text) - most // 2 :]}"
 
 
 @lru_cache(maxsize=8)
-def _loaded(tools: tuple[tuple[str, str, str], ...]) -> dict[str, FunctionTool]:
+def _loaded(tools: tuple[tuple[str, str, str], ...]) -> tuple[dict[str, FunctionTool], list[ToolSource]]:
     """Loads the tools once in each process."""
     _without_torch()
     found: dict[str, FunctionTool] = {}
+    sources: list[ToolSource] = []
     for text, maker, argument in tools:
         module, _, name = maker.partition(":")
         made = getattr(import_module(module), name)(argument, f"{KEY} {text}") if maker else text
+        if hasattr(made, "open"):
+            sources.append(made)
+            continue
         for tool in made if isinstance(made, list) else [made]:
-            one: FunctionTool = tool if isinstance(tool, FunctionTool) else load_tool(tool, KEY)
-            if one.name in found:
-                raise Refusal.at(
-                    KEY, f"two tools have the name {one.name}", "rename one of them", code="duplicate-name"
-                )
-            found[one.name] = one
-    return found
+            _add(found, [tool if isinstance(tool, FunctionTool) else load_tool(tool, KEY)])
+    return found, sources
+
+
+def _add(tools: dict[str, FunctionTool], more: Sequence[FunctionTool]) -> None:
+    for tool in more:
+        if tool.name in tools:
+            raise Refusal.at(KEY, f"two tools have the name {tool.name}", "rename one of them", code="duplicate-name")
+        tools[tool.name] = tool
 
 
 def _without_torch() -> None:

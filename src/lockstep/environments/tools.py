@@ -26,6 +26,14 @@ class InvalidArguments(Exception):
     """The arguments of a call do not match the schema. The text says why, for the model."""
 
 
+class ToolFailed(Exception):
+    """A tool reports that it failed. The text is for the model."""
+
+
+class ToolServerLost(Exception):
+    """The process of a tool has ended, so the trajectory cannot continue."""
+
+
 @dataclass(frozen=True)
 class FunctionTool:
     """A tool: a Python function and its schema, in the form that chat templates take."""

@@ -57,6 +57,13 @@ class EnvironmentSettings(Section):
         description="Maximum number of tool calls in a trajectory. Default: no limit besides `max_turns`.",
         effect=_LIMIT,
     )
+    max_parallel_calls: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of calls of one turn that run. Further calls of the turn get an error message "
+        "instead of a result. Default: no limit.",
+        effect=Effect("blocks", "the model sees other tool results"),
+    )
     turn_tokens: int | None = Field(
         None,
         ge=1,
@@ -96,8 +103,14 @@ class EnvironmentSettings(Section):
     result_chars: int = Field(
         8192,
         ge=16,
-        description="Maximum length in characters of the result of a tool call. The middle of a longer result is "
-        "replaced by a note.",
+        description="Maximum length in characters of the result of a tool call. A note replaces the rest of a longer "
+        "result.",
+        effect=Effect("blocks", "the model sees other tool results"),
+    )
+    result_truncation: Literal["middle", "left", "right"] = Field(
+        "middle",
+        description="Part of a result over `result_chars` that is left out: its middle, its start (`left`) or its end "
+        "(`right`).",
         effect=Effect("blocks", "the model sees other tool results"),
     )
 

@@ -79,6 +79,22 @@ class EngineRow:
         return bool(self.server_adapter)
 
 
+@dataclass(frozen=True)
+class AdapterRow:
+    """An adapter for the environments of another package, which a recipe selects as `NAME:ENVIRONMENT`."""
+
+    path: str
+    """`package.module:name` of the environment class. It gets the text after `NAME:` as `environment`."""
+    package: str = ""
+    """The module that must be installed. Empty if the adapter needs none. The extra has the name of the adapter."""
+    tools: bool = False
+    """Whether the adapter runs tool calls, and therefore limits the time and the length of each call itself."""
+    chat: bool = True
+    """Whether the chat template renders messages of the environment. Raw text and token ids need no template."""
+    tokenizer: bool = False
+    """Whether the environment loads the tokenizer, and gets the settings of the rollout as `run`."""
+
+
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
 
 ESTIMATORS: dict[str, EstimatorRow] = {
@@ -119,11 +135,25 @@ LOSSES: dict[str, LossRow] = {
 }
 # Built-in environments and tools: `package.module:name` of the class or function.
 ENVIRONMENTS: dict[str, str] = {"guess_number": "lockstep.environments.builtin.guess_number:GuessNumber"}
+_ADAPTERS = "lockstep.environments.adapters"
+ADAPTERS: dict[str, AdapterRow] = {
+    "gymnasium": AdapterRow(f"{_ADAPTERS}.gymnasium_env:GymnasiumEnvironment", "gymnasium"),
+    "textarena": AdapterRow(f"{_ADAPTERS}.textarena_env:TextArenaEnvironment", "textarena"),
+    "reasoning_gym": AdapterRow(f"{_ADAPTERS}.reasoning_gym_env:ReasoningGymEnvironment", "reasoning_gym"),
+    "gem": AdapterRow(f"{_ADAPTERS}.gem_env:GemEnvironment", "gem"),
+    "openenv": AdapterRow(f"{_ADAPTERS}.openenv_client:OpenEnvEnvironment", "websockets"),
+    "openrlhf": AdapterRow(f"{_ADAPTERS}.openrlhf_agent:OpenrlhfAgent", chat=False),
+    "verl": AdapterRow(f"{_ADAPTERS}.verl_agent_loop:VerlAgentLoop", chat=False, tokenizer=True),
+    "trl": AdapterRow(f"{_ADAPTERS}.trl_env:TrlEnvironment", tools=True),
+}
 TOOLS: dict[str, str] = {
     "calculator": "lockstep.environments.builtin.calculator:calculator_tool",
     "python": "lockstep.environments.builtin.code_tools:python_tool",
     "bash": "lockstep.environments.builtin.code_tools:bash_tool",
     "search": "lockstep.environments.builtin.corpus_search:search_tool",
+    "verl": f"{_ADAPTERS}.verl_tools:verl_tools",
+    "mcp": f"{_ADAPTERS}.mcp_session:mcp_tools",
+    "mcp_shared": f"{_ADAPTERS}.mcp_session:shared_mcp_tools",
 }
 # The value of `val.environment` for validation without an environment.
 NO_ENVIRONMENT = {"none": ""}
@@ -148,6 +178,12 @@ TRACKERS: dict[str, str] = {
     "mlflow": "lockstep.run.trackers.mlflow:MlflowSink",
     "swanlab": "lockstep.run.trackers.swanlab:SwanlabSink",
 }
+
+
+def adapter_row(environment: str | None) -> AdapterRow | None:
+    """Returns the adapter that `NAME:SOURCE` selects, or None."""
+    name, colon, _ = (environment or "").partition(":")
+    return ADAPTERS.get(name) if colon else None
 
 
 def estimator_row(name: str) -> EstimatorRow:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.recipe.keys_environment import EnvironmentSettings
-from lockstep.recipe.registry import ENGINES, estimator_row
+from lockstep.recipe.registry import ENGINES, adapter_row, estimator_row
 
 if TYPE_CHECKING:
     from lockstep.recipe.schema import Recipe
@@ -83,7 +83,8 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
         yield needs("rollout.environment_args", "are arguments of rollout.environment", "set it, or remove them")
     if rollout.function is not None:
         yield conflict(key, "and rollout.function both generate the responses", "remove one of them")
-    if recipe.data.template == "none":
+    adapter = adapter_row(rollout.environment)
+    if recipe.data.template == "none" and (adapter is None or adapter.chat):
         yield unfit(key, "a conversation needs a chat template, and data.template is none", "set data.template to auto")
     if recipe.reward.process is not None:
         why = "scores the steps of a single response, not a conversation"

@@ -52,12 +52,16 @@ def overlap_reason(field: str) -> str:
 
 def with_trajectory(question: Question, trajectory: Trajectory) -> Question:
     """Returns the question for reward functions: `messages`, `state` and `info` of the trajectory are in `extra_info`,
-    and in the columns if a reward reads columns (TRL's signature)."""
+    and in the columns if a reward reads columns (TRL's signature). With tools that report rewards, `extra_info` also
+    has `tool_rewards`, `turn_scores` and `num_turns`, as in verl."""
     seen: dict[str, Any] = {
         "messages": [dict(message) for message in trajectory.messages],
         "state": dict(trajectory.state),
         "info": dict(trajectory.info),
     }
+    if "tool_rewards" in trajectory.info:
+        rewards = trajectory.info["tool_rewards"]
+        seen |= {"tool_rewards": rewards, "turn_scores": [], "num_turns": 2 * len(trajectory.turns)}
     columns = {**question.columns, **seen} if question.columns else question.columns
     return replace(question, extra_info={**question.extra_info, **seen}, columns=columns)
 

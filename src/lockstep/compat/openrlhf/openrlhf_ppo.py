@@ -182,11 +182,30 @@ def async_rule(done: Conversion) -> None:
     queue = "async_queue_size"
     if done["async_train"]:
         note = "the maximum age of responses in steps; OpenRLHF's responses may be one step older"
-        done.write("rollout.max_staleness", done.integer(queue), "async_train", queue, note=note)
+        partial = [key for key in ("train.partial_rollout_enable",) if done.is_set(key)]
+        done.write("rollout.max_staleness", done.integer(queue), "async_train", queue, *partial, note=note)
         if "algorithm.rollout_correction.weight" not in done.recipe:
             done.write("algorithm.rollout_correction.weight", "none", "async_train")
     else:
-        done.ignore("OpenRLHF reads this flag only with async training", queue)
+        done.ignore("OpenRLHF reads this flag only with async training", queue, "train.partial_rollout_enable")
+
+
+def agent_rule(done: Conversion) -> None:
+    """Converts an agent, which writes the feedback between the turns and gives the rewards."""
+    agent = "agent_func_path"
+    if not done[agent]:
+        return
+    done.write("rollout.environment", f"openrlhf:{done[agent]}", agent)
+    if "rollout.max_tokens" in done.recipe:
+        most = done.recipe["rollout.max_tokens"].value
+        done.write(
+            "rollout.max_turns", most, agent, note="OpenRLHF has no limit of turns; rollout.max_tokens limits them"
+        )
+    if done["dynamic_filtering"]:
+        # OpenRLHF filters by `scores` and trains with `rewards`, so the scores are a component without weight.
+        done.write("rollout.environment_args", {"scores": True}, agent)
+        done.write("reward.weights", {"score": 0.0}, agent)
+        done.write("algorithm.dynamic_sampling.metric", "score", "dynamic_filtering")
 
 
 def data_and_model_rule(done: Conversion) -> None:
@@ -259,8 +278,11 @@ def batch_rule(done: Conversion) -> None:
 
 
 def reward_rule(done: Conversion) -> None:
-    remote, model = done["remote_rm_url"], done["reward_pretrain"]
-    if remote:
+    agent = bool(done["agent_func_path"])
+    remote, model = done["remote_rm_url"] or agent, done["reward_pretrain"]
+    if agent:
+        done.ignore("the agent gives the rewards, as in OpenRLHF", "remote_rm_url", "reward_pretrain")
+    elif remote:
         _remote(done, str(remote))
         done.ignore("remote_rm_url takes precedence, as in OpenRLHF", "reward_pretrain")
     elif done.require("reward_pretrain", "set one of them", "neither a reward model nor --remote_rm_url is set"):
@@ -320,5 +342,6 @@ def validation_rule(done: Conversion) -> None:
 
 
 PPO_RULES: tuple[KeyRule, ...] = (
-    run_rule, algorithm_rule, async_rule, data_and_model_rule, batch_rule, reward_rule, validation_rule,
+    run_rule, algorithm_rule, async_rule, data_and_model_rule, agent_rule, batch_rule, reward_rule,
+    validation_rule,
 )  # fmt: skip

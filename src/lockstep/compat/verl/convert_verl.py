@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lockstep.compat.command_grammar import ParsedOverrides, parse_overrides
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
@@ -13,6 +16,7 @@ from lockstep.compat.verl.verl_rules import SFT_RULES
 from lockstep.errors import Problem, Refusal
 
 _RULES = {"main_ppo": PPO_RULES, "sft": SFT_RULES}
+_MEGATRON = ("lockstep has no Megatron backend", "convert the FSDP variant of the script")
 _CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
 
 
@@ -23,12 +27,13 @@ def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = 
     trainer = tables["programs"][name]
     rows = table_rows("verl", trainer)
     defaults = {row.key: row.default for row in rows if row.default is not None}
-    parsed = parse_overrides(words, locations, defaults)
+    base, problems = config_settings(parse_overrides(words))
+    parsed = parse_overrides(words, locations, defaults, base)
     given = renamed(parsed.given) if trainer == "main_ppo" else parsed.given
     version = "0.9" if _is_09(name, given) else "0.4"
     defaults |= tables["defaults"][trainer][version]
     done = convert(Settings(f"verl {version}", trainer, given, defaults), rows, _RULES[trainer], lockstep_defaults)
-    done.problems[:0] = parsed.problems + _config_problems(parsed)
+    done.problems[:0] = parsed.problems + problems
     return done
 
 
@@ -49,11 +54,43 @@ def _is_09(program: str, given: dict[str, Setting]) -> bool:
     return program != "fsdp_sft_trainer" and any(key.startswith(new) for key in given)
 
 
-def _config_problems(parsed: ParsedOverrides) -> list[Problem]:
+def config_settings(parsed: ParsedOverrides) -> tuple[dict[str, Setting], list[Problem]]:
+    """Returns the settings of the configuration file that the command names, unless it is one of verl's own."""
     if parsed.config in _CONFIGS:
+        return {}, []
+    where, name = f"--config-name {parsed.config}", str(parsed.config)
+    file = Path(parsed.folder or ".") / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    if not file.is_file():
+        why = "is a custom configuration file, and its keys are not on the command line"
+        remedy = f"convert where {file} exists, or print the configuration with `--cfg job --resolve` and pass its keys"
+        if "megatron" in name:
+            why, remedy = _MEGATRON
+        return {}, Refusal.at(where, why, remedy, code="unsupported-setting").problems
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        why = f"{file} is not YAML: {' '.join(str(error).split())}"
+        return {}, Refusal.at(where, why, "fix the file", code="invalid-yaml").problems
+    if not isinstance(values, dict):
+        return {}, Refusal.at(where, f"{file} has no keys", "fix the file", code="invalid-yaml").problems
+    problems = [problem for entry in values.pop("defaults", []) for problem in _default_problems(entry, where)]
+    values.pop("hydra", None)
+    return {key: Setting(value, file.name) for key, value in _flat(values).items()}, problems
+
+
+def _default_problems(entry: Any, where: str) -> list[Problem]:
+    """Returns a problem if a configuration file includes a file that is not a default of verl's trainer."""
+    if entry in (*_CONFIGS, "_self_"):
         return []
-    why: Any = "is a custom configuration file, and its keys are not on the command line"
-    remedy = "print the configuration with `--cfg job --resolve`, and pass its keys as overrides"
-    if "megatron" in str(parsed.config):
-        why, remedy = "lockstep has no Megatron backend", "convert the FSDP variant of the script"
-    return Refusal.at(f"--config-name {parsed.config}", why, remedy, code="unsupported-setting").problems
+    why, remedy = f"includes {entry}", "print the configuration with `--cfg job --resolve`, and pass its keys"
+    if "megatron" in str(entry):
+        why, remedy = _MEGATRON
+    return Refusal.at(where, why, remedy, code="unsupported-setting").problems
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
