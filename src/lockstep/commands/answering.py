@@ -117,7 +117,7 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI-compatible chat, completions and models, or with the rewards of a reward
     model."""
-    from lockstep.serve.http_api import ListenAddress, ServeLimits
+    from lockstep.http_server.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
     limits = ServeLimits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
