@@ -47,10 +47,10 @@ def serve(descriptor: int, environment: str, arguments: Mapping[str, Any], threa
     try:
         created, file = load_environment(environment)
     except Unloadable as error:
-        connection.sendall(_line(LOADING, {"unusable": [error.why, error.remedy, error.code]}))
+        connection.sendall(as_line(LOADING, {"unusable": [error.why, error.remedy, error.code]}))
         return
-    connection.sendall(_line(LOADING, {"group": callable(getattr(created, "score_group", None))}))
-    asyncio.run(_Host(connection, created, dict(arguments), file, threads).run())
+    connection.sendall(as_line(LOADING, {"group": callable(getattr(created, "score_group", None))}))
+    asyncio.run(HostProcess(connection, created, dict(arguments), file, threads).run())
 
 
 def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
@@ -93,7 +93,7 @@ def _check_methods(created: type, name: str) -> None:
         check_signature(function, f"{name}.{method}", ("self", *call), by_name=False)
 
 
-def _line(call: int, fields: dict[str, Any]) -> bytes:
+def as_line(call: int, fields: dict[str, Any]) -> bytes:
     """Encodes an answer as a line. Raises ValueError if a value is not JSON, or if the answer is too long."""
     try:
         line = json.dumps({"call": call, **fields}, allow_nan=False, ensure_ascii=False).encode() + b"\n"
@@ -146,7 +146,9 @@ class _Threads(ThreadPoolExecutor):
             return self._running[number] > 0
 
 
-class _Host:
+class HostProcess:
+    """Answers the calls of a run."""
+
     def __init__(
         self, connection: socket.socket, created: Callable[..., Any], arguments: dict[str, Any], file: str, threads: int
     ):
@@ -213,18 +215,18 @@ class _Host:
             tokens = hasattr(environment, "reset_tokens")
             method = "reset_tokens" if tokens else "reset"
             value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
-            return {**_valid(lambda: checked_start(value, tokens)), "tokens": tokens}
+            return {**valid(lambda: checked_start(value, tokens)), "tokens": tokens}
         if fields["do"] == "step":
             reply = fields["reply"]
             tokens = isinstance(reply, list)
             method = "step_tokens" if tokens else "step"
             value = await self._run(method, getattr(self._environments[key], method), {}, reply)
-            return _valid(lambda: checked_turn(value, tokens))
+            return valid(lambda: checked_turn(value, tokens))
         if fields["do"] == "group":
             trajectories = fields["trajectories"]
             scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
             value = await self._run("score_group", scored, {}, trajectories)
-            return _valid(lambda: {"scores": checked_scores(value, trajectories)})
+            return valid(lambda: {"scores": checked_scores(value, trajectories)})
         return await self._finish(self._environments.pop(key, None), fields["finished"])
 
     async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
@@ -233,10 +235,10 @@ class _Host:
         try:
             if finished is not None and callable(getattr(environment, "score", None)):
                 value = await self._run("score", environment.score, {}, finished)
-                answer["score"] = _valid(lambda: checked_scores(value))
+                answer["score"] = valid(lambda: checked_scores(value))
             if finished is not None:
                 _method.set("info")
-                answer["info"] = _valid(lambda: json_object(getattr(environment, "info", {})))
+                answer["info"] = valid(lambda: json_object(getattr(environment, "info", {})))
                 # Many classes have an attribute `state` of another kind, which is not meant for rewards.
                 answer["state"] = json_or_empty(getattr(environment, "state", {}))
         finally:
@@ -256,9 +258,9 @@ class _Host:
 
     def _send(self, number: int, fields: dict[str, Any]) -> None:
         try:
-            line = _line(number, fields)
+            line = as_line(number, fields)
         except ValueError as error:
-            line = _line(number, {"raised": str(error), "code": "invalid-return"})
+            line = as_line(number, {"raised": str(error), "code": "invalid-return"})
         self._connection.sendall(line)
 
 
@@ -266,7 +268,7 @@ class _Invalid(Exception):
     """A method returned a value that cannot be used. The cause is a ValueError."""
 
 
-def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return check()
     except Exception as error:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.parsers import parse_reply
-from lockstep.environments.running import Running, row_of
+from lockstep.environments.running import Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import (
@@ -60,20 +60,6 @@ PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
 # tokens.
 LONGER, MORE = 1.25, 64
-
-
-class TurnEngine(Protocol):
-    """The engine that generates the turns of the model (`rollout.engine.Engine`)."""
-
-    instead: str
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]: ...
-
-    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-
-    def release_memory(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class EnvironmentEngine:
@@ -128,14 +114,17 @@ class EnvironmentEngine:
         if any(request.question is None for request in requests):
             yield from self.inner.generate(requests, sampling)
             return
-        batch = _TrajectoryBatch(self, requests, sampling)
+        batch = self._batch(requests, sampling)
         try:
             yield from batch.run()
         finally:
             batch.close()
 
+    def _batch(self, requests: Sequence[Request], sampling: Sampling) -> TrajectoryBatch:
+        return TrajectoryBatch(self, requests, sampling)
 
-class _TrajectoryBatch:
+
+class TrajectoryBatch:
     """The trajectories of one call of `generate`. All methods run in the thread that calls the engine."""
 
     def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
@@ -192,7 +181,7 @@ class _TrajectoryBatch:
                     inner.further = None  # type: ignore[attr-defined]
                 self.engine.count_prefill()
             # After a pause, these turns continue, or start, in the next call.
-            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and one in self.active]
+            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and self._open(one)]
 
     def _between(self) -> bool:
         """Lets a rollout worker load weights and add requests, if it wants a pause. Returns whether it did."""
@@ -203,6 +192,9 @@ class _TrajectoryBatch:
             added = self._new(len(self.requests) - 1)
             self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
         return True
+
+    def _open(self, one: Running) -> bool:
+        return one in self.active
 
     # The interface `Conversations` of an engine that takes requests while it generates (`rollout/engine.py`).
 
@@ -263,7 +255,10 @@ class _TrajectoryBatch:
             self.active.add(running)
             running.started = time.monotonic()
             running.host = self.hosts.place(running.session)
-            self._call("reset", running, row=row_of(running.question), seed=running.seed)
+            self._start(running)
+
+    def _start(self, running: Running) -> None:
+        self._call("reset", running, row=row_of(running.question), seed=running.seed)
 
     # Calls of the environments.
 
@@ -289,6 +284,9 @@ class _TrajectoryBatch:
             self._group_scored(call.group, HostAnswer(LOADING, why=why))
         else:
             self._fail(call.running, why, TIMEOUT)
+
+    def requested(self, request: Any) -> None:
+        raise TypeError("an environment sends no requests")
 
     def lost(self, host: Host, calls: list[HostCall], why: str) -> None:
         for call in calls:

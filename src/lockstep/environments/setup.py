@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
 from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
-from lockstep.environments.loop import EnvironmentEngine, TurnEngine
+from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.parsers import format_named
-from lockstep.environments.running import environment_seed, row_of
+from lockstep.environments.running import TurnEngine, environment_seed, row_of
 from lockstep.errors import Refusal, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
@@ -89,7 +89,7 @@ def try_environment(
             conversation = TokenConversation(fields["ids"], tokenizer.decode)
             template = "the environment writes token ids"
         else:
-            _refuse_no_template(setup, tokenizer)
+            refuse_no_template(setup, tokenizer)
             conversation = ChatConversation(chat, question, fields["messages"], fields["tools"])
             report = probe_template(chat, question.template_arguments, bool(fields["tools"]))
             if report.refuses:
@@ -121,7 +121,7 @@ def _answered(hosts: EnvironmentHosts, call: int, settings: EnvironmentSettings)
         return HostAnswer(call, why=why, code="function-too-slow")
 
 
-def _refuse_no_template(setup: HostSetup, tokenizer: PreTrainedTokenizerBase) -> None:
+def refuse_no_template(setup: HostSetup, tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise Refusal.at(
             setup.where,
