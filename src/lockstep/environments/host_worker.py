@@ -55,6 +55,14 @@ def serve(descriptor: int, environment: str, arguments: Mapping[str, Any], threa
 
 def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
     """Loads the class of `path/to/file.py:Class` or `package.module:Class`. Returns it with the file of its code."""
+    created, file = load_object(environment, "class")
+    if inspect.isclass(created):
+        _check_methods(created, environment.rpartition(":")[2])
+    return created, file
+
+
+def load_object(environment: str, kind: str) -> tuple[Callable[..., Any], str]:
+    """Loads an object of a file or package, without a check of its methods. `kind` is `class` or `function`."""
     where, _, name = environment.rpartition(":")
     if where.endswith(".py"):
         path = Path(where).expanduser().absolute()
@@ -71,14 +79,10 @@ def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
         file = str(getattr(module, "__file__", where))
     created = getattr(module, name, None)
     if not callable(created):
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value) and not key.startswith("_")]
-        raise Unloadable(
-            f"has no class {name}",
-            f"the classes of the file are: {', '.join(classes) or 'none'}",
-            code="invalid-function",
-        )
-    if inspect.isclass(created):
-        _check_methods(created, name)
+        fits = inspect.isclass if kind == "class" else inspect.isfunction
+        names = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+        remedy = f"those of the file are: {', '.join(names) or 'none'}"
+        raise Unloadable(f"has no {kind} {name}", remedy, code="invalid-function")
     return created, file
 
 

@@ -15,15 +15,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lockstep.environments.host_worker import LOADING, HostProcess, as_line, load_environment, valid
+from lockstep.environments.host_worker import LOADING, HostProcess, as_line, load_object, valid
 from lockstep.environments.return_values import checked_result, shown
 from lockstep.functions import Unloadable, check_signature
 from lockstep.launch.supervisor import worker_socket
 
 # `rollout.agent: command:PROGRAM ARGUMENTS` runs a program.
 COMMAND = "command:"
-# Arguments that a function gets only if it has parameters of these names.
-OPTIONAL = ("seed",)
 # The last bytes of a program's output that are kept.
 OUTPUT_BYTES = 2**16
 # Seconds that a program gets after SIGTERM. The host waits 0.5 s for a cancelled agent.
@@ -56,22 +54,29 @@ def load_agent(agent: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., 
     if agent.startswith(COMMAND):
         words = command_words(agent)
         return partial(_run_program, words), words[0]
-    function, file = load_environment(agent)
+    function, file = load_object(agent, "function")
     name = agent.rpartition(":")[2]
     if inspect.isclass(function):
         raise Unloadable(f"{name} is a class", f"write: def {name}(row, base_url)", code="invalid-function")
-    check_signature(partial(function, **arguments), name, ("row", "base_url"), by_name=False)
-    parameters = inspect.signature(function).parameters
-    named = [key for key in OPTIONAL if key in parameters and key not in arguments and key not in list(parameters)[:2]]
+    # A function gets the seed only if it has a parameter of this name.
+    seeded = "seed" not in arguments and "seed" in _parameters(function)[2:]
+    given = partial(function, **arguments, **({"seed": 0} if seeded else {}))
+    check_signature(given, name, ("row", "base_url"), by_name=False)
 
     def run(row: Mapping[str, Any], base_url: str, seed: int) -> Any:
-        given = {"seed": seed}
-        return function(row, base_url, **{key: given[key] for key in named}, **arguments)
+        return function(row, base_url, **arguments, **({"seed": seed} if seeded else {}))
 
     async def run_async(row: Mapping[str, Any], base_url: str, seed: int) -> Any:
         return await run(row, base_url, seed)
 
     return run_async if inspect.iscoroutinefunction(function) else run, file
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # `check_signature` reports it
+        return []
 
 
 def command_words(agent: str) -> list[str]:
