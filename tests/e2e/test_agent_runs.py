@@ -221,6 +221,7 @@ REFUSED = [
     (["rollout.agent=null", "rollout.agent_limit_reward=0"], "rollout.agent_limit_reward", "needs-key"),
     (["rollout.agent=command:true", "rollout.environment_args={x: 1}"], "rollout.environment_args", ""),
     (["parallel.tensor_parallel=2"], "rollout.agent", ""),
+    (["reward.weights={group: 1.0}"], "reward.weights.group", "unsupported-combination"),
     (["algorithm.advantage=gigpo"], "algorithm.advantage", "needs-key"),
 ]
 

@@ -115,6 +115,10 @@ def _agent_problems(recipe: Recipe) -> Iterator[Problem]:
         for key in ("agent_host", "agent_limit_reward"):
             if key in rollout.model_fields_set:
                 yield needs(f"rollout.{key}", "applies only to agents", f"set rollout.agent, or remove {key}")
+    for part in ("environment", "group"):
+        if rollout.agent is not None and part in recipe.reward.weights:
+            why = "an agent returns one reward for its trajectory, the component score"
+            yield unfit(f"reward.weights.{part}", why, "remove it, or set the weight of score")
     if rollout.environment_args and any(agent.startswith("command:") for agent in agents):
         why = "are arguments of a function, and the agent is a program"
         yield unfit("rollout.environment_args", why, "remove them, and write the arguments into the command")
