@@ -338,7 +338,6 @@ class _AgentBatch(TrajectoryBatch):
         assert isinstance(running, AgentTrajectory)
         assert running.agent is not None
         result, posted = fields["result"], running.agent.reward
-        running.seconds -= running.model_seconds
         if result is not None and posted is not None:
             self._fail(running, "run returned a reward, and posted another one", TOOL_ERROR)
         elif not running.turns:
@@ -381,6 +380,7 @@ class _AgentBatch(TrajectoryBatch):
         for row in _rows(running):
             if self.continuous:
                 self.engine.inner.end_session(row.session)  # type: ignore[attr-defined]
+        running.seconds = max(0.0, running.seconds - running.model_seconds)
         running.merge()
         super()._complete(running)
 

@@ -87,12 +87,13 @@ class AgentRow:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a request continues: the row that it extends, or None for a new row; and the conversation of the new row with
-    the tokens that the request adds."""
+    """How a request continues: the conversation after which its new messages come, the row that they extend, or None
+    for a new row, and the token ids after which the model continues."""
 
     conversation: ChatConversation
     keys: list[MessageKey]
     new: list[Message]
+    context: list[int]
     suffix: Suffix | None = None
     row: AgentRow | None = None
     shown: int = 0
@@ -100,18 +101,7 @@ class Continuation:
     @property
     def used(self) -> int:
         """The number of tokens of the row beyond the length of the prompt."""
-        if self.suffix is None:
-            return self.conversation.used
-        if self.suffix.new_row:
-            return len(self.suffix.ids) - len(self.conversation.prompt)
-        return self.conversation.used + len(self.suffix.ids)
-
-    @property
-    def context(self) -> list[int]:
-        """The token ids after which the model continues."""
-        if self.suffix is None:
-            return self.conversation.context
-        return list(self.suffix.ids) if self.suffix.new_row else [*self.conversation.context, *self.suffix.ids]
+        return len(self.context) - len(self.conversation.prompt)
 
 
 class AgentRows:
@@ -128,7 +118,7 @@ class AgentRows:
         if found is None:
             question = replace(self.question, tools=())
             conversation = ChatConversation(self.chat, question, spec.messages, spec.tools)
-            return Continuation(conversation, keys, [])
+            return Continuation(conversation, keys, [], conversation.context)
         row, end = found
         new = list(spec.messages[end.messages :])
         tip = row.is_tip(end)
@@ -136,8 +126,9 @@ class AgentRows:
         suffix = held.extension(end.reply, new)
         continues = row if tip and not suffix.new_row else None
         known = [*row.keys[: end.messages], *keys[end.messages :]]
+        context = list(suffix.ids) if suffix.new_row else [*held.context, *suffix.ids]
         # Earlier messages are shown in the row in which they were new.
-        return Continuation(held, known, new, suffix, continues, shown=end.messages)
+        return Continuation(held, known, new, context, suffix, continues, shown=end.messages)
 
     def _extended(self, keys: Sequence[MessageKey], spec: TurnSpec) -> tuple[AgentRow, TurnEnd] | None:
         """Returns the turn after which the messages of a request continue: the last one of the longest conversation
