@@ -191,7 +191,8 @@ def _values(info: FieldInfo) -> str:
 
 
 def _names(choice: Named) -> str:
-    return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{FUNCTION_PATH}`" if choice.allow_function else "")
+    names = ", ".join(f"`{name}`" for name in choice.names)
+    return " or ".join(filter(None, [names, f"`{FUNCTION_PATH}`" if choice.allow_function else ""]))
 
 
 def _plain(kind: Any) -> Any:

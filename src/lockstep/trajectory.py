@@ -66,6 +66,8 @@ class TurnRecord:
     anchor: str | None = None
     """The text that identifies the state in which the turn starts: the `anchor` of the environment's previous answer,
     or of its start."""
+    noise: int | None = None
+    """The number of the turn for the sampling noise (`turn_key`). None: the index of the turn."""
 
 
 @dataclass(frozen=True)

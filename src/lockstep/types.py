@@ -306,10 +306,11 @@ class Request:
 
 # The stop reason of a completion that is unfinished, because the engine was paused.
 PAUSED = "paused"
-# The stop reason of a completion whose rollout function or environment failed, and the recipe keys of both.
+# The stop reason of a completion whose rollout function, environment or agent failed, and the recipe keys of these.
 FAILED = "failed"
 ROLLOUT_FUNCTION = "rollout.function"
 ENVIRONMENT = "rollout.environment"
+AGENT = "rollout.agent"
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,8 @@ class Completion:
     """The version of the weights that generated each token, as in `Rollout`."""
     failure: str = ""
     """The error message, if the rollout function or the environment failed."""
+    failure_key: str = ROLLOUT_FUNCTION
+    """The recipe key of the code that failed."""
     prompt_ids: Sequence[int] | None = None
     """The prompt of a trajectory, which the environment wrote. None: the prompt is that of the request."""
     trajectory: Trajectory | None = None
@@ -373,7 +376,7 @@ class Score:
 class Failure:
     """A failed reward, rollout function or environment. The response is counted as failed and excluded from baselines
     and loss. The score of a failed response is never replaced by 0. `part` is the name of the reward component,
-    `ROLLOUT_FUNCTION` or `ENVIRONMENT`."""
+    `ROLLOUT_FUNCTION`, `ENVIRONMENT` or `AGENT`."""
 
     part: str
     why: str
@@ -389,7 +392,7 @@ class Failure:
     @property
     def of_rollout(self) -> bool:
         """Whether the response could not be generated, because the rollout function or the environment failed."""
-        return self.part in (ROLLOUT_FUNCTION, ENVIRONMENT)
+        return self.part in (ROLLOUT_FUNCTION, ENVIRONMENT, AGENT)
 
     @property
     def message(self) -> str:

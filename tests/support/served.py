@@ -11,9 +11,9 @@ import openai
 
 from hang import HANG
 from lockstep.device.cpu import Cpu
+from lockstep.http_server import asgi
+from lockstep.http_server.http_api import ServeLimits
 from lockstep.parallel.world import World
-from lockstep.serve import asgi
-from lockstep.serve.http_api import ServeLimits
 from lockstep.serve.model_server import ServeSettings, load_app
 from lockstep.serve.openai_api import ModelApp, model_site
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.serve.api_request import BodyReader, check_model, valid_text
-from lockstep.serve.http_api import ApiError, HttpRequest, as_events, check_caller, is_loopback
+from lockstep.http_server.http_api import ApiError, HttpRequest, as_events, check_caller, is_loopback
+from lockstep.http_server.request_body import BodyReader, check_model, valid_text
 
 
 def reader(**keys: Any) -> BodyReader:

@@ -141,7 +141,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("environments", "rollout", "reward"),
     ("tape",),
-    ("data", "model", "run", "launch"),
+    ("data", "model", "run", "launch", "http_server"),
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),
@@ -389,8 +389,8 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "torch_npu": ("device/npu.py", "kernels/*_npu.py", "kernels/attention/npu_*.py"),
     "math_verify": ("reward/*.py",),
     "trl": (),
-    "starlette": ("serve/asgi.py",),
-    "uvicorn": ("serve/asgi.py",),
+    "starlette": ("http_server/asgi.py",),
+    "uvicorn": ("http_server/asgi.py",),
     "gymnasium": ("environments/adapters/gymnasium_env.py",),
     "textarena": ("environments/adapters/textarena_env.py",),
     "reasoning_gym": ("environments/adapters/reasoning_gym_env.py",),
@@ -398,7 +398,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "websockets": ("environments/adapters/openenv_client.py",),
 }
 # Adapters with an optional package at the top: other modules import them inside functions only.
-LAZY_ADAPTERS = ("serve/asgi.py",)
+LAZY_ADAPTERS = ("http_server/asgi.py",)
 
 
 def optional_package(target: str) -> str | None:
@@ -454,9 +454,18 @@ def test_optional_packages_are_imported_by_their_adapters_only() -> None:
         ),
         ({"kernels/norm_npu.py": "def f():\n    import torch_npu\n"}, []),
         ({"train/a.py": "def f():\n    from trl import x\n"}, ["imports trl; allowed in no file of the package"]),
-        ({"serve/asgi.py": "import uvicorn\n", "serve/a.py": "def f():\n    from lockstep.serve import asgi\n"}, []),
-        ({"serve/a.py": "from lockstep.serve import asgi\n"}, ["imports serve/asgi.py outside of a function"]),
-        ({"serve/a.py": "import uvicorn\n"}, ["imports uvicorn; allowed in serve/asgi.py"]),
+        (
+            {
+                "http_server/asgi.py": "import uvicorn\n",
+                "serve/a.py": "def f():\n    from lockstep.http_server import asgi\n",
+            },
+            [],
+        ),
+        (
+            {"serve/a.py": "from lockstep.http_server import asgi\n"},
+            ["imports http_server/asgi.py outside of a function"],
+        ),
+        ({"serve/a.py": "import uvicorn\n"}, ["imports uvicorn; allowed in http_server/asgi.py"]),
         (
             {"data/sources/mix.py": "def f():\n    import_module('datasets')\n"},
             ["imports datasets; allowed in data/sources/read.py"],

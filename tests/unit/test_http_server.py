@@ -17,8 +17,8 @@ import pytest
 
 from hang import HANG, wait_until
 from lockstep.errors import Refusal
-from lockstep.serve import asgi
-from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits, as_events, as_json
+from lockstep.http_server import asgi
+from lockstep.http_server.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits, as_events, as_json
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -265,7 +265,7 @@ def test_a_missing_package_is_reported_with_its_extra(package: str) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from lockstep.errors import Refusal\n"
-        "try:\n    from lockstep.serve import asgi\nexcept Refusal as refusal:\n    print(refusal)\n"
+        "try:\n    from lockstep.http_server import asgi\nexcept Refusal as refusal:\n    print(refusal)\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"package {package}" in told

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hang import HANG, wait_until
-from lockstep.serve.http_api import ApiError, HttpRequest, ServeLimits
+from lockstep.http_server.http_api import ApiError, HttpRequest, ServeLimits
 from lockstep.serve.reward_api import MAX_BATCH_ROWS, RewardModelApp, RewardWorker
 
 Row = Sequence[int]

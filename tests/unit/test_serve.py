@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hang import HANG, wait_until
 from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
+from lockstep.http_server.http_api import ApiError, ServeLimits
 from lockstep.serve.api_request import chat_request, completion_request
-from lockstep.serve.http_api import ApiError, ServeLimits
 from lockstep.serve.openai_api import LanguageModelApp
 from served import chat, endpoint, opened_app, talk
 from speaker import write_speaker

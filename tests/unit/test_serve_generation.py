@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from hang import HANG, wait_until
+from lockstep.http_server.http_api import ApiError
 from lockstep.serve.api_request import chat_request, completion_request
-from lockstep.serve.http_api import ApiError
 from lockstep.serve.openai_api import LanguageModelApp
 from served import chat, endpoint, opened_app
 from speaker import write_speaker

@@ -14,11 +14,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hang import HANG
 from lockstep.compat.openrlhf.openrlhf_inference import rewards_served
 from lockstep.errors import Refusal
+from lockstep.http_server.http_api import ListenAddress, ServeLimits
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.model import ModelPart
 from lockstep.reward.remote import KEY_VARIABLE
 from lockstep.reward.scorer import Scorer
-from lockstep.serve.http_api import ListenAddress, ServeLimits
 from lockstep.types import Failure, Origin, Question
 from refusals import refuses
 from reward_models import write_reward_model

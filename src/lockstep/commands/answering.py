@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.commands.arguments import (
+    AgentOption,
     EnvironmentArguments,
     EnvironmentOption,
     LabelKey,
@@ -117,7 +118,7 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI-compatible chat, completions and models, or with the rewards of a reward
     model."""
-    from lockstep.serve.http_api import ListenAddress, ServeLimits
+    from lockstep.http_server.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
     limits = ServeLimits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
@@ -149,6 +150,7 @@ def evaluate(
     ] = None,
     environment: EnvironmentOption = None,
     environment_arg: EnvironmentArguments = None,
+    agent: AgentOption = None,
     tool: ToolOption = None,
     max_turns: MaxTurns = None,
     prompt_key: PromptKey = None,
@@ -177,21 +179,24 @@ def evaluate(
         rules=rule or (),
         reward=reward,
         columns=NamedColumns(prompt_key, label_key),
-        conversations=_conversations(environment, environment_arg, tool, max_turns),
+        conversations=_conversations(environment, environment_arg, tool, max_turns, agent),
     )
 
 
 def _conversations(
-    environment: str | None, arguments: list[str] | None, tools: list[str] | None, max_turns: int | None
+    environment: str | None,
+    arguments: list[str] | None,
+    tools: list[str] | None,
+    max_turns: int | None,
+    agent: str | None,
 ) -> ConversationOptions:
     import yaml
 
     from lockstep.commands.without_recipe import ConversationOptions
 
     pairs = [named_value(words, "--environment-arg", "NAME=VALUE") for words in arguments or []]
-    return ConversationOptions(
-        environment, {name: yaml.safe_load(text) for name, text in pairs}, tools or (), max_turns
-    )
+    values = {name: yaml.safe_load(text) for name, text in pairs}
+    return ConversationOptions(environment, values, tools or (), max_turns, agent)
 
 
 def sample(
@@ -230,6 +235,7 @@ def sample(
     ] = 0.1,
     environment: EnvironmentOption = None,
     environment_arg: EnvironmentArguments = None,
+    agent: AgentOption = None,
     tool: ToolOption = None,
     max_turns: MaxTurns = None,
     prompt_key: PromptKey = None,
@@ -260,7 +266,7 @@ def sample(
     )
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed)
     columns = NamedColumns(prompt_key, label_key)
-    conversations = _conversations(environment, environment_arg, tool, max_turns)
+    conversations = _conversations(environment, environment_arg, tool, max_turns, agent)
     job = Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk, first, columns, conversations)
     sample_responses(job, device)
 

@@ -35,7 +35,12 @@ EnvironmentOption = Annotated[
     typer.Option(metavar="FILE.py:CLASS", help="Environment that the model has a conversation with."),
 ]
 EnvironmentArguments = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="Argument of the environment; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="Argument of the environment or of the agent; may be repeated."),
+]
+AgentOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.py:NAME", help="Agent that talks to the model over OpenAI's API, or command:PROGRAM."),
 ]
 ToolOption = Annotated[
     list[str] | None, typer.Option(metavar="FILE.py:NAME", help="Tool that the model may call; may be repeated.")

@@ -179,7 +179,12 @@ def score_model(
         compared = None if reference is None else model_folder(reference)
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
         if recipe is not None and (rules or reward or conversations.any):
-            options = {"--rule": rules, "--reward": reward, "--environment": conversations.environment}
+            options = {
+                "--rule": rules,
+                "--reward": reward,
+                "--environment": conversations.environment,
+                "--agent": conversations.agent,
+            }
             raise Refusal.at(
                 next((option for option, given in options.items() if given), "--tool"),
                 f"{data} has labeled rows, which need no rule, reward or environment",
@@ -195,7 +200,7 @@ def score_model(
             return metrics
         if reference is not None:
             raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it", code="unused-key")
-        rewarded = reward is not None or conversations.environment is not None
+        rewarded = reward is not None or conversations.gives_rewards
         required = (
             REWARD_FIELDS if rules or not rewarded else read_by_rewards(Reward(function=reward), environment=True)
         )
@@ -209,7 +214,7 @@ def score_model(
         settings = Reward(
             rules=named,
             function=reward,
-            weights={"rule": 1.0} if rules and conversations.environment is not None else {},
+            weights={"rule": 1.0} if rules and conversations.gives_rewards else {},
         )
         torch_device = device.torch_device(world.local_rank)
         with _judge(settings, prompts, torch_device, console, conversations) as judge:
@@ -268,7 +273,7 @@ def _judge(
 ) -> Iterator[RuleJudge | Scorer]:
     """Yields the scorer of the answers: the built-in rules, or the options' rewards (first tested on real rows)."""
     sources = {prompt.question.data_source for prompt in prompts}
-    environment = conversations.environment is not None
+    environment = conversations.gives_rewards
     if not reward.rules and reward.function is None and not environment and not any_isolated(sources):
         yield RuleJudge()
         return

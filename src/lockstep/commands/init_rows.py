@@ -183,7 +183,7 @@ def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
         rows = read_rows(source.path)
         columns = find_question_columns(
             ColumnFinder(source, recipe.data, rows.columns),
-            read_by_rewards(recipe.reward, environment=recipe.rollout.environment is not None),
+            read_by_rewards(recipe.reward, environment=recipe.rollout.gives_rewards),
         )
         for question in read_questions(rows, source.rows, columns):
             if question.data_source not in ruled:

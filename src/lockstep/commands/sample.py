@@ -267,7 +267,7 @@ def sample_responses(job: Job, device_name: str) -> None:
                 code="out-of-range",
             )
         settings = job.conversations.settings(free_cache=False)
-        columns = read_by_rewards(job.reward, environment=job.conversations.environment is not None)
+        columns = read_by_rewards(job.reward, environment=job.conversations.gives_rewards)
         columns |= {COLUMNS} if job.conversations.any else frozenset()
         questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
         prompts = encode_questions(tokenizer, questions, job.system)

@@ -113,32 +113,44 @@ def load_generator(
 
 @dataclass(frozen=True)
 class ConversationOptions:
-    """The environment or the tools of a command, from its options."""
+    """The environment, the tools or the agent of a command, from its options."""
 
     environment: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[str] = ()
     max_turns: int | None = None
+    agent: str | None = None
 
     @property
     def any(self) -> bool:
-        return self.environment is not None or bool(self.tools)
+        return self.gives_rewards or bool(self.tools)
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the environment or the agent rewards the responses."""
+        return self.environment is not None or self.agent is not None
 
     def settings(self, **more: Any) -> RolloutSettings:
         """Returns the rollout settings. Raises `Refusal` for options that do not fit together."""
         if self.environment is not None and self.tools:
             why = "an environment returns its tools itself"
             raise Refusal.at("--tool", why, "remove --tool or --environment", code="conflicting-keys")
-        unused = {"--environment-arg": bool(self.arguments) and self.environment is None}
+        if self.agent is not None and (self.environment is not None or self.tools):
+            other = "--tool" if self.tools else "--environment"
+            why = f"and {other} both hold the conversation"
+            raise Refusal.at("--agent", why, "remove one of them", code="conflicting-keys")
+        unused = {"--environment-arg": bool(self.arguments) and not self.gives_rewards}
         unused["--max-turns"] = self.max_turns is not None and not self.any
         for option, found in unused.items():
             if found:
-                needed = "--environment" if option == "--environment-arg" else "--environment or --tool"
+                others = "" if option == "--environment-arg" else ", --tool"
+                needed = f"--environment{others} or --agent"
                 raise Refusal.at(option, f"applies only with {needed}", f"set {needed}, or remove it", code="needs-key")
         keys: dict[str, Any] = {
             "environment": self.environment,
             "environment_args": dict(self.arguments),
             "tools": list(self.tools),
+            "agent": self.agent,
             **({} if self.max_turns is None else {"max_turns": self.max_turns}),
             **more,
         }
@@ -153,11 +165,12 @@ class ConversationOptions:
             "--environment-arg": dict(self.arguments),
             "--tool": [_code(tool) for tool in self.tools],
             "--max-turns": self.max_turns,
+            **({} if self.agent is None else {"--agent": _code(self.agent)}),
         }
 
 
 NO_CONVERSATIONS = ConversationOptions()
-CONVERSATION_OPTIONS = {"rollout.environment": "--environment", "rollout.tools": "--tool"}
+CONVERSATION_OPTIONS = {"rollout.environment": "--environment", "rollout.tools": "--tool", "rollout.agent": "--agent"}
 
 
 def _code(reference: str) -> dict[str, str] | str:
@@ -236,7 +249,7 @@ def opened_scorer(
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
-    environment = conversations.environment is not None
+    environment = conversations.gives_rewards
     if unruled and "rule" in active_weights(reward, environment=environment)[0]:
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy, code="no-rule") for source in unruled])

@@ -16,8 +16,16 @@ from lockstep.functions import LOAD_SECONDS
 ACKNOWLEDGE_SECONDS = 5.0
 # Seconds that the environments of failed trajectories get at the end of a batch to close.
 CLOSE_SECONDS = 5.0
+# The number of an answer that is a request of an agent for a turn of the model.
+ASKED = -1
+# Seconds until the deadline of an agent that waits for the model.
+WAITING_SECONDS = 1e8
 # What a call runs, for messages.
-_METHODS = {"finish": "score or close", "group": "score_group"}
+_METHODS = {
+    "run": "run neither asked the model nor returned",
+    "finish": "score or close did not return",
+    "group": "score_group did not return",
+}
 
 
 @dataclass
@@ -31,6 +39,8 @@ class HostCall:
     deadline: float
     group: int = -1
     sent: float = field(default_factory=time.monotonic)
+    waits: bool = False
+    """Whether the agent waits for the model. Its time limit then does not run."""
 
 
 class CallHandler(Protocol):
@@ -39,6 +49,10 @@ class CallHandler(Protocol):
     def answered(self, call: HostCall, answer: HostAnswer) -> None: ...
 
     def timed_out(self, call: HostCall, why: str) -> None: ...
+
+    def requested(self, request: Any) -> None:
+        """Handles a request of an agent."""
+        ...
 
     def lost(self, host: Host, calls: list[HostCall], why: str) -> None:
         """Handles the end of a host. `calls` are its calls without an answer."""
@@ -57,7 +71,7 @@ class Dispatch:
     @property
     def outstanding(self) -> bool:
         """Whether a trajectory waits for an answer."""
-        return any(call.kind != "close" for call in self.calls.values())
+        return any(call.kind != "close" and not call.waits for call in self.calls.values())
 
     def send(self, kind: str, host: Host, running: Running | None, group: int = -1, **fields: Any) -> None:
         """Sends a call. Raises ValueError if the row cannot be sent to another process."""
@@ -65,6 +79,13 @@ class Dispatch:
         do = "finish" if kind == "close" else kind
         number = self.hosts.send(host, do=do, trajectory=session, **fields)
         self.calls[number] = HostCall(kind, host, running, self._deadline(host), group)
+
+    def waits(self, running: Running, waits: bool) -> None:
+        """Notes whether the agent of a trajectory waits for the model. Its time limit starts again when it does not."""
+        for call in self.calls.values():
+            if call.running is running and call.waits != waits:
+                call.waits = waits
+                call.deadline = time.monotonic() + WAITING_SECONDS if waits else self._deadline(call.host)
 
     def close(self, host: Host, running: Running) -> None:
         """Closes the environment of a failed trajectory."""
@@ -93,10 +114,12 @@ class Dispatch:
         return time.monotonic() + self._seconds + self.hosts.setup.more_seconds + loading
 
     def _handle(self, host: Host, answer: HostAnswer) -> None:
-        if answer.call == LOADING and answer.why:
+        if answer.call == ASKED:
+            self._handler.requested(answer.fields["request"])
+        elif answer.call == LOADING and answer.why:
             self._lost(host, answer.why)
         elif answer.call == LOADING:
-            for call in [call for call in self.calls.values() if call.host is host]:
+            for call in [call for call in self.calls.values() if call.host is host and not call.waits]:
                 call.deadline = self._deadline(host)
         elif answer.call in self.cancels:
             self._cancelled(self.cancels.pop(answer.call), answer)
@@ -117,10 +140,8 @@ class Dispatch:
             cancel = self.hosts.send(call.host, do="cancel", cancelled=number)
             self.cancels[cancel] = replace(call, deadline=now + ACKNOWLEDGE_SECONDS)
             if call.kind != "close":
-                method = _METHODS.get(call.kind, call.kind)
-                self._handler.timed_out(
-                    call, f"{method} did not return within {self._seconds:g} s (rollout.step_timeout)"
-                )
+                what = _METHODS.get(call.kind, f"{call.kind} did not return")
+                self._handler.timed_out(call, f"{what} within {self._seconds:g} s (rollout.step_timeout)")
         for number in [number for number, call in self.cancels.items() if call.deadline <= now]:
             if number in self.cancels:
                 self._lost(self.cancels[number].host, "its host process was killed, because it did not respond")

@@ -34,6 +34,8 @@ class HostSetup:
     """OUTPUT-N.log keeps the last output lines of host N; with None the output is dropped."""
     more_seconds: float = 0.0
     """Seconds that a call may take besides `rollout.step_timeout`."""
+    serve: str = "lockstep.environments.host_worker:serve"
+    """The function of the host processes."""
 
     @property
     def where(self) -> str:
@@ -63,7 +65,7 @@ class Host(SupervisedProcess):
 
     def __init__(self, index: int, setup: HostSetup, inbox: queue.SimpleQueue[Any]):
         arguments = (setup.environment, dict(setup.arguments), setup.threads)
-        super().__init__("lockstep.environments.host_worker:serve", arguments, setup.log(index))
+        super().__init__(setup.serve, arguments, setup.log(index))
         self.index, self._inbox = index, inbox
         self.loaded: queue.SimpleQueue[HostAnswer] = queue.SimpleQueue()
         self.is_loaded = self.stuck = self.dead = False

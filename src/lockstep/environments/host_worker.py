@@ -57,15 +57,23 @@ def serve(descriptor: int, environment: str, arguments: Mapping[str, Any], threa
     try:
         created, file = load_environment(environment)
     except Unloadable as error:
-        connection.sendall(_line(LOADING, {"unusable": [error.why, error.remedy, error.code]}))
+        connection.sendall(as_line(LOADING, {"unusable": [error.why, error.remedy, error.code]}))
         return
     loaded = {"group": callable(getattr(created, "score_group", None)), "text": level_of(created) == "text"}
-    connection.sendall(_line(LOADING, loaded))
-    asyncio.run(_Host(connection, created, dict(arguments), file, threads).run())
+    connection.sendall(as_line(LOADING, loaded))
+    asyncio.run(HostProcess(connection, created, dict(arguments), file, threads).run())
 
 
 def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
     """Loads the class of `path/to/file.py:Class` or `package.module:Class`. Returns it with the file of its code."""
+    created, file = load_object(environment, "class")
+    if inspect.isclass(created):
+        _check_methods(created, environment.rpartition(":")[2])
+    return created, file
+
+
+def load_object(environment: str, kind: str) -> tuple[Callable[..., Any], str]:
+    """Loads an object of a file or package, without a check of its methods. `kind` is `class` or `function`."""
     where, _, name = environment.rpartition(":")
     if where.endswith(".py"):
         path = Path(where).expanduser().absolute()
@@ -82,14 +90,10 @@ def load_environment(environment: str) -> tuple[Callable[..., Any], str]:
         file = str(getattr(module, "__file__", where))
     created = getattr(module, name, None)
     if not callable(created):
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value) and not key.startswith("_")]
-        raise Unloadable(
-            f"has no class {name}",
-            f"the classes of the file are: {', '.join(classes) or 'none'}",
-            code="invalid-function",
-        )
-    if inspect.isclass(created):
-        _check_methods(created, name)
+        fits = inspect.isclass if kind == "class" else inspect.isfunction
+        names = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+        remedy = f"those of the file are: {', '.join(names) or 'none'}"
+        raise Unloadable(f"has no {kind} {name}", remedy, code="invalid-function")
     return created, file
 
 
@@ -108,7 +112,7 @@ def _check_methods(created: type, name: str) -> None:
         check_signature(function, f"{name}.{method}", ("self", *call), by_name=False)
 
 
-def _line(call: int, fields: dict[str, Any]) -> bytes:
+def as_line(call: int, fields: dict[str, Any]) -> bytes:
     """Encodes an answer as a line. Raises ValueError if a value is not JSON, or if the answer is too long."""
     try:
         line = json.dumps({"call": call, **fields}, allow_nan=False, ensure_ascii=False).encode() + b"\n"
@@ -161,7 +165,9 @@ class _Threads(ThreadPoolExecutor):
             return self._running[number] > 0
 
 
-class _Host:
+class HostProcess:
+    """Answers the calls of a run."""
+
     def __init__(
         self, connection: socket.socket, created: Callable[..., Any], arguments: dict[str, Any], file: str, threads: int
     ):
@@ -228,19 +234,19 @@ class _Host:
             level = level_of(environment)
             method, _ = METHODS[level]
             value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
-            return {**_valid(lambda: checked_start(value, level)), "tokens": level != "messages"}
+            return {**valid(lambda: checked_start(value, level)), "tokens": level != "messages"}
         if fields["do"] == "step":
             environment = self._environments[key]
             level = level_of(environment)
             _, method = METHODS[level]
             reply = list(fields["reply"].ids) if level == "tokens" else fields["reply"]
             value = await self._run(method, getattr(environment, method), {}, reply)
-            return _valid(lambda: checked_turn(value, level))
+            return valid(lambda: checked_turn(value, level))
         if fields["do"] == "group":
             trajectories = fields["trajectories"]
             scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
             value = await self._run("score_group", scored, {}, trajectories)
-            return _valid(lambda: {"scores": checked_scores(value, trajectories)})
+            return valid(lambda: {"scores": checked_scores(value, trajectories)})
         return await self._finish(self._environments.pop(key, None), fields["finished"])
 
     async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
@@ -249,10 +255,10 @@ class _Host:
         try:
             if finished is not None and callable(getattr(environment, "score", None)):
                 value = await self._run("score", environment.score, {}, finished)
-                answer["score"] = _valid(lambda: checked_scores(value))
+                answer["score"] = valid(lambda: checked_scores(value))
             if finished is not None:
                 _method.set("info")
-                answer["info"] = _valid(lambda: json_object(getattr(environment, "info", {})))
+                answer["info"] = valid(lambda: json_object(getattr(environment, "info", {})))
                 # Many classes have an attribute `state` of another kind, which is not meant for rewards.
                 answer["state"] = json_or_empty(getattr(environment, "state", {}))
         finally:
@@ -272,9 +278,9 @@ class _Host:
 
     def _send(self, number: int, fields: dict[str, Any]) -> None:
         try:
-            line = _line(number, fields)
+            line = as_line(number, fields)
         except ValueError as error:
-            line = _line(number, {"raised": str(error), "code": "invalid-return"})
+            line = as_line(number, {"raised": str(error), "code": "invalid-return"})
         self._connection.sendall(line)
 
 
@@ -282,7 +288,7 @@ class _Invalid(Exception):
     """A method returned a value that cannot be used. The cause is a ValueError."""
 
 
-def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return check()
     except Exception as error:

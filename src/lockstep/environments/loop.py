@@ -123,14 +123,17 @@ class EnvironmentEngine:
         if any(request.question is None for request in requests):
             yield from self.inner.generate(requests, sampling)
             return
-        batch = _TrajectoryBatch(self, requests, sampling)
+        batch = self._batch(requests, sampling)
         try:
             yield from batch.run()
         finally:
             batch.close()
 
+    def _batch(self, requests: Sequence[Request], sampling: Sampling) -> TrajectoryBatch:
+        return TrajectoryBatch(self, requests, sampling)
 
-class _TrajectoryBatch:
+
+class TrajectoryBatch:
     """The trajectories of one call of `generate`. All methods run in the thread that calls the engine."""
 
     def __init__(self, engine: EnvironmentEngine, requests: Sequence[Request], sampling: Sampling):
@@ -186,7 +189,7 @@ class _TrajectoryBatch:
                     inner.further = None  # type: ignore[attr-defined]
                 self.engine.count_prefill()
             # After a pause, these turns continue, or start, in the next call.
-            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and one in self.active]
+            self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and self._open(one)]
 
     def _enlarge(self) -> None:
         """Makes room for the prompts that are ready and, if possible, for longer ones."""
@@ -203,6 +206,9 @@ class _TrajectoryBatch:
             added = self._new(len(self.requests) - 1)
             self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
         return True
+
+    def _open(self, one: Running) -> bool:
+        return one in self.active
 
     # The interface `Conversations` of an engine that takes requests while it generates (`rollout/engine.py`).
 
@@ -270,8 +276,11 @@ class _TrajectoryBatch:
             self.active.add(running)
             running.started = time.monotonic()
             running.host = self.hosts.place(running.session)
-            row = row_of(running.question, self.hosts.writes_text, self.engine.chat.tokenizer, running.request.ids)
-            self._call("reset", running, row=row, seed=running.seed)
+            self._start(running)
+
+    def _start(self, running: Running) -> None:
+        row = row_of(running.question, self.hosts.writes_text, self.engine.chat.tokenizer, running.request.ids)
+        self._call("reset", running, row=row, seed=running.seed)
 
     # Calls of the environments.
 
@@ -298,6 +307,9 @@ class _TrajectoryBatch:
             self._group_scored(call.group, HostAnswer(LOADING, why=why))
         else:
             self._fail(call.running, why, TIMEOUT)
+
+    def requested(self, request: Any) -> None:
+        raise TypeError("an environment sends no requests")
 
     def lost(self, host: Host, calls: list[HostCall], why: str) -> None:
         for call in calls:

@@ -65,6 +65,26 @@ def checked_scores(value: Any, trajectories: Sequence[Any] | None = None) -> Any
     return {"score": total, **{f"score/{name}": number for name, number in parts.items()}}
 
 
+def checked_result(value: Any) -> dict[str, Any] | None:
+    """Returns what an agent returned: its `scores`, `metrics` and `info`. None if it returned nothing. A result is a
+    number, a dict of named numbers, or a dict with the key `reward` and optionally `metrics` and `info`."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or "reward" not in value:
+        return {"scores": checked_scores(value), "metrics": {}, "info": {}}
+    unknown = [str(key) for key in value if key not in ("reward", "metrics", "info")]
+    if unknown:
+        raise ValueError(f"returned the key {unknown[0]!r} besides reward; the other keys are metrics and info")
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"returned {shown(metrics)} as metrics, expected a dict of numbers")
+    return {
+        "scores": checked_scores(value["reward"]),
+        "metrics": {str(name): _number(number, f"the metric {name!r}") for name, number in metrics.items()},
+        "info": json_object(value.get("info") or {}),
+    }
+
+
 def json_object(value: Any) -> dict[str, Any]:
     """Returns a dict that JSON can represent. Raises ValueError otherwise."""
     if not isinstance(value, Mapping):

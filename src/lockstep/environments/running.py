@@ -14,7 +14,24 @@ from lockstep.environments.host import Host
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord
-from lockstep.types import FAILED, PAUSED, Completion, PartialResponse, Question, Request, Sampling
+from lockstep.types import ENVIRONMENT, FAILED, PAUSED, Completion, PartialResponse, Question, Request, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TurnEngine(Protocol):
+    """The engine that generates the turns of the model (`rollout.engine.Engine`)."""
+
+    instead: str
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]: ...
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def release_memory(self) -> None: ...
+
+    def close(self) -> None: ...
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +112,8 @@ class Running:
     seconds: float = 0.0
     stop: str = ""
     failure: str = ""
+    failure_key: str = ENVIRONMENT
+    """The recipe key of the code that failed."""
     scores: dict[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -204,9 +223,8 @@ class Running:
     def completion(self) -> Completion:
         trajectory, conversation = self.trajectory(), self.conversation
         if self.failure or conversation is None:
-            return Completion(
-                self.number, self.sample, [], [], FAILED, failure=self.failure or "no turn", trajectory=trajectory
-            )
+            failed = Completion(self.number, self.sample, [], [], FAILED, failure=self.failure or "no turn")
+            return replace(failed, failure_key=self.failure_key, trajectory=trajectory)
         stop = self.ended_by if self.ended_by in ("token", "string") else "environment"
         prompt, rows = conversation.rows()
         trained = [mask for row in rows for mask in row.loss_mask]

@@ -132,7 +132,7 @@ def try_environment(
             conversation = TokenConversation(fields["ids"], tokenizer.decode)
             template = f"the environment writes {'raw text' if 'text' in fields else 'token ids'}"
         else:
-            _refuse_no_template(setup, tokenizer)
+            refuse_no_template(setup, tokenizer)
             conversation = ChatConversation(chat, question, fields["messages"], fields["tools"])
             report = probe_template(chat, question.template_arguments, bool(fields["tools"]))
             if report.refuses:
@@ -164,7 +164,7 @@ def _answered(hosts: EnvironmentHosts, call: int, settings: EnvironmentSettings)
         return HostAnswer(call, why=why, code="function-too-slow")
 
 
-def _refuse_no_template(setup: HostSetup, tokenizer: PreTrainedTokenizerBase) -> None:
+def refuse_no_template(setup: HostSetup, tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise Refusal.at(
             setup.where,

@@ -118,9 +118,10 @@ ROLLOUT_FUNCTION = Trial(
 )
 ENVIRONMENT = Trial(
     "environment",
-    "before weights load, with rollout.environment or rollout.tools",
+    "before weights load, with rollout.environment, rollout.tools or rollout.agent",
     "environments.setup.try_environment",
-    "the environment loads and starts a trajectory for the first prompt, and the chat template renders it",
+    "the environment loads and starts a trajectory for the first prompt, and the chat template renders it; an agent "
+    "loads, and its server starts",
     task="Testing the environment on one row",
 )
 REWARDS = Trial(

@@ -324,22 +324,24 @@ function sampleParts(sample, coloring) {
 /** A conversation with an environment, by speaker. The tokens of the model's turns are trained, with their rewards. */
 function conversationParts(sample, tokens, coloring) {
   const turns = Array.isArray(sample.turns) ? sample.turns : [];
+  const several = sample.conversation.some((entry) => entry?.row > 0);
   return sample.conversation.map((entry) => {
     const message = typeof entry === "object" && entry !== null ? entry : { content: entry };
+    const row = several && given(message.row) ? `row ${show(message.row + 1, "count")}, ` : "";
     const turn = turns[message.turn];
     const calls = Array.isArray(message.tool_calls) ? JSON.stringify(message.tool_calls, null, 1) : "";
     const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? "");
     const text = [message.reasoning_content, content, calls].filter((part) => given(part) && part !== "").join("\n");
     if (turn === undefined) {
       const speaker = visible(String(message.name ?? message.role ?? ""));
-      return el("section.speaker", el("h4", speaker), el("pre", visible(text)));
+      return el("section.speaker", el("h4", row + speaker), el("pre", visible(text)));
     }
     const own = tokens !== null && turn.stop <= tokens.length ? tokens.slice(turn.start, turn.stop) : null;
     const reward = el("span.pill", el("span.quiet", "reward"), " ", el("b.figure", show(turn.reward, "signed")));
     const length = `${plural(turn.stop - turn.start, "trained token")}${turn.finish === "length" ? ", cut" : ""}`;
     return el(
       "section.speaker.model",
-      el("h4", `model, turn ${show(message.turn + 1, "count")}, `, el("span.quiet", length), " ", reward),
+      el("h4", `${row}model, turn ${show(message.turn + 1, "count")}, `, el("span.quiet", length), " ", reward),
       own === null
         ? el("pre.response-text", visible(text))
         : tokenStrip({ ...sample, tokens: own.length }, own, coloring),

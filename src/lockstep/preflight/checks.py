@@ -193,7 +193,8 @@ def _online(context: Context) -> bool:
 
 def _interactive(context: Context) -> bool:
     recipe = context.recipe
-    return context.online and context.plays and (recipe.rollout.interactive or recipe.val.environment is not None)
+    validated = recipe.val.environment is not None or recipe.val.agent is not None
+    return context.online and context.plays and (recipe.rollout.interactive or validated)
 
 
 def _asynchronous(context: Context) -> bool:

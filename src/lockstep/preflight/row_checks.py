@@ -79,8 +79,8 @@ def read_questions_of(context: Context) -> None:
 
 def _fields_read(recipe: Recipe) -> frozenset[str]:
     """Returns the fields of a row that the rewards or the environment read. An environment gets all columns."""
-    interactive = recipe.rollout.interactive or recipe.val.environment is not None
-    return read_by_rewards(recipe.reward, environment=recipe.rollout.environment is not None) | (
+    interactive = recipe.rollout.interactive or recipe.val.environment is not None or recipe.val.agent is not None
+    return read_by_rewards(recipe.reward, environment=recipe.rollout.gives_rewards) | (
         {COLUMNS} if interactive else frozenset()
     )
 

@@ -12,6 +12,7 @@ from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy_loss import PolicyTokens
 from lockstep.algorithms.user_functions import ADVANTAGE, LOSS, user_estimator, user_policy_loss
 from lockstep.device.base import Device
+from lockstep.environments.agents.agent_setup import try_agent
 from lockstep.environments.setup import try_environment
 from lockstep.errors import Refusal
 from lockstep.model.text_model import text_config
@@ -25,7 +26,6 @@ from lockstep.model.trials import (
     run_trial,
 )
 from lockstep.preflight.prepared import Context, PreparedOnline
-from lockstep.recipe.registry import NO_ENVIRONMENT
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.rollout_function import message_encoder, try_function
 from lockstep.run.console import Console
@@ -67,12 +67,15 @@ def environment(context: Context) -> None:
 
 
 def _environment_lines(context: Context) -> list[str]:
-    rollout, val, seed = context.recipe.rollout, context.recipe.val.environment, context.recipe.run.seed
+    rollout, val, seed = context.recipe.rollout, context.recipe.val, context.recipe.run.seed
     prompt = next(prompt for source in context.prompts.sources for prompt in source)
     tried = [rollout] if rollout.interactive else []
-    if val is not None and val not in NO_ENVIRONMENT and val != rollout.environment:
-        tried.append(rollout.model_copy(update={"environment": val, "tools": []}))
-    return [try_environment(one, prompt, context.tokenizer, context.limit, seed) for one in tried]
+    validation = rollout.for_validation(val.environment, val.agent)
+    tried += [validation] if validation is not None and validation.interactive else []
+    return [
+        (try_environment if one.agent is None else try_agent)(one, prompt, context.tokenizer, context.limit, seed)
+        for one in tried
+    ]
 
 
 def try_advantage(function_path: str, n: int, seconds: float) -> str:
@@ -144,7 +147,7 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
     output = run_folder(recipe).reward_output(world.rank)
     device = runtime.device.torch_device(world.local_rank)
     offload = recipe.parallel.offload_reward
-    environment = recipe.rollout.environment is not None
+    environment = recipe.rollout.gives_rewards
     with Scorer.open(
         recipe.reward, _data_sources(prepared), device, output=output, offload=offload, environment=environment
     ) as scorer:
@@ -160,7 +163,7 @@ def try_rewards(prepared: PreparedOnline, device: Device, console: Console) -> N
     if not_tried:
         console.say(f"reward.{', reward.'.join(not_tried)}: tried when training starts, not by a plan")
         return
-    environment = prepared.recipe.rollout.environment is not None
+    environment = prepared.recipe.rollout.gives_rewards
     with Scorer.open(reward, _data_sources(prepared), device.torch_device(0), environment=environment) as scorer:
         _try_rewards(scorer, prepared, console)
 

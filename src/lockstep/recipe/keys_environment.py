@@ -1,11 +1,14 @@
-"""Recipe keys of the group `rollout` for environments and tools: conversations of several turns."""
+"""Recipe keys of the group `rollout` for environments, tools and agents: conversations of several turns."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lockstep.recipe.registry import ENVIRONMENTS, TOOLS
+from lockstep.recipe.registry import ENVIRONMENTS, NO_ENVIRONMENT, TOOLS
 from lockstep.recipe.section import Effect, Field, Named, Section
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LIMIT = Effect("blocks", "trajectories end at different turns or tokens")
 _TIME = Effect("harmless", "changes the metrics only if a trajectory exceeds the limit; see environment/stop/timeout")
@@ -21,14 +24,14 @@ class EnvironmentSettings(Section):
     )
     environment_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keyword arguments of the environment class.",
+        description="Keyword arguments of the environment class, or of the agent function.",
         effect=Effect("blocks", "the environment behaves differently"),
     )
     environment_workers: int = Field(
         2,
         ge=1,
-        description="Number of processes per rank that run environments and tools. Each process runs many trajectories "
-        "at once.",
+        description="Number of processes per rank that run environments, tools and agents. Each process runs many "
+        "trajectories at once.",
         effect=Effect("harmless", "changes only the number of processes that run environments"),
         resumable=True,
     )
@@ -37,6 +40,26 @@ class EnvironmentSettings(Section):
         description="Tools that the model may call, without an environment class: Python functions "
         "(`path/to/file.py:name`) or built-in names. The conversation ends with the first reply without a tool call.",
         effect=_CODE,
+    )
+    agent: Annotated[str, Named(allow_function=True)] | None = Field(
+        None,
+        description="Agent that talks to the model over OpenAI's API (docs/environments.md#agents): a function "
+        "`run(row, base_url)` that returns a reward (`path/to/file.py:run` or `package.module:run`), or a program "
+        "(`command:PROGRAM ARGUMENTS`). It needs the extra `serve`.",
+        effect=_CODE,
+    )
+    agent_host: str = Field(
+        "127.0.0.1",
+        description="Address on which a rank serves its agents, and which their base URLs contain. For agents in "
+        "containers without the network of the machine, an address of the machine that the containers can reach.",
+        effect=Effect("harmless", "changes only the address of the base URLs"),
+        resumable=True,
+    )
+    agent_limit_reward: float | None = Field(
+        None,
+        description="Reward of a trajectory whose agent fails after a limit, such as `max_turns`, refused its last "
+        "request. Default: such a trajectory is a failure (`reward.max_failures`).",
+        effect=Effect("matters", "trajectories that reach a limit get another reward"),
     )
     parser: str = Field(
         "auto",
@@ -117,4 +140,21 @@ class EnvironmentSettings(Section):
     @property
     def interactive(self) -> bool:
         """Whether responses are conversations with an environment or with tools."""
-        return self.environment is not None or bool(self.tools)
+        return self.environment is not None or bool(self.tools) or self.agent is not None
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether an environment or an agent rewards the responses. Tools give no rewards."""
+        return self.environment is not None or self.agent is not None
+
+    def without_environment(self) -> Self:
+        """Returns the settings of an engine that answers each prompt with one response."""
+        return self.model_copy(update={"environment": None, "tools": [], "agent": None})
+
+    def for_validation(self, environment: str | None, agent: str | None) -> Self | None:
+        """Returns the settings for validation with `val.environment` and `val.agent`, or None if they are these
+        settings."""
+        if environment in (None, self.environment) and agent in (None, self.agent):
+            return None
+        named = None if environment in NO_ENVIRONMENT else environment
+        return self.model_copy(update={"environment": named, "tools": [], "agent": agent})

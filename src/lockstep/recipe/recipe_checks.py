@@ -48,11 +48,12 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
                 "each tensor-parallel rank would call the function, but all ranks must generate from identical requests"
             )
             yield unfit("rollout.function", why, f"remove it, {alone}")
-        if recipe.rollout.interactive or recipe.val.environment not in (None, "none"):
+        if recipe.rollout.interactive or recipe.val.environment not in (None, "none") or recipe.val.agent:
             why = (
                 "each tensor-parallel rank would run the environments, and the requests of all ranks must be identical"
             )
-            yield unfit("rollout.environment", why, f"remove it, {alone}")
+            key = "rollout.agent" if recipe.rollout.agent else "rollout.environment"
+            yield unfit(key, why, f"remove it, {alone}")
 
 
 DEFAULT_TOKENS = 4096
@@ -291,7 +292,7 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.data.max_prompt_tokens is not None:
         yield unused("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
     yield from _sampled_validation_problems(recipe)
-    for key in ("rollout.environment", "rollout.tools", "val.environment"):
+    for key in ("rollout.environment", "rollout.tools", "rollout.agent", "val.environment", "val.agent"):
         section, _, name = key.partition(".")
         if getattr(getattr(recipe, section), name):
             why = f"environments give rewards, and method {recipe.method} has none"

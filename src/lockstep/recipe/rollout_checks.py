@@ -63,24 +63,30 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 # Keys that only environments and tools read.
-_OF_ENVIRONMENTS = tuple(name for name in EnvironmentSettings.model_fields if name not in ("environment", "tools"))
+_OF_ENVIRONMENTS = tuple(
+    name for name in EnvironmentSettings.model_fields if name not in ("environment", "tools", "agent")
+)
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of the keys for environments and tools, and of combinations that they do not support."""
+    """Yields problems of the keys for environments, tools and agents, and of combinations that they do not support."""
     rollout, fields = recipe.rollout, EnvironmentSettings.model_fields
-    if not rollout.interactive and recipe.val.environment is None:
+    if not rollout.interactive and recipe.val.environment is None and recipe.val.agent is None:
         for key in _OF_ENVIRONMENTS:
             if getattr(rollout, key) != fields[key].get_default(call_default_factory=True):
-                why = "applies to environments and tools, and the run has neither"
-                yield needs(f"rollout.{key}", why, f"set rollout.environment or rollout.tools, or remove {key}")
+                why = "applies to environments, tools and agents, and the run has none of them"
+                remedy = f"set rollout.environment, rollout.tools or rollout.agent, or remove {key}"
+                yield needs(f"rollout.{key}", why, remedy)
         return
-    key = "rollout.tools" if rollout.tools else "rollout.environment" if rollout.environment else "val.environment"
+    named = {f"rollout.{name}": getattr(rollout, name) for name in ("tools", "agent", "environment")}
+    key = next((name for name, value in named.items() if value), "val.environment")
+    yield from _agent_problems(recipe)
     if rollout.environment is not None and rollout.tools:
         why = "an environment returns its tools itself (Start.tools)"
         yield conflict("rollout.tools", why, "remove rollout.tools or rollout.environment")
-    if rollout.environment is None and rollout.environment_args:
-        yield needs("rollout.environment_args", "are arguments of rollout.environment", "set it, or remove them")
+    if not rollout.gives_rewards and rollout.environment_args:
+        why = "are arguments of rollout.environment or rollout.agent"
+        yield needs("rollout.environment_args", why, "set one of them, or remove the arguments")
     if rollout.function is not None:
         yield conflict(key, "and rollout.function both generate the responses", "remove one of them")
     adapter = adapter_row(rollout.environment)
@@ -91,10 +97,32 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
         yield unfit("reward.process", why, f"remove it, or remove {key}")
     reward, texts = recipe.reward, ("function", "model", "remote", "format")
     by_text = any(getattr(reward, name) is not None for name in texts) or reward.weights.get("rule")
-    if rollout.environment is not None and recipe.val.environment == "none" and not by_text:
-        why = "only the environment gives rewards, so answers without the environment have no score"
+    if rollout.gives_rewards and recipe.val.environment == "none" and not by_text:
+        why = "only the environment or the agent gives rewards, so answers without it have no score"
         yield unfit("val.environment", why, "remove it, or set a reward for text, such as reward.weights={rule: 1}")
     yield from _trajectory_limit_problems(recipe)
+
+
+def _agent_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of the keys for agents."""
+    rollout, val = recipe.rollout, recipe.val
+    if rollout.agent is not None and (rollout.environment is not None or rollout.tools):
+        other = "rollout.environment" if rollout.environment is not None else "rollout.tools"
+        yield conflict("rollout.agent", f"and {other} both hold the conversation", "remove one of them")
+    if val.agent is not None and val.environment is not None:
+        yield conflict("val.agent", "and val.environment both hold the conversation", "remove one of them")
+    agents = [agent for agent in (rollout.agent, val.agent) if agent is not None]
+    if not agents:
+        for key in ("agent_host", "agent_limit_reward"):
+            if key in rollout.model_fields_set:
+                yield needs(f"rollout.{key}", "applies only to agents", f"set rollout.agent, or remove {key}")
+    for part in ("environment", "group"):
+        if rollout.agent is not None and part in recipe.reward.weights:
+            why = "an agent returns one reward for its trajectory, the component score"
+            yield unfit(f"reward.weights.{part}", why, "remove it, or set the weight of score")
+    if rollout.environment_args and any(agent.startswith("command:") for agent in agents):
+        why = "are arguments of a function, and the agent is a program"
+        yield unfit("rollout.environment_args", why, "remove them, and write the arguments into the command")
 
 
 def _trajectory_limit_problems(recipe: Recipe) -> Iterator[Problem]:

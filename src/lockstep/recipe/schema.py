@@ -314,7 +314,10 @@ class Val(Section):
     environment: Annotated[str, Named(ENVIRONMENTS, NO_ENVIRONMENT, allow_function=True)] | None = Field(
         None,
         description="Environment of the validation questions, with the other keys of `rollout`. `none`: the model "
-        "answers each question with one response. Default: `rollout.environment` or `rollout.tools`.",
+        "answers each question with one response. Default: `rollout.environment`, `rollout.tools` or `rollout.agent`.",
+    )
+    agent: Annotated[str, Named(allow_function=True)] | None = Field(
+        None, description="Agent of the validation questions, as in `rollout.agent`. Default: `rollout.agent`."
     )
     n: int = Field(1, ge=1, description="Answers per question; more than 1 needs `val.temperature`.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")

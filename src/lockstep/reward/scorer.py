@@ -313,7 +313,7 @@ def active_weights(settings: Reward, *, environment: bool = False) -> tuple[dict
 def recipe_weights(recipe: Recipe) -> tuple[dict[str, float], list[Problem]]:
     """Returns the weights and problems of `active_weights` for a recipe. An environment gives rewards; functions in
     `rollout.tools` give none."""
-    return active_weights(recipe.reward, environment=recipe.rollout.environment is not None)
+    return active_weights(recipe.reward, environment=recipe.rollout.gives_rewards)
 
 
 def _unknown_rules(rules: Mapping[str, str]) -> list[Problem]:

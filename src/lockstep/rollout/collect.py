@@ -20,8 +20,6 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.trajectory import Trajectory
 from lockstep.types import (
-    ENVIRONMENT,
-    ROLLOUT_FUNCTION,
     Completion,
     Failure,
     Origin,
@@ -224,8 +222,7 @@ def _submit(judge: Judge, question: Question, completion: Completion, text: str)
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()
-    part = ROLLOUT_FUNCTION if completion.trajectory is None else ENVIRONMENT
-    failed.set_result(Failure(part, completion.failure))
+    failed.set_result(Failure(completion.failure_key, completion.failure))
     return failed
 
 

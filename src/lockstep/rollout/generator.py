@@ -15,6 +15,7 @@ import torch
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
+from lockstep.environments.agents.agent_setup import open_agents
 from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.setup import open_environments
 from lockstep.kernels.sampling import turn_key
@@ -23,7 +24,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.sharding import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.recipe.registry import ENGINES, NO_ENVIRONMENT
+from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.collect import AskedAhead, Collected, ExpectedLengths, Judge, collect, everyone
 from lockstep.rollout.engine import Engine, OtherProgram, RunPlace, end_ids, engine_of
@@ -41,7 +42,8 @@ class Generator:
     """Generates and scores responses. `end_tokens` are additional end tokens besides those of the model and the
     tokenizer. `path` is the model path for error messages and for a server. The logs of servers and of environments are
     written to the folder `logs`. `prompt_limit` is the longest prompt that an environment may write.
-    `val_environment` is the environment of validation, if it differs from that of training."""
+    `val_environment` and `val_agent` are the environment and the agent of validation, if they differ from those of
+    training."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Generator:
         logs: Path | None = None,
         prompt_limit: int | None = None,
         val_environment: str | None = None,
+        val_agent: str | None = None,
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
@@ -73,15 +76,17 @@ class Generator:
             self.responder: Engine = self._responder(settings)
             """The engine, or an engine that has conversations: with the user's rollout function or an environment."""
             self._val_responder: Engine = self.responder
-            if val_environment is not None and val_environment != settings.environment:
-                self._val_responder = self._responder(_with_environment(settings, val_environment))
+            validation = settings.for_validation(val_environment, val_agent)
+            if validation is not None:
+                self._val_responder = self._responder(validation)
 
     def _responder(self, settings: RolloutSettings) -> Engine:
         if settings.function is not None:
             return self._function_engine(settings)
         if not settings.interactive:
             return self.engine
-        environments = open_environments(
+        open_engine = open_environments if settings.agent is None else open_agents
+        environments = open_engine(
             self.engine,
             settings,
             self.tokenizer,
@@ -269,17 +274,6 @@ class Generator:
         self.engine.close()
 
 
-def without_environment(settings: RolloutSettings) -> RolloutSettings:
-    """Returns the settings of an engine that answers each prompt with one response."""
-    return settings.model_copy(update={"environment": None, "tools": []})
-
-
-def _with_environment(settings: RolloutSettings, environment: str) -> RolloutSettings:
-    """Returns the settings with another environment, or without one."""
-    none = environment in NO_ENVIRONMENT
-    return settings.model_copy(update={"environment": None if none else environment, "tools": []})
-
-
 def _turns(rollout: Rollout) -> Sequence[TurnRecord]:
     assert rollout.trajectory is not None
     return rollout.trajectory.turns
@@ -292,7 +286,8 @@ def _turn_request(rollout: Rollout, turn: int) -> Request:
     row_start = max(start for start in accumulate([0, *lengths[:-1]]) if start <= record.start)
     context = [*rollout.prompt.ids, *rollout.ids[row_start : record.start]]
     assert rollout.key is not None
-    return Request(context, turn_key(rollout.key, turn), first=rollout.sample, max_tokens=record.stop - record.start)
+    key = turn_key(rollout.key, turn if record.noise is None else record.noise)
+    return Request(context, key, first=rollout.sample, max_tokens=record.stop - record.start)
 
 
 def _repeated(rollout: Rollout, completions: Sequence[Completion]) -> Rollout:

@@ -42,8 +42,9 @@ def conversation(trajectory: Trajectory) -> dict[str, Any]:
     """Returns the fields of a trajectory for samples.jsonl: the messages by speaker, and the turns of the model with
     their token ranges and rewards. A message that the model generated has the index of its turn."""
     spoken = [number for number, one in enumerate(trajectory.messages) if one.get("role") == "assistant"]
-    # Assistant messages before the first turn belong to the prompt.
-    turn_of = dict(zip(reversed(spoken), reversed(range(len(trajectory.turns))), strict=False))
+    # Assistant messages before the first turn belong to the prompt. The messages of an agent already have turns.
+    known = any("turn" in message for message in trajectory.messages)
+    turn_of = {} if known else dict(zip(reversed(spoken), reversed(range(len(trajectory.turns))), strict=False))
     messages = [
         {**message, **({"turn": turn_of[number]} if number in turn_of else {})}
         for number, message in enumerate(trajectory.messages)

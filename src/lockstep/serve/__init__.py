@@ -1,1 +1,1 @@
-"""HTTP servers for a model (OpenAI API), a reward model (scores) and the run viewer. All servers use `asgi.py`."""
+"""The servers of a model (OpenAI API), of a reward model (scores) and of the run viewer. All use `http_server/`."""

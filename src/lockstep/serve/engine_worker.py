@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lockstep.errors import first_line
+from lockstep.http_server.http_api import ApiError, ServeLimits
 from lockstep.rollout.native.online_engine import DrawnToken, LiveEngine, LiveSample
 from lockstep.run.output import write
-from lockstep.serve.http_api import ApiError, ServeLimits
 from lockstep.serve.text_stream import TextStream
 from lockstep.types import Sampling
 

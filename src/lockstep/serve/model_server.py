@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.device.base import Device
 from lockstep.device.select import explain
 from lockstep.errors import Problem, Refusal
+from lockstep.http_server.http_api import ListenAddress, ServeLimits
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.load_folder import DTYPES
@@ -24,7 +25,6 @@ from lockstep.rollout.native.online_engine import LiveEngine, longest_that_fits
 from lockstep.run.output import write
 from lockstep.serve.api_request import ServedModel
 from lockstep.serve.engine_worker import EngineWorker
-from lockstep.serve.http_api import ListenAddress, ServeLimits
 from lockstep.serve.openai_api import LanguageModelApp, ModelApp, model_site
 from lockstep.serve.reward_api import RewardEncoder, RewardModelApp, RewardWorker
 
@@ -62,7 +62,7 @@ class ServeSettings:
 
 def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -> None:
     """Loads the model and serves it until SIGINT or SIGTERM."""
-    from lockstep.serve import asgi  # imported here, because it needs the extra `serve`
+    from lockstep.http_server import asgi  # imported here, because it needs the extra `serve`
 
     device, explanation = explain(serving.device)
     write(explanation, error=True)

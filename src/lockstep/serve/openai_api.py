@@ -13,10 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.rollout.native.online_engine import DrawnToken
-from lockstep.serve.api_request import ApiRequest, ServedModel, chat_request, completion_request
-from lockstep.serve.engine_worker import Delta, EngineWorker, PendingRequest
-from lockstep.serve.http_api import (
+from lockstep.http_server.http_api import (
     ApiError,
     Handler,
     HttpReply,
@@ -26,6 +23,9 @@ from lockstep.serve.http_api import (
     as_json,
     check_caller,
 )
+from lockstep.rollout.native.online_engine import DrawnToken
+from lockstep.serve.api_request import ApiRequest, ServedModel, chat_request, completion_request
+from lockstep.serve.engine_worker import Delta, EngineWorker, PendingRequest
 
 
 class ModelApp(Protocol):

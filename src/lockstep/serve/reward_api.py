@@ -22,10 +22,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from lockstep.errors import first_line
+from lockstep.http_server.http_api import ApiError, Handler, HttpReply, HttpRequest, ServeLimits, as_json
+from lockstep.http_server.request_body import BodyReader, bad_value, check_model, valid_text
 from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
-from lockstep.serve.api_request import BodyReader, bad_value, check_model, valid_text
-from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, ServeLimits, as_json
 from lockstep.serve.openai_api import check_running, model_routes
 from lockstep.types import Origin, Question
 

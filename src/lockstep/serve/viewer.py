@@ -21,9 +21,9 @@ from threading import Lock
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs
 
+from lockstep.http_server.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits
 from lockstep.page import resource, script_of, style_of
 from lockstep.run.folder import RunFolder
-from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits
 from lockstep.serve.viewer_curves import Curves
 from lockstep.serve.viewer_log import (
     Missing,
@@ -70,7 +70,7 @@ class RunViewer:
     """Serves the runs of `folder`. With port 0, the server uses any free port."""
 
     def __init__(self, folder: Path, port: int = 0):
-        from lockstep.serve import asgi  # the import is slow, and needs the extra `serve`
+        from lockstep.http_server import asgi  # the import is slow, and needs the extra `serve`
 
         self._server = asgi
         self._sockets = asgi.bind(ADDRESS, port, f"--port {port}")

@@ -54,6 +54,7 @@ def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
         named["reward.function"] = recipe.reward.function
         named["rollout.function"] = recipe.rollout.function
         named["rollout.environment"] = recipe.rollout.environment
+        named["rollout.agent"] = recipe.rollout.agent
         named |= {f"rollout.tools.{tool}": tool for tool in recipe.rollout.tools}
         named["algorithm.advantage"] = recipe.algorithm.advantage
         named["algorithm.loss"] = recipe.algorithm.loss

@@ -28,7 +28,7 @@ from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.methods import ONLINE
 from lockstep.rollout.collect import Examiner, encode_questions, prompt_format, validation_keys
 from lockstep.rollout.engine import validation_sampling
-from lockstep.rollout.generator import Generator, without_environment
+from lockstep.rollout.generator import Generator
 from lockstep.run.console import Console
 from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime, seed_generators
@@ -324,7 +324,7 @@ def _start_training(
         generator = Generator(
             models.module,
             prepared.tokenizer,
-            recipe.rollout if plays else without_environment(recipe.rollout),
+            recipe.rollout if plays else recipe.rollout.without_environment(),
             run.device,
             world,
             recipe.model.path,
@@ -332,6 +332,7 @@ def _start_training(
             run.folder.path / "rollout",
             prompt_limit(recipe, prepared.config) if recipe.method in ONLINE else None,
             recipe.val.environment if plays else None,
+            recipe.val.agent if plays else None,
         )
         run.engine = generator.metadata()
     validator = Validator(recipe, world, prepared.questions, generator, judge)

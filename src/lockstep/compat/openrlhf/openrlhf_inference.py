@@ -166,7 +166,7 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
 
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
     """Returns the arguments of `lockstep.serve.model_server.serve` for a `serve_rm` command."""
-    from lockstep.serve.http_api import ListenAddress, ServeLimits, is_loopback
+    from lockstep.http_server.http_api import ListenAddress, ServeLimits, is_loopback
     from lockstep.serve.model_server import ServeRmOptions, ServeSettings
 
     given, problems = _given("serve_rm", words)

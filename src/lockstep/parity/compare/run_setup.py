@@ -31,7 +31,7 @@ _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
 _DEVICE = Effect("harmless", "devices are expected to differ; sums in another order round differently")
 _FUNCTIONS = (
-    *("reward.function", "rollout.function", "rollout.environment"),
+    *("reward.function", "rollout.function", "rollout.environment", "rollout.agent"),
     *("algorithm.advantage", "algorithm.loss", "data.reader"),
 )
 _LENGTH = ("run.steps", "run.epochs")

@@ -242,6 +242,7 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
         "val.every=null",
         "val.at_start=false",
         "val.environment=null",
+        "val.agent=null",
         "data.val=[]",
         "checkpoint.best=null",
         "checkpoint.keep_best=0",

@@ -19,8 +19,8 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from lockstep.errors import Refusal, missing_extra
+from lockstep.http_server.http_api import ApiError, Handler, HttpReply, HttpRequest, HttpSite, ServeLimits
 from lockstep.run.output import write
-from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, HttpSite, ServeLimits
 
 try:
     import h11

@@ -1,0 +1,1 @@
+"""The HTTP server of `lockstep serve`, of `lockstep view` and of agents: types, limits and JSON bodies."""
