@@ -17,8 +17,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import environment_classes
 from conversations import Conversation, conversations
+from family_tokenizers import FAMILIES, chat_of, tokenizer_of
 from lockstep.data.batching import micro_batch
-from lockstep.data.encode.builtin_templates import BUILTIN
 from lockstep.environments.conversation import ChatConversation, ChatFormat, probe_template
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts
@@ -30,43 +30,10 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.hf import HfEngine
 from lockstep.trajectory import ToolCall
 from lockstep.types import Completion, Example, Message, Origin, Question, Request, Sampling
-from original_templates import ORIGINALS, SPECIAL
 from scripted_engine import Scripted
 
-FAMILIES = (
-    "chatml",
-    "qwen2.5",
-    "qwen3",
-    "qwen3.5",
-    "llama3.1",
-    "gemma",
-    "mistral",
-    "deepseek-r1",
-    "glm4.5",
-    "gpt-oss",
-)
 WITHOUT_TOOLS = ("chatml", "gemma", "deepseek-r1")
-# More special tokens of the families than the markers of the built-in templates, and the tokens that end a turn.
-MORE = {"mistral": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]}
-ENDS = {"glm4.5": ("<|user|>", "<|observation|>"), "gpt-oss": ("<|return|>", "<|call|>")}
 ORIGIN = Origin("rows.jsonl", 1)
-
-
-def tokenizer_of(folder: Path, name: str, template: str | None = None) -> Any:
-    """The byte tokenizer of the tiny model with the special tokens and the chat template of a family."""
-    tokenizer = load_tokenizer(str(folder))
-    named = SPECIAL.get(name, {})
-    words = [*BUILTIN[name].tokens, *MORE.get(name, []), *named.values()]
-    tokenizer.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(words))})
-    tokenizer.bos_token = named.get("bos_token", tokenizer.bos_token)
-    tokenizer.eos_token = ENDS.get(name, (BUILTIN[name].tokens[-1],))[-1]
-    tokenizer.chat_template = template or ORIGINALS[name]
-    return tokenizer
-
-
-def chat_of(tokenizer: Any, name: str, history: str) -> ChatFormat:
-    ends = {*ENDS.get(name, ()), tokenizer.eos_token}
-    return ChatFormat(tokenizer, frozenset(map(tokenizer.convert_tokens_to_ids, ends)), history)
 
 
 def rendered(tokenizer: Any, messages: list[Message], inputs: dict[str, Any], *, open_turn: bool) -> str:

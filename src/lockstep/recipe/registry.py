@@ -118,7 +118,10 @@ LOSSES: dict[str, LossRow] = {
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 # Built-in environments and tools: `package.module:name` of the class or function.
-ENVIRONMENTS: dict[str, str] = {"guess_number": "lockstep.environments.builtin.guess_number:GuessNumber"}
+ENVIRONMENTS: dict[str, str] = {
+    "guess_number": "lockstep.environments.builtin.guess_number:GuessNumber",
+    "maze": "lockstep.environments.builtin.maze:Maze",
+}
 TOOLS: dict[str, str] = {
     "calculator": "lockstep.environments.builtin.calculator:calculator_tool",
     "python": "lockstep.environments.builtin.code_tools:python_tool",
