@@ -29,10 +29,13 @@ from lockstep.environments.tools import FunctionTool
 from lockstep.model.policy import Policy, Scoring
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.types import Completion, Example, Origin, Question, Request, Sampling
+from original_templates import DEEPSEEK_R1
 
-TEMPERATURE, SEED, LIMIT = 0.8, 3, 200
+TEMPERATURE, SEED, LIMIT = 0.8, 3, 230
 TOOLS = families([FunctionTool.of(tool).schema for tool in (weather, height)])
 PROMPT = [{"role": "user", "content": "née?"}]
+# The published template renders calls and results, but does not show the tools. Templates of serving engines do.
+SHOWN = {"deepseek-r1": DEEPSEEK_R1.replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson }}", 1)}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,7 @@ def check_family(
     name: str, count: int, policy: Policy, folder: Path, hosts: EnvironmentHosts, patch: pytest.MonkeyPatch, keep: bool
 ) -> int:
     """Has conversations of two samples for each prompt. Returns the number of rows."""
-    tokenizer, family = tokenizer_of(folder, name), TOOLS[name]
+    tokenizer, family = tokenizer_of(folder, name, SHOWN.get(name)), TOOLS[name]
     chat = chat_of(tokenizer, name, "keep" if keep else "as_template")
     settings = RolloutSettings(environment="used: by the hosts", turn_tokens=LIMIT, history=chat.history)
     engine = EnvironmentEngine(native(policy, folder), hosts, settings, chat, len(tokenizer))
@@ -136,6 +139,7 @@ def check_family(
     rows = 0
     for made in engine.generate(asked, sampling):
         turns = written[made.request, made.sample]
+        assert not made.failure
         check_answers(family, turns, made)
         if keep:
             check_row(tokenizer, family, turns, made)
@@ -177,4 +181,4 @@ def test_so_it_does_for_the_rows_of_a_template_that_drops_reasoning(
 def test_many_conversations(
     folder: Path, policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, keep: bool
 ) -> None:
-    assert check_family(name, 12, policy, folder, hosts_of(name, request), monkeypatch, keep) >= 24
+    assert check_family(name, 1, policy, folder, hosts_of(name, request), monkeypatch, keep) >= 2
