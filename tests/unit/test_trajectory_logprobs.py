@@ -181,4 +181,4 @@ def test_so_it_does_for_the_rows_of_a_template_that_drops_reasoning(
 def test_many_conversations(
     folder: Path, policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, keep: bool
 ) -> None:
-    assert check_family(name, 1, policy, folder, hosts_of(name, request), monkeypatch, keep) >= 2
+    assert check_family(name, 4, policy, folder, hosts_of(name, request), monkeypatch, keep) >= 8
