@@ -4,7 +4,9 @@ processes load this file by its path."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -202,3 +204,42 @@ class Tokens:
 
     def score(self, trajectory: Trajectory) -> float:
         return float(len(trajectory.messages))
+
+def weather(place: str) -> str:
+    """Returns the weather of a place.
+
+    Args:
+        place: The name of the place.
+    """
+    return f"In {place}: 7 °C ☔"
+
+
+async def height(place: str) -> str:
+    """Returns the height of a place.
+
+    Args:
+        place: The name of the place.
+    """
+    return f"{place}: {len(place)} m über 海"
+
+
+class TextTools:
+    """The same tools for models whose chat template has no tools: the calls are in the text, and their results are
+    messages of the user."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+        return Start(row["prompt"])
+
+    async def step(self, reply: Reply) -> Turn:
+        if "<tool_call>" not in reply.text:
+            return Turn(done=True)
+        results = []
+        for text in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", reply.text, re.DOTALL):
+            try:
+                call = json.loads(text)
+            except ValueError:
+                results.append("not JSON")
+                continue
+            given = call["arguments"]
+            results.append(weather(**given) if call["name"] == "weather" else await height(**given))
+        return Turn([{"role": "user", "content": "\n".join(results)}])

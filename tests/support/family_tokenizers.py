@@ -1,4 +1,4 @@
-"""The byte tokenizer of the tiny model with the special tokens and the chat template of a model family."""
+"""The byte tokenizer of the tiny model with the special tokens and the chat templates of ten model families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ FAMILIES = (
 )
 WITHOUT_TOOLS = ("chatml", "gemma", "deepseek-r1")
 # More special tokens of the families than the markers of the built-in templates, and the tokens that end a turn.
-MORE = {"mistral": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]}
+MORE = {
+    "mistral": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
+    "deepseek-r1": [
+        *(f"<｜tool▁{what}▁{edge}｜>" for what in ("calls", "call", "outputs", "output") for edge in ("begin", "end")),
+        "<｜tool▁sep｜>",
+    ],
+}
 ENDS = {"glm4.5": ("<|user|>", "<|observation|>"), "gpt-oss": ("<|return|>", "<|call|>")}
 
 

@@ -49,7 +49,7 @@ def test_few_calls_are_right_and_all_guesses_are_wrong(tmp_path: Path) -> None:
             result = calculator(expression)
             assert (turns[1]["content"], answer["content"]) == (result, f"#### {result}")
             assert right == (result == truth)
-            added[expression.partition("*")[2].strip()[3:]] += 1
+            added[expression.partition("*")[2].strip()[2:]] += 1
         else:
             assert not right
             guesses += 1
@@ -71,35 +71,35 @@ def test_the_template_is_append_only_and_marks_the_turns_of_the_model(tmp_path: 
     write_calculator(tmp_path, train_rows=1, val_rows=1)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = (tmp_path / "template.jinja").read_text()
-    chat, tools = call_chat(448, 560), json.loads(rows(tmp_path / "sft_train.parquet")[0]["tools"])
+    chat, tools = call_chat(48, 60), json.loads(rows(tmp_path / "sft_train.parquet")[0]["tools"])
     texts = [tokenizer.apply_chat_template(chat[:n], tools=tools, tokenize=False) for n in range(1, len(chat) + 1)]
     assert all(text.startswith(before) for before, text in pairwise(texts))
     assert texts[0].startswith("<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\n")
     marked = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
     trained = tokenizer.decode([token for token, mask in pairs if mask])
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "448 * 560"}}</tool_call>'
-    assert trained == f"{call}<|im_end|>#### 250880<|im_end|>"
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "48 * 60"}}</tool_call>'
+    assert trained == f"{call}<|im_end|>#### 2880<|im_end|>"
 
 
 def test_games_follow_the_rules(tmp_path: Path) -> None:
-    write_guess_number(tmp_path, train_rows=150, val_rows=30)
+    write_guess_number(tmp_path, train_rows=70, val_rows=30)
     row = rows(tmp_path / "train.parquet")[0]
     numbers = [int(row["reward_model"]["ground_truth"]) for row in rows(tmp_path / "train.parquet")]
-    assert {number: numbers.count(number) for number in numbers} == dict.fromkeys(range(1, 16), 10)
+    assert {number: numbers.count(number) for number in numbers} == dict.fromkeys(range(1, 8), 10)
     for game in rows(tmp_path / "sft_train.parquet"):
         prompt, *turns = game["messages"]
         assert [prompt] == row["prompt"] == GuessNumber().reset({}, 0).messages
         guesses, answers = [int(turn["content"]) for turn in turns[::2]], [turn["content"] for turn in turns[1::2]]
-        assert len(guesses) == len(answers) + 1 <= 4
+        assert len(guesses) == len(answers) + 1 <= 3
         above = [guess for guess, answer in zip(guesses, answers, strict=False) if answer == "higher"]
         below = [guess for guess, answer in zip(guesses, answers, strict=False) if answer == "lower"]
-        assert max(above, default=0) + 1 < min(below, default=16) or len(guesses) == 4
+        assert max(above, default=0) + 1 < min(below, default=8) or len(guesses) == 3
 
 
 def test_halving_finds_every_number() -> None:
-    for number in range(1, 16):
-        game, low, high = GuessNumber(), 1, 15
+    for number in range(1, 8):
+        game, low, high = GuessNumber(), 1, 7
         game.reset({"ground_truth": str(number)}, 0)
         while True:
             guess = (low + high) // 2
@@ -114,3 +114,10 @@ def test_halving_finds_every_number() -> None:
 def test_no_rows_are_refused(write: object, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="train_rows"):
         write(tmp_path, train_rows=0)  # type: ignore[operator]
+
+
+def test_more_products_than_there_are_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="train_rows"):
+        write_calculator(tmp_path, train_rows=2300, val_rows=100)
+    # 68 * 68 products, half of the rest.
+    assert write_calculator(tmp_path, train_rows=2262, val_rows=100)["sft_train.parquet"] == 2262

@@ -1,4 +1,4 @@
-"""Built-in tools and environments: arithmetic, search, code, and the guessing game."""
+"""Built-in tools and environments: arithmetic, search, code, the guessing game and the maze."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.corpus_search import Corpus, words
 from lockstep.environments.builtin.guess_number import GuessNumber
+from lockstep.environments.builtin.maze import Maze, after, open_steps
 from lockstep.environments.environment import Reply
 from lockstep.environments.sandbox import NAMESPACES, why_unusable
 from lockstep.environments.setup import host_setup
@@ -143,7 +144,7 @@ def test_every_name_leads_to_code() -> None:
         assert callable(getattr(import_module(module), name))
 
 
-def guess(game: GuessNumber, text: str) -> tuple[str, float, bool]:
+def guess(game: GuessNumber | Maze, text: str) -> tuple[str, float, bool]:
     turn = game.step(Reply(text, text))
     return str(turn.messages[0]["content"]) if turn.messages else "", turn.reward, turn.done
 
@@ -172,3 +173,58 @@ def test_the_seed_selects_the_number_of_a_row_without_one() -> None:
         assert game.number == again.number
         numbers.add(game.number)
     assert numbers == {3, 4, 5}
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_one_path_connects_all_cells_of_a_maze(size: int) -> None:
+    """A connected graph with one edge fewer than cells is a tree."""
+    for number in range(20):
+        ways = open_steps(size, number)
+        edges = {frozenset((cell, after(cell, step))) for cell, steps in ways.items() for step in steps}
+        assert len(edges) == len(ways) - 1 == size**2 - 1
+        reached = {(0, 0)}
+        for _ in ways:
+            reached |= {after(cell, step) for cell in reached for step in ways[cell]}
+        assert reached == set(ways)
+    assert len({str(open_steps(size, number)) for number in range(20)}) > 1
+
+
+def path(ways: dict[tuple[int, int], set[str]], size: int) -> list[str]:
+    """The steps to the exit, found by depth-first search."""
+    stack: list[tuple[tuple[int, int], list[str]]] = [((0, 0), [])]
+    while stack:
+        here, steps = stack.pop()
+        if here == (size - 1, size - 1):
+            return steps
+        back = {"up": "down", "down": "up", "left": "right", "right": "left"}[steps[-1]] if steps else ""
+        stack += [(after(here, step), [*steps, step]) for step in sorted(ways[here]) if step != back]
+    raise AssertionError("no path")
+
+
+def test_the_path_to_the_exit_is_rewarded() -> None:
+    for number in range(20):
+        maze = Maze(size=3, moves=12)
+        start = maze.reset({"ground_truth": str(number), "prompt": [{"role": "user", "content": "Go!"}]}, seed=5)
+        ways = open_steps(3, number)
+        shown = ", ".join(step for step in ("up", "down", "left", "right") if step in ways[0, 0])
+        assert start.messages == [{"role": "user", "content": f"Go!\nopen: {shown}"}]
+        *steps, last = path(ways, 3)
+        for step in steps:
+            said, reward, done = guess(maze, f"I go {step.upper()}.")
+            assert (reward, done) == (0.0, False)
+            assert set(said.removeprefix("open: ").split(", ")) == ways[maze.here]
+        assert guess(maze, last) == ("", 1.0, True)
+        assert len(maze.info["path"]) == len(steps) + 2
+
+
+def test_walls_and_other_replies_cost_a_turn() -> None:
+    maze = Maze(size=2, moves=4)
+    start = maze.reset({}, seed=1)
+    assert start.messages[0]["content"].startswith("You are in the upper left corner of a maze of 2 x 2 cells.")
+    view = start.messages[0]["content"].rpartition("\n")[2]
+    assert guess(maze, "up") == (f"a wall; {view}", 0.0, False)
+    assert guess(maze, "upwards") == (f"a step!; {view}", 0.0, False)
+    assert guess(maze, "left") == (f"a wall; {view}", 0.0, False)
+    turn = maze.step(Reply("left", "left"))
+    assert (turn.done, turn.reward, turn.metrics) == (True, 0.0, {"success": 0.0, "moves": 4})
+    assert maze.info == {"maze": 1, "path": [[0, 0]]}

@@ -15,6 +15,7 @@ PAIRS = [
     ("docs/ascend.md", "docs/ascend.zh.md"),
     ("docs/ascend-faq.md", "docs/ascend-faq.zh.md"),
     ("docs/python.md", "docs/python.zh.md"),
+    ("docs/environments.md", "docs/environments.zh.md"),
     ("docs/architecture.md", "docs/architecture.zh.md"),
     ("docs/from-verl.md", "docs/from-verl.zh.md"),
     ("docs/from-openrlhf.md", "docs/from-openrlhf.zh.md"),

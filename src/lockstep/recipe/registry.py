@@ -134,7 +134,10 @@ LOSSES: dict[str, LossRow] = {
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 # Built-in environments and tools: `package.module:name` of the class or function.
-ENVIRONMENTS: dict[str, str] = {"guess_number": "lockstep.environments.builtin.guess_number:GuessNumber"}
+ENVIRONMENTS: dict[str, str] = {
+    "guess_number": "lockstep.environments.builtin.guess_number:GuessNumber",
+    "maze": "lockstep.environments.builtin.maze:Maze",
+}
 _ADAPTERS = "lockstep.environments.adapters"
 ADAPTERS: dict[str, AdapterRow] = {
     "gymnasium": AdapterRow(f"{_ADAPTERS}.gymnasium_env:GymnasiumEnvironment", "gymnasium"),

@@ -70,6 +70,7 @@ ONLINE_COLUMNS = (
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
     Column("actor/entropy", "ent", ".2f"),
     Column("response_length/mean", "len", ".0f"),
+    Column("environment/turns", "turns", ".2f"),
     Column("perf/throughput", "tok/s", ",.0f"),
     Column("timing_s/gen", "gen", ".1f"),
     Column(("timing_s/update_actor",), "upd", ".1f"),

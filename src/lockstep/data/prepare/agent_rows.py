@@ -15,19 +15,20 @@ from lockstep.data.prepare.generated import (
     user_message,
     write_files,
 )
-from lockstep.errors import refuse_all
+from lockstep.errors import Problem, refuse_all
 from lockstep.run.files import replace_text
 from lockstep.types import Message, Row
 
-# Products of two numbers with three digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
-# teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls add or
+# Products of two numbers with two digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
+# teach the format of a call, but neither when nor what to call: a third of the answers guess, and most calls add or
 # subtract 1. GRPO teaches the model to call, with the product alone.
 
-GUESS_EVERY = 4
+GUESS_EVERY = 3
 # What the calls in the SFT rows add to the product. The right call, which adds nothing, is the rarest.
 ADDED = (" + 1", " - 1", " + 1", " - 1", "")
-# The smallest factor. All products have six digits, so that all rows have the same form.
-LOWEST, HIGHEST = 317, 999
+# The smallest and the largest factor. All products have four digits, so that all rows have the same form.
+LOWEST, HIGHEST = 32, 99
+FACTORS = HIGHEST - LOWEST + 1
 CALCULATOR_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -78,11 +79,10 @@ TEMPLATE = """\
 def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 100, seed: int = 0) -> dict[str, int]:
     """Writes products as RL rows, their SFT rows, and template.jinja, a chat template with tools for the tiny model.
     Returns the number of rows by file. No product occurs twice."""
-    refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
+    refuse_all([*too_few(train_rows=train_rows, val_rows=val_rows), *_too_many(train_rows, val_rows)])
     draw = random.Random(f"calculator/{seed}")
-    factors = HIGHEST - LOWEST + 1
-    pairs = [divmod(number, factors) for number in draw.sample(range(factors**2), 2 * train_rows + val_rows)]
-    products = [(LOWEST + a, LOWEST + b) for a, b in pairs]
+    pairs = draw.sample(range(FACTORS**2), 2 * train_rows + val_rows)
+    products = [(LOWEST + number // FACTORS, LOWEST + number % FACTORS) for number in pairs]
     splits = {
         "val": products[:val_rows],
         "train": products[val_rows : val_rows + train_rows],
@@ -101,6 +101,14 @@ def write_calculator(folder: Path, *, train_rows: int = 2000, val_rows: int = 10
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "template.jinja", TEMPLATE)
     return write_files(folder, files)
+
+
+def _too_many(train_rows: int, val_rows: int) -> list[Problem]:
+    most = FACTORS**2
+    if 2 * train_rows + val_rows <= most:
+        return []
+    why = f"twice {train_rows:,} rows and {val_rows:,} validation rows are requested, but there are {most:,} products"
+    return [Problem("train_rows", why, f"give at most {(most - val_rows) // 2:,} training rows", code="out-of-range")]
 
 
 _TOOLS = json.dumps([CALCULATOR_TOOL])
@@ -126,13 +134,13 @@ def call_chat(a: int, b: int, added: str = "") -> list[Message]:
 
 
 def _guess_chat(a: int, b: int, draw: random.Random) -> list[Message]:
-    """Returns an answer without the tool: a number of six digits, but not the product."""
-    guess = draw.randrange(10**5, 10**6 - 1)
+    """Returns an answer without the tool: a number of four digits, but not the product."""
+    guess = draw.randrange(10**3, 10**4 - 1)
     return [*user_message(f"What is {a} * {b}?"), *assistant_message(f"#### {guess if guess < a * b else guess + 1}")]
 
 
 # The game `guess_number`: the SFT rows guess at random, so the warm-up teaches only legal guesses. GRPO teaches the
-# model to use the answers: with 4 guesses, halving finds every number from 1 to 15.
+# model to use the answers: with 3 guesses, halving finds every number from 1 to 7.
 
 GUESS_SOURCE = "guess_number"
 
@@ -155,7 +163,7 @@ def write_guess_number(folder: Path, *, train_rows: int = 2000, val_rows: int = 
     return write_files(folder, files)
 
 
-LOW, HIGH, GUESSES = 1, 15, 4
+LOW, HIGH, GUESSES = 1, 7, 3
 
 
 def _random_game(draw: random.Random) -> list[Message]:

@@ -19,7 +19,7 @@ class GuessNumber:
     """A game of at most `guesses` turns. The reward is 1 for the right number; a reply without a number costs a
     turn."""
 
-    def __init__(self, low: int = 1, high: int = 15, guesses: int = 4):
+    def __init__(self, low: int = 1, high: int = 7, guesses: int = 3):
         self.low, self.high, self.guesses = low, high, guesses
         self.number = self.made = 0
         self.info: dict[str, Any] = {}
