@@ -151,7 +151,8 @@ def mamba_steps(device: str) -> None:
             with torch.no_grad():
                 found = triton_step.mamba_step_(*given, ours, slots)
                 agree(found, triton_step.plain_mamba_step_(*given, twin, slots), 2e-6)
-            agree(ours, twin, 2e-6)
+            # The interpreter cuts digits of the step off.
+            agree(ours.to(dtype), twin.to(dtype), 2e-6)
             assert torch.equal(ours[[0, 2]], states[[0, 2]])
 
 

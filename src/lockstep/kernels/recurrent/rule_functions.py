@@ -174,11 +174,9 @@ def _scan_step(
     else:
         states, slots = state, torch.arange(len(state), device=state.device)
     runs = SCAN_STEP in _RUNNING.get() and dt_softplus and z is None and mamba_step_fits(hidden_states, B, states)
-    if runs and D is not None and dt_bias is not None:
-        # The module expands the numbers of a head to its columns.
-        if not any((dt.stride(2), *A.stride()[1:], D.stride(1), dt_bias.stride(1))):
-            bias = dt_bias[:, 0]
-            return mamba_step_(hidden_states, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], bias, states, slots)
+    # The module expands the numbers of a head to its columns.
+    if runs and D is not None and dt_bias is not None and _expanded(dt[0], A[:, 0], A[:, :, 0], D, dt_bias):
+        return mamba_step_(hidden_states, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], dt_bias[:, 0], states, slots)
     given = state.gathered() if isinstance(state, SlotState) else state
     out: torch.Tensor = original(
         given, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **more
@@ -186,6 +184,11 @@ def _scan_step(
     if isinstance(state, SlotState):
         state.store(given)
     return out
+
+
+def _expanded(*matrices: torch.Tensor) -> bool:
+    """Returns whether all columns of each matrix are the same memory."""
+    return all(matrix.stride(1) == 0 or matrix.shape[1] == 1 for matrix in matrices)
 
 
 def _convolution(
