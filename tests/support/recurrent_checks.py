@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,8 +95,10 @@ def linear_rules(device: str) -> None:
         return lambda *given: torch.cat([part.flatten() for part in rule(*given)])
 
     with small_chunks(device):
-        for tokens, heads, groups, size, width in ((37, 2, 1, 16, 24), (16, 1, 1, 20, 16), (3, 4, 2, 16, 40)):
-            tokens = tokens if device == "cpu" else 4 * tokens
+        cases = (
+            [(19, 2, 1, 16, 24)] if device == "cpu" else [(150, 2, 1, 16, 24), (64, 1, 1, 20, 16), (12, 4, 2, 16, 40)]
+        )
+        for tokens, heads, groups, size, width in cases:
             query, key = (drawn(2, tokens, groups, size, device=device, dtype=torch.float32) for _ in range(2))
             value = drawn(2, tokens, heads, width, device=device, dtype=torch.float32)
             decay = -drawn(2, tokens, heads, device=device, dtype=torch.float32, scale=0.3).abs()
@@ -107,11 +110,11 @@ def linear_rules(device: str) -> None:
                 for part in (query, key)
             )
             # The same key again and again: the system is as far from the unit matrix as it can be.
-            key[:, 5:30] = key[:, 5:6].expand_as(key[:, 5:30])
+            key[:, 5:] = key[:, 5:6].expand_as(key[:, 5:])
             beta = drawn(2, tokens, heads, device=device, dtype=torch.float32).sigmoid()
             ours, twin = joined(delta_triton.delta_rule), joined(delta_triton.plain_delta_rule)
-            with_gradients(ours, twin, [query, key, value, decay, beta], 2e-5)
-            with_gradients(ours, twin, [query, key, value, decay, beta, first], 2e-5)
+            for more in ([], [first])[device == "cpu" :]:
+                with_gradients(ours, twin, [query, key, value, decay, beta, *more], 2e-5)
 
 
 @contextmanager
@@ -120,16 +123,17 @@ def small_chunks(device: str) -> Iterator[None]:
     from lockstep.kernels.recurrent import chunks_triton, rule_trials
 
     small = {"CHUNK": 16, "BLOCK": 16, "COLUMNS": 16} if device == "cpu" else {}
-    kept, tokens = {name: getattr(chunks_triton, name) for name in small}, rule_trials.TOKENS
+    kept = {name: getattr(chunks_triton, name) for name in small}
+    inputs = rule_trials.TOKENS, rule_trials.ROWS
     try:
         for name, value in small.items():
             setattr(chunks_triton, name, value)
-        rule_trials.TOKENS = 18 if device == "cpu" else tokens
+        rule_trials.TOKENS, rule_trials.ROWS = (17, 1) if device == "cpu" else inputs
         yield
     finally:
         for name, value in kept.items():
             setattr(chunks_triton, name, value)
-        rule_trials.TOKENS = tokens
+        rule_trials.TOKENS, rule_trials.ROWS = inputs
 
 
 def mamba_steps(device: str) -> None:
@@ -199,7 +203,13 @@ def gated_norms(device: str) -> None:
             x, gate = (drawn(*shape, device=device, dtype=dtype) for _ in range(2))
             x[0] *= 1e-3
             weight = drawn(shape[-1], device=device, dtype=dtype)
-            with_gradients(lambda *a: gated_norm(*a, 1e-6), lambda *a: plain_gated_norm(*a, 1e-6), [x, gate, weight])
+            for first in (False, True):
+                ours, twin = (partial(_norm_of, norm, first) for norm in (gated_norm, plain_gated_norm))
+                with_gradients(ours, twin, [x, gate, weight])
+
+
+def _norm_of(norm: Callable[..., torch.Tensor], first: bool, *given: torch.Tensor) -> torch.Tensor:
+    return norm(*given, 1e-6, first)
 
 
 def _small(name: str, device: str) -> torch.nn.Module:
@@ -215,13 +225,13 @@ def _small(name: str, device: str) -> torch.nn.Module:
     }  # fmt: skip
     if name == "qwen":
         config = transformers.Qwen3_5TextConfig(
-            head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+            head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
             linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], **common,
         )  # fmt: skip
         model = transformers.Qwen3_5ForCausalLM(config)
     else:
         config = transformers.BambaConfig(
-            mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2,
+            mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_expand=1,
             attn_layer_indices=[1], attn_rotary_emb=8, **common,
         )  # fmt: skip
         model = transformers.BambaForCausalLM(config)
@@ -299,10 +309,54 @@ def _side(name: str, device: str, functions: int) -> tuple[list[Completion], tor
     made = sorted(made, key=lambda one: (one.request, one.sample))
     assert [mixer.in_place for mixer in policy.decoder.mixers if mixer.number == 0] == [bool(functions)]
     # The second sequence must not see the state of the first, which is longer than a chunk of the interpreter.
-    states = policy.decoder(packed_row([list(range(1, 20)), [7, 8, 9]], torch.device(device)))
+    states = policy.decoder(packed_row([list(range(1, 18)), [7, 8, 9]], torch.device(device)))
     states.square().mean().backward()
     grads = {each: parameter.grad for each, parameter in model.named_parameters() if parameter.grad is not None}
     return made, states.detach(), grads
+
+
+def failed_trials(device: str) -> None:
+    """A kernel, ours or that of a package, that gives other numbers than plain torch is not used."""
+    import functools
+    import importlib.util
+    import sys
+    import warnings
+    from types import SimpleNamespace
+    from typing import Any
+
+    from lockstep.kernels.recurrent import rule_functions, rule_trials
+
+    model = _small("qwen", device)
+    file = sys.modules[type(model).__module__]
+    module = next(part for part in model.modules() if hasattr(part, "head_k_dim"))
+    name, own, kernel = rule_functions.STEP, getattr(file, rule_functions.STEP), rule_functions.delta_step_
+    find, like = importlib.util.find_spec, next(model.parameters())
+
+    @functools.wraps(own)
+    def wrong(*given: Any, **named: Any) -> Any:
+        out, last = own(*given, **named)
+        return 1.01 * out, last
+
+    def used() -> tuple[bool, list[str]]:
+        rule_trials.PASSED.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            return rule_functions._plug(file, name, "the step", module, like), [str(one.message) for one in said]
+
+    try:
+        assert used() == (True, [])
+        rule_functions.delta_step_ = lambda *given: 1.01 * kernel(*given)
+        assert used() == (False, ["the step stays plain torch: Triton gives different results"])
+        rule_functions.delta_step_ = kernel
+        importlib.util.find_spec = lambda package: SimpleNamespace() if package == "fla" else find(package)
+        setattr(file, name, wrong)
+        assert used() == (True, ["the step stays plain torch: fla gives different results"])
+        setattr(file, name, functools.wraps(own)(lambda *given, **named: own(*given, **named)))
+        assert used() == (False, [])
+    finally:
+        importlib.util.find_spec, rule_functions.delta_step_ = find, kernel
+        setattr(file, name, own)
+        rule_trials.PASSED.clear()
 
 
 CHECKS = {
@@ -315,6 +369,7 @@ CHECKS = {
         mamba_steps,
         convolutions,
         gated_norms,
+        failed_trials,
         recurrent_models,
     )
 }

@@ -240,6 +240,10 @@ def plug_rules(model: nn.Module) -> list[str]:
     for source in sorted({type(module).__module__ for module in model.modules()}):
         file, title = sys.modules.get(source), source.rsplit(".", 1)[-1]
         functions = [name for name in FUNCTIONS if hasattr(file, name)]
+        if hasattr(file, WHOLE_SCAN):
+            # In training this function of mamba-ssm computes a whole module, and nothing it could be compared with. The
+            # plain function does nothing, so that the module calls the functions that are compared.
+            setattr(file, WHOLE_SCAN, inspect.unwrap(getattr(file, WHOLE_SCAN)))
         used: set[str] = set()
         for module in model.modules() if functions else ():
             if type(module).__module__ == source:
@@ -265,9 +269,6 @@ def _plug(file: Any, name: str, what: str, module: nn.Module, like: torch.Tensor
         if original is not plain and passes(name, what, package, plain, original, sizes, like):
             return False
         original = plain
-        if hasattr(file, WHOLE_SCAN):
-            # In training this function of mamba-ssm bypasses the functions that failed. The plain one does nothing.
-            setattr(file, WHOLE_SCAN, inspect.unwrap(getattr(file, WHOLE_SCAN)))
     ours = partial(function, original)
     setattr(ours, ORIGINAL, original)
 

@@ -40,7 +40,8 @@ TRIAL = KernelTrial(
         TritonError,
     ),
 )
-_PASSED: dict[Any, bool] = {}
+# Results by function, kernel, sizes, dtype and device.
+PASSED: dict[tuple[Any, ...], bool] = {}
 
 
 def sizes_of(name: str, module: Any) -> tuple[int, ...] | None:
@@ -69,10 +70,10 @@ def passes(
     if like.dtype not in TRIAL.tolerance:
         return False
     key = (what, kernel, sizes, like.dtype, like.device)
-    if key not in _PASSED:
+    if key not in PASSED:
         run = EXAMPLES[name](like, *sizes)
-        _PASSED[key] = TRIAL.alike(what, kernel, lambda: run(plain), lambda: run(function))
-    return _PASSED[key]
+        PASSED[key] = TRIAL.alike(what, kernel, lambda: run(plain), lambda: run(function))
+    return PASSED[key]
 
 
 def _with_gradients(
