@@ -192,6 +192,14 @@ def convolutions(device: str) -> None:
                         wanted = conv_triton.plain_convolve_step_(x[..., :1], other, weight, bias, silu)
                     agree(found, wanted, 2e-6)
                     assert torch.equal(state, other)
+                    slots = torch.tensor([2, 0], device=device)
+                    state = drawn(3, channels, length + wider, device=device, dtype=dtype)
+                    other = state.clone()
+                    with torch.no_grad():
+                        found = conv_triton.convolve_step_(x[..., :1], state, weight, bias, silu, slots)
+                        wanted = conv_triton.plain_convolve_step_(x[..., :1], other, weight, bias, silu, slots)
+                    agree(found, wanted, 2e-6)
+                    assert torch.equal(state, other)
 
 
 def gated_norms(device: str) -> None:
@@ -307,7 +315,8 @@ def _side(name: str, device: str, functions: int) -> tuple[list[Completion], tor
         [Request([5, 17, 3, 80, 41, 9], 0, 2)], Sampling(3, seed=1)
     )
     made = sorted(made, key=lambda one: (one.request, one.sample))
-    assert [mixer.in_place for mixer in policy.decoder.mixers if mixer.number == 0] == [bool(functions)]
+    places = [mixer.in_place for mixer in policy.decoder.mixers if mixer.number == 0]
+    assert places == [{"convolution", "recurrent"} if functions else set()]
     # The second sequence must not see the state of the first, which is longer than a chunk of the interpreter.
     states = policy.decoder(packed_row([list(range(1, 18)), [7, 8, 9]], torch.device(device)))
     states.square().mean().backward()

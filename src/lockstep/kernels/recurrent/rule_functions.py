@@ -209,16 +209,24 @@ def _convolution(
 def _convolution_step(
     original: Function,
     hidden_states: torch.Tensor,
-    conv_state: torch.Tensor,
+    conv_state: torch.Tensor | SlotState,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
+    """The convolution of one new token. The state, which keeps the last inputs, is updated in place."""
+    if isinstance(conv_state, SlotState):
+        states, slots = conv_state.states, conv_state.slots_B
+    else:
+        states, slots = conv_state, None
     runs = CONVOLUTION_STEP in _RUNNING.get() and activation in (None, "silu")
-    kept = conv_state.shape[-1] >= weight.shape[-1] and not torch.is_grad_enabled()
+    kept = states.shape[-1] >= weight.shape[-1] and not torch.is_grad_enabled()
     if runs and kept and hidden_states.shape[-1] == 1 and convolution_fits(hidden_states, weight, bias):
-        return convolve_step_(hidden_states, conv_state, weight, bias, activation == "silu")
-    result: torch.Tensor = original(hidden_states, conv_state, weight, bias, activation)
+        return convolve_step_(hidden_states, states, weight, bias, activation == "silu", slots)
+    given = conv_state.gathered() if isinstance(conv_state, SlotState) else conv_state
+    result: torch.Tensor = original(hidden_states, given, weight, bias, activation)
+    if isinstance(conv_state, SlotState):
+        conv_state.store(given)
     return result
 
 
