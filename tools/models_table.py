@@ -1,7 +1,7 @@
 """Checks every case of the sweep, stores the outcomes in tests/sweep/outcomes.json and writes docs/models.md.
 
 All cases take many minutes. `--only llama qwen3+yarn` checks some of them again, `--missing` those without an outcome,
-and `--page` none: it prints the page from the stored outcomes.
+and `--page` none: it prints the page from the stored outcomes. `--kernels` checks only the column of kernels again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen.add_argument("--only", nargs="+", default=[], metavar="CASE")
     chosen.add_argument("--missing", action="store_true")
     chosen.add_argument("--page", action="store_true")
+    chosen.add_argument("--kernels", action="store_true")
     given = parser.parse_args(arguments)
     from sweep_cases import all_cases
     from sweep_table import STORED, page, store, stored
 
     cases = {str(case): case for case in all_cases()}
-    if not (given.only or given.missing or given.page):
+    if not (given.only or given.missing or given.page or given.kernels):
         STORED.unlink(missing_ok=True)
     known = stored() if STORED.exists() else {}
-    names = given.only or [name for name in cases if name not in known and not given.page]
+    names = given.only or [name for name in cases if name not in known and not (given.page or given.kernels)]
     checked = {}
+    if given.kernels:
+        for name in (name for name, one in known.items() if one.columns):
+            store({name: _with_kernels(cases[name], known[name])}, cases)
     for number, name in enumerate(names, 1):
         checked[name] = one = _checked(cases[name])
         store({name: one}, cases)
@@ -65,6 +69,17 @@ def _checked(case: Any) -> Any:
             return outcome
         columns = {name: getattr(sweep_columns, name)(model) for name in ("context", "lora", "kernels")}
         return replace(outcome, columns=columns)
+
+
+def _with_kernels(case: Any, outcome: Any) -> Any:
+    import sweep_columns
+    from sweep_judge import small_model
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        small_model(case).save_pretrained(folder)
+        said = sweep_columns.kernels(Path(folder))
+    print(f"{case}: {said}", file=sys.stderr)
+    return replace(outcome, columns={**outcome.columns, "kernels": said})
 
 
 def _with_tensor(cases: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:

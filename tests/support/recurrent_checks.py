@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 
 from triton_checks import DTYPES, agree, drawn, forwards_agree, with_gradients
+
+if TYPE_CHECKING:
+    from lockstep.types import Completion
 
 
 def experts(device: str) -> None:
@@ -76,6 +84,82 @@ def delta_steps(device: str) -> None:
                 assert torch.equal(ours[[0, 2]], states[[0, 2]])
 
 
+def linear_rules(device: str) -> None:
+    """Chunks against tokens one by one, for the gated delta rule and for linear attention (Mamba-2): outputs, last
+    states and all gradients, with and without a first state."""
+    from lockstep.kernels.recurrent import chunks_triton, delta_triton
+
+    torch.manual_seed(0)
+
+    def joined(rule: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
+        return lambda *given: torch.cat([part.flatten() for part in rule(*given)])
+
+    with small_chunks(device):
+        cases = (
+            [(19, 2, 1, 16, 24)] if device == "cpu" else [(150, 2, 1, 16, 24), (64, 1, 1, 20, 16), (12, 4, 2, 16, 40)]
+        )
+        for tokens, heads, groups, size, width in cases:
+            query, key = (drawn(2, tokens, groups, size, device=device, dtype=torch.float32) for _ in range(2))
+            value = drawn(2, tokens, heads, width, device=device, dtype=torch.float32)
+            decay = -drawn(2, tokens, heads, device=device, dtype=torch.float32, scale=0.3).abs()
+            first = drawn(2, heads, size, width, device=device, dtype=torch.float32)
+            ours, twin = joined(chunks_triton.linear_attention), joined(chunks_triton.plain_linear_attention)
+            with_gradients(ours, twin, [query, key, value, decay, first], 2e-5)
+            query, key = (
+                torch.nn.functional.normalize(part.repeat_interleave(heads // groups, 2), dim=-1)
+                for part in (query, key)
+            )
+            # The same key again and again: the system is as far from the unit matrix as it can be.
+            key[:, 5:] = key[:, 5:6].expand_as(key[:, 5:])
+            beta = drawn(2, tokens, heads, device=device, dtype=torch.float32).sigmoid()
+            ours, twin = joined(delta_triton.delta_rule), joined(delta_triton.plain_delta_rule)
+            for more in ([], [first])[device == "cpu" :]:
+                with_gradients(ours, twin, [query, key, value, decay, beta, *more], 2e-5)
+
+
+@contextmanager
+def small_chunks(device: str) -> Iterator[None]:
+    """The interpreter is slow."""
+    from lockstep.kernels.recurrent import chunks_triton, rule_trials
+
+    small = {"CHUNK": 16, "BLOCK": 16, "COLUMNS": 16} if device == "cpu" else {}
+    kept = {name: getattr(chunks_triton, name) for name in small}
+    inputs = rule_trials.TOKENS, rule_trials.ROWS
+    try:
+        for name, value in small.items():
+            setattr(chunks_triton, name, value)
+        rule_trials.TOKENS, rule_trials.ROWS = (17, 1) if device == "cpu" else inputs
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(chunks_triton, name, value)
+        rule_trials.TOKENS, rule_trials.ROWS = inputs
+
+
+def mamba_steps(device: str) -> None:
+    from lockstep.kernels.recurrent import mamba_step_triton as triton_step
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for heads, groups, size, width in ((4, 2, 24, 40), (3, 1, 16, 8)):
+            x = drawn(2, heads, width, device=device, dtype=dtype)
+            steps, bias, skip = (
+                drawn(*shape, device=device, dtype=dtype) for shape in ((2, heads), (heads,), (heads,))
+            )
+            decay = -drawn(heads, device=device, dtype=torch.float32).abs()
+            key, query = (drawn(2, groups, size, device=device, dtype=dtype) for _ in range(2))
+            states = drawn(4, heads, width, size, device=device, dtype=torch.float32)
+            slots = torch.tensor([3, 1], device=device)
+            ours, twin = states.clone(), states.clone()
+            given = (x, steps, decay, key, query, skip, bias)
+            with torch.no_grad():
+                found = triton_step.mamba_step_(*given, ours, slots)
+                agree(found, triton_step.plain_mamba_step_(*given, twin, slots), 2e-6)
+            # The interpreter cuts digits of the step off.
+            agree(ours.to(dtype), twin.to(dtype), 2e-6)
+            assert torch.equal(ours[[0, 2]], states[[0, 2]])
+
+
 def convolutions(device: str) -> None:
     from lockstep.kernels.recurrent import conv_triton
 
@@ -108,6 +192,14 @@ def convolutions(device: str) -> None:
                         wanted = conv_triton.plain_convolve_step_(x[..., :1], other, weight, bias, silu)
                     agree(found, wanted, 2e-6)
                     assert torch.equal(state, other)
+                    slots = torch.tensor([2, 0], device=device)
+                    state = drawn(3, channels, length + wider, device=device, dtype=dtype)
+                    other = state.clone()
+                    with torch.no_grad():
+                        found = conv_triton.convolve_step_(x[..., :1], state, weight, bias, silu, slots)
+                        wanted = conv_triton.plain_convolve_step_(x[..., :1], other, weight, bias, silu, slots)
+                    agree(found, wanted, 2e-6)
+                    assert torch.equal(state, other)
 
 
 def gated_norms(device: str) -> None:
@@ -119,35 +211,94 @@ def gated_norms(device: str) -> None:
             x, gate = (drawn(*shape, device=device, dtype=dtype) for _ in range(2))
             x[0] *= 1e-3
             weight = drawn(shape[-1], device=device, dtype=dtype)
-            with_gradients(lambda *a: gated_norm(*a, 1e-6), lambda *a: plain_gated_norm(*a, 1e-6), [x, gate, weight])
+            for first in (False, True):
+                ours, twin = (partial(_norm_of, norm, first) for norm in (gated_norm, plain_gated_norm))
+                with_gradients(ours, twin, [x, gate, weight])
 
 
-def _qwen(device: str) -> torch.nn.Module:
+def _norm_of(norm: Callable[..., torch.Tensor], first: bool, *given: torch.Tensor) -> torch.Tensor:
+    return norm(*given, 1e-6, first)
+
+
+def _small(name: str, device: str) -> torch.nn.Module:
     import transformers
 
     from lockstep.kernels.attention.interface import ATTENTION, register_attention
 
     register_attention()
     torch.manual_seed(0)
-    config = transformers.Qwen3_5TextConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], pad_token_id=0,
-        attn_implementation=ATTENTION,
-    )  # fmt: skip
-    model = transformers.Qwen3_5ForCausalLM(config).to(device).eval()
+    common = {
+        "vocab_size": 100, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "pad_token_id": 0, "attn_implementation": ATTENTION,
+    }  # fmt: skip
+    if name == "qwen":
+        config = transformers.Qwen3_5TextConfig(
+            head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
+            linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], **common,
+        )  # fmt: skip
+        model = transformers.Qwen3_5ForCausalLM(config)
+    else:
+        config = transformers.BambaConfig(
+            mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_expand=1,
+            attn_layer_indices=[1], attn_rotary_emb=8, **common,
+        )  # fmt: skip
+        model = transformers.BambaForCausalLM(config)
+    model = model.to(device).eval()
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.3)
     return model
 
 
+USED = {
+    "qwen": {"delta_rule", "delta_step_", "convolve", "convolve_step_"},
+    "bamba": {"linear_attention", "mamba_step_", "convolve", "convolve_step_"},
+}
+
+
 def recurrent_models(device: str) -> None:
     """A packed pass with all gradients, and generation: kernels against the model's own functions."""
+    with small_chunks(device):
+        for name, kernels in USED.items():
+            _compared_model(name, kernels, device)
+
+
+def _compared_model(name: str, names: set[str], device: str) -> None:
     import sys
 
+    from lockstep.kernels.recurrent import rule_functions
+
+    file = sys.modules[type(_small(name, "cpu")).__module__]
+    own = {each: getattr(file, each) for each in rule_functions.FUNCTIONS if hasattr(file, each)}
+    used: list[str] = []
+    kernels = {each: getattr(rule_functions, each) for each in names}
+    for each, kernel in kernels.items():
+        setattr(rule_functions, each, lambda *a, each=each, kernel=kernel: used.append(each) or kernel(*a))
+    try:
+        plain, states, grads = _side(name, device, 0)
+        assert not used
+        ours, found, fused_grads = _side(name, device, len(names))
+        assert set(used) == names
+        # The kernels are for the model in which they were installed, not for others of its file.
+        before = len(used)
+        file.causal_conv1d_fn(torch.ones(1, 3, 4, device=device), torch.ones(3, 2, device=device))
+        assert len(used) == before
+    finally:
+        for each, function in own.items():
+            setattr(file, each, function)
+        for each, kernel in kernels.items():
+            setattr(rule_functions, each, kernel)
+    assert [one.ids for one in ours] == [one.ids for one in plain]
+    for one, other in zip(ours, plain, strict=True):
+        assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() <= 1e-4
+    assert (found - states).abs().max() <= 1e-4 * states.abs().max()
+    for each, grad in grads.items():
+        assert (fused_grads[each] - grad).norm() <= 1e-3 * grad.norm() + 1e-7, each
+
+
+def _side(name: str, device: str, functions: int) -> tuple[list[Completion], torch.Tensor, dict[str, torch.Tensor]]:
+    """Responses, hidden states of a packed row, and gradients, with so many functions replaced by kernels."""
     from lockstep.device.select import select
     from lockstep.kernels.fused import fuse, replaced
-    from lockstep.kernels.recurrent import rule_functions
     from lockstep.model.check import packed_row
     from lockstep.model.policy import Policy
     from lockstep.recipe.keys_rollout import RolloutSettings
@@ -155,48 +306,66 @@ def recurrent_models(device: str) -> None:
     from lockstep.types import Request, Sampling
 
     kind = type(select(device))
-    requests = [Request([5, 17, 3, 80, 41, 9][:length], key, 2) for key, length in enumerate((6,))]
-    file = sys.modules[type(_qwen("cpu")).__module__]
-    own = {name: getattr(file, name) for name in rule_functions.FUNCTIONS}
-    sides, used = [], []
-    kernels = {name: getattr(rule_functions, name) for name in ("delta_step_", "convolve", "convolve_step_")}
-    for name, kernel in kernels.items():
-        setattr(rule_functions, name, lambda *a, name=name, kernel=kernel: used.append(name) or kernel(*a))
+    model = _small(name, device)
+    if functions:
+        fuse(model, "flash_varlen")
+        assert sum("by Triton" in line for line in replaced(model)) == functions, replaced(model)
+    policy = Policy(model, kind.attention)
+    made = NativeEngine(policy, kind(), RolloutSettings(block_tokens=4), lambda ids: "").generate(
+        [Request([5, 17, 3, 80, 41, 9], 0, 2)], Sampling(3, seed=1)
+    )
+    made = sorted(made, key=lambda one: (one.request, one.sample))
+    places = [mixer.in_place for mixer in policy.decoder.mixers if mixer.number == 0]
+    assert places == [{"convolution", "recurrent"} if functions else set()]
+    # The second sequence must not see the state of the first, which is longer than a chunk of the interpreter.
+    states = policy.decoder(packed_row([list(range(1, 18)), [7, 8, 9]], torch.device(device)))
+    states.square().mean().backward()
+    grads = {each: parameter.grad for each, parameter in model.named_parameters() if parameter.grad is not None}
+    return made, states.detach(), grads
+
+
+def failed_trials(device: str) -> None:
+    """A kernel, ours or that of a package, that gives other numbers than plain torch is not used."""
+    import functools
+    import importlib.util
+    import sys
+    import warnings
+    from types import SimpleNamespace
+    from typing import Any
+
+    from lockstep.kernels.recurrent import rule_functions, rule_trials
+
+    model = _small("qwen", device)
+    file = sys.modules[type(model).__module__]
+    module = next(part for part in model.modules() if hasattr(part, "head_k_dim"))
+    name, own, kernel = rule_functions.STEP, getattr(file, rule_functions.STEP), rule_functions.delta_step_
+    find, like = importlib.util.find_spec, next(model.parameters())
+
+    @functools.wraps(own)
+    def wrong(*given: Any, **named: Any) -> Any:
+        out, last = own(*given, **named)
+        return 1.01 * out, last
+
+    def used() -> tuple[bool, list[str]]:
+        rule_trials.PASSED.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            return rule_functions._plug(file, name, "the step", module, like), [str(one.message) for one in said]
+
     try:
-        for fused in (False, True):
-            assert not used
-            model = _qwen(device)
-            if fused:
-                fuse(model, "flash_varlen")
-                assert sum("by Triton" in line for line in replaced(model)) == len(own), replaced(model)
-                assert any("triton_gated_norm" in line for line in replaced(model)), replaced(model)
-            policy = Policy(model, kind.attention)
-            made = NativeEngine(policy, kind(), RolloutSettings(block_tokens=4), lambda ids: "").generate(
-                requests, Sampling(3, seed=1)
-            )
-            made = sorted(made, key=lambda one: (one.request, one.sample))
-            assert [mixer.in_place for mixer in policy.decoder.mixers if mixer.number == 0] == [fused]
-            states = policy.decoder(packed_row([list(range(1, 8)), [7, 8, 9]], torch.device(device)))
-            states.square().mean().backward()
-            grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-            sides.append((made, states.detach(), grads))
-        assert set(used) == set(kernels)
-        # The kernels are for the model in which they were installed, not for others of its file.
-        before = len(used)
-        file.causal_conv1d_fn(torch.ones(1, 3, 4, device=device), torch.ones(3, 2, device=device))
-        assert len(used) == before
+        assert used() == (True, [])
+        rule_functions.delta_step_ = lambda *given: 1.01 * kernel(*given)
+        assert used() == (False, ["the step stays plain torch: Triton gives different results"])
+        rule_functions.delta_step_ = kernel
+        importlib.util.find_spec = lambda package: SimpleNamespace() if package == "fla" else find(package)
+        setattr(file, name, wrong)
+        assert used() == (True, ["the step stays plain torch: fla gives different results"])
+        setattr(file, name, functools.wraps(own)(lambda *given, **named: own(*given, **named)))
+        assert used() == (False, [])
     finally:
-        for name, function in own.items():
-            setattr(file, name, function)
-        for name, kernel in kernels.items():
-            setattr(rule_functions, name, kernel)
-    (plain, states, grads), (ours, found, fused_grads) = sides
-    assert [one.ids for one in ours] == [one.ids for one in plain]
-    for one, other in zip(ours, plain, strict=True):
-        assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() <= 1e-4
-    assert (found - states).abs().max() <= 1e-4 * states.abs().max()
-    for name, grad in grads.items():
-        assert (fused_grads[name] - grad).norm() <= 1e-3 * grad.norm() + 1e-7, name
+        importlib.util.find_spec, rule_functions.delta_step_ = find, kernel
+        setattr(file, name, own)
+        rule_trials.PASSED.clear()
 
 
 CHECKS = {
@@ -205,8 +374,11 @@ CHECKS = {
         experts,
         latents_placed,
         delta_steps,
+        linear_rules,
+        mamba_steps,
         convolutions,
         gated_norms,
+        failed_trials,
         recurrent_models,
     )
 }

@@ -41,7 +41,7 @@ LAYERS = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
 }
-# Published values without which transformers cannot build or run a class.
+# Published values without which transformers cannot build or run a class, or builds none of its windows.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {
         "n_routed_experts": 128,
@@ -53,10 +53,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "aya_vision": {
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
     },
-    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
+    },
     "granite4_vision": {"deepstack_layer_map": [[-2, 1]], "downsample_rate": "1/4"},
-    "step3p7": {"text_config": {"sliding_window": 512}},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6}},
+    "step3p7": {
+        "text_config": {
+            "sliding_window": 512,
+            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],
+            "rope_theta": ([5e6] + [1e4] * 3) * 11 + [5e6],
+            "partial_rotary_factors": ([0.5] + [1.0] * 3) * 11 + [0.5],
+            "attention_other_setting": {"num_attention_heads": 96},
+        }
+    },
+    "deepseek_ocr2": {
+        "text_config": {
+            "num_hidden_layers": 12,
+            "mlp_layer_types": ["dense", *["sparse"] * 11],
+            "num_experts_per_tok": 6,
+        }
+    },
 }
 MORE = {
     "scaled logits": {

@@ -36,8 +36,19 @@ from lockstep.types import Example, MicroBatch, Origin
 from thread_group import on_every_rank
 
 YES, NO = "yes", "no"
-# Names of Triton kernels, and what they replace.
-FUSED_NAMES = {"triton_norm": "norm", "triton_swiglu": "MLP", "triton_rotary": "rotary"}
+# Names of Triton kernels, and what they replace. A name stands at the end of its entry, or before further words, as in
+# "triton_norm of 1 + weight".
+FUSED_NAMES = {
+    "triton_norm": "norm",
+    "triton_gated_norm": "gated norm",
+    "triton_swiglu": "MLP",
+    "triton_geglu": "MLP",
+    "triton_experts": "experts",
+    "triton_rotary": "rotary",
+    "torch_chunk_gated_delta_rule": "gated delta rule",
+    "mamba2_chunk_scan": "Mamba-2",
+    "causal_conv1d_fn": "convolution",
+}
 # Layers that some modules read without calling them, so that an adapter on them is refused.
 MOST_EXCLUDED = 4
 
@@ -144,8 +155,9 @@ def kernels(folder: Path) -> str:
     the operator on the spot, by Triton's interpreter."""
     policy = load_policy(Model(path=str(folder)), CPU, "sdpa", 0)
     fuse(policy.causal_lm, "flash_varlen")
-    names = {name for entry in replaced(policy.causal_lm) for name in FUSED_NAMES if entry.endswith(name)}
-    return ", ".join([*_attention(policy), *(label for name, label in FUSED_NAMES.items() if name in names)]) or NO
+    words = {word for entry in replaced(policy.causal_lm) for word in entry.split()}
+    labels = dict.fromkeys(label for name, label in FUSED_NAMES.items() if name in words)
+    return ", ".join([*_attention(policy), *labels]) or NO
 
 
 def _attention(policy: Policy) -> list[str]:

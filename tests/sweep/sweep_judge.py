@@ -48,17 +48,22 @@ class Outcome:
     columns: dict[str, str] = field(default_factory=dict)
 
 
+def small_model(case: Case) -> Any:
+    # Towers are not built: the text path of their class needs none.
+    small = miniature_config(case.config(), towers=False)
+    torch.manual_seed(7)
+    model = LanguageModel.from_config(small, attn_implementation="eager")
+    randomise(model, seed=11)
+    return model
+
+
 def judge(case: Case, folder: Path) -> Outcome:
     torch.set_num_threads(1)
     try:
-        # Towers are not built: the text path of their class needs none.
-        small = miniature_config(case.config(), towers=False)
-        torch.manual_seed(7)
-        model = LanguageModel.from_config(small, attn_implementation="eager")
+        model = small_model(case)
     except Exception as error:  # noqa: BLE001  any class may fail to be built in its own way
         own = _own_error(case)
         return Outcome("not built", _short(error)) if own is None else Outcome("unbuildable", _short(own))
-    randomise(model, seed=11)
     try:
         model.save_pretrained(folder)
         policy = load_policy(Model(path=str(folder)), CPU, "sdpa", 0)

@@ -157,6 +157,14 @@ def test_the_check_notices_a_wrong_state(fault: str, monkeypatch: pytest.MonkeyP
         check_engine_architecture(hybrid_config("jamba"), "sdpa", Cpu(), CPU)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*DAILY, *FURTHER])
+def test_states_that_are_not_kept_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateSlots, "write", nothing)
+    with pytest.raises(Unfit, match="greedy tokens or log-probs of the engine"):
+        check_engine_architecture(hybrid_config(family), "sdpa", Cpu(), CPU)
+
+
 def test_the_online_engine_gives_the_same_samples(policy: Policy, expected: Any) -> None:
     engine = LiveEngine(engine_of(policy, max_sequences=5), 40)
     samples = [one for request in asked(3) for one in engine.add(request.ids, 3, SAMPLING, key=request.key)]

@@ -6,6 +6,7 @@ comparison is made to fail by breaking the layout or the mask.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from transformers import AutoConfig
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.kernels.attention import interface, latent, rows, varlen
-from lockstep.kernels.attention.kv_cache import CacheLayout, KVCache, Plane
+from lockstep.kernels.attention.kv_cache import CachedCall, CacheLayout, KVCache, Plane
 from lockstep.kernels.attention.layout import Layout, make_layout
 from lockstep.kernels.attention.masks import Seen
 from lockstep.kernels.attention.varlen import varlen_attention
@@ -97,6 +98,55 @@ def test_the_engine_check_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) 
     broken_layout(monkeypatch, "diffllama", swapped)
     with pytest.raises(Unfit, match="greedy tokens or log-probs"):
         try_engine(small("diffllama"), Cpu())
+
+
+# Families with latents, caches of several sizes, shared caches, chunks and indexers, and what switches these on.
+NAMED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "kimi_k25": {},
+    "glm4_moe_lite": {},
+    "longcat_flash": {},
+    "gemma4_text": SHARED,
+    "mimo_v2_flash": {},
+    "diffllama": {},
+    "llama4_text": {},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
+}
+
+
+def reads_elsewhere(layout: CacheLayout) -> CacheLayout:
+    """The layout in which a call reads the cache of an earlier call with the same shapes."""
+
+    def shapes(call: CachedCall) -> tuple[Plane, Plane]:
+        return layout.planes[call.keys], layout.planes[call.values]
+
+    pairs = itertools.combinations(range(len(layout.calls)), 2)
+    first, second = next(
+        (i, j)
+        for i, j in pairs
+        if shapes(layout.calls[i]) == shapes(layout.calls[j]) and layout.calls[i].keys != layout.calls[j].keys
+    )
+    calls, other = list(layout.calls), layout.calls[first]
+    calls[second] = replace(calls[second], keys=other.keys, values=other.values, writes_keys=False, writes_values=False)
+    return replace(layout, calls=tuple(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_family_is_that_of_transformers_and_a_wrong_layout_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs, gradients and greedy tokens, and then the engine with a call that reads the cache of another."""
+    made = build_miniature(AutoConfig.for_model(name, **NAMED[name]), "sdpa", CPU)
+    try_architecture(made)
+    try_engine(made, Cpu())
+    layout = reads_elsewhere(made.policy.decoder.cache_layout())
+    monkeypatch.setattr(made.policy.decoder, "cache_layout", lambda: layout)
+    with pytest.raises(Unfit, match="greedy tokens or log-probs"):
+        try_engine(made, Cpu())
 
 
 # -- latents
@@ -271,6 +321,20 @@ def test_the_checks_find_a_selection_that_is_ignored(monkeypatch: pytest.MonkeyP
     made = small("deepseek_v32")
     try_architecture(made)
     try_engine(made, Cpu())
+    attend = rows.row_attention
+    monkeypatch.setattr(interface, "row_attention", lambda *a, **k: attend(*a, **{**k, "selected": {}}))
+    with pytest.raises(Unfit, match="packed log-probs differ"):
+        try_architecture(made)
+    with pytest.raises(Unfit, match="greedy tokens or log-probs"):
+        try_engine(made, Cpu())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3_vl_text"])
+def test_the_checks_of_other_families_find_a_selection_that_is_ignored(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build_miniature(AutoConfig.for_model(name, **NAMED[name]), "sdpa", CPU)
     attend = rows.row_attention
     monkeypatch.setattr(interface, "row_attention", lambda *a, **k: attend(*a, **{**k, "selected": {}}))
     with pytest.raises(Unfit, match="packed log-probs differ"):

@@ -105,6 +105,19 @@ def adds_one(norm: nn.Module) -> bool:
     return bool(off_by_one < off)
 
 
+def gates_first(norm: nn.Module) -> bool:
+    """Returns whether a norm with a gate gates its input, as Mamba-2 does, so that a gate that is 3 everywhere changes
+    nothing. A gate on its output multiplies it by silu(3)."""
+    weight: Any = norm.weight
+    ones = torch.ones_like(weight)[None, None]
+    try:
+        with torch.no_grad():
+            result = own_forward(norm, ones, 3 * ones)
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    return bool((result.float() - weight.float()).abs().max() <= 0.1 * weight.float().abs().max())
+
+
 def epsilon_of(module: nn.Module) -> float | None:
     value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return value if isinstance(value, float) else None

@@ -21,6 +21,7 @@ from lockstep.kernels.fused_modules import (
     adds_one,
     are_experts,
     epsilon_of,
+    gates_first,
     is_gated_norm,
     is_gelu_gated,
     is_rms_norm,
@@ -41,13 +42,13 @@ def _norm(self: Any, *args: Any, unit_offset: bool = False, **more: Any) -> torc
     return rms_norm(args[0], self.weight, epsilon, unit_offset)
 
 
-def _gated_norm(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+def _gated_norm(self: Any, *args: Any, first: bool = False, **more: Any) -> torch.Tensor:
     autocast = torch.is_autocast_enabled(self.weight.device.type)
     if len(args) != 2 or more or autocast or not gated_norm_fits(*args, self.weight):
         return type(self).forward(self, *args, **more)
     epsilon = epsilon_of(self)
     assert epsilon is not None
-    return gated_norm(*args, self.weight, epsilon)
+    return gated_norm(*args, self.weight, epsilon, first)
 
 
 def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tensor:
@@ -106,7 +107,18 @@ KERNELS = DeviceKernels(
             lambda module: is_rms_norm(module) and adds_one(module),
             partial(_norm, unit_offset=True),
         ),
-        ModuleKernel("triton_gated_norm", is_gated_norm, _gated_norm, inputs=2),
+        ModuleKernel(
+            "triton_gated_norm",
+            lambda module: is_gated_norm(module) and not gates_first(module),
+            _gated_norm,
+            inputs=2,
+        ),
+        ModuleKernel(
+            "triton_gated_norm with the gate first",
+            lambda module: is_gated_norm(module) and gates_first(module),
+            partial(_gated_norm, first=True),
+            inputs=2,
+        ),
         ModuleKernel("triton_swiglu", is_silu_gated, _gated),
         ModuleKernel("triton_geglu", is_gelu_gated, partial(_gated, gelu=True)),
         ModuleKernel("triton_experts in generation", are_experts, _experts, generates=True),

@@ -137,7 +137,8 @@ def measured_shapes(mixers: Sequence[PackedMixer], run: Callable[[], object]) ->
             key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()
         }
         mixer.continues = _continues(mixer, named, cache)
-        mixer.in_place = _works_in_place(mixer, named, cache)
+        kinds = (frozenset({CONVOLUTION, RECURRENT}), frozenset({RECURRENT}))
+        mixer.in_place = next((each for each in kinds if _works_in_place(mixer, named, cache, each)), frozenset())
         return result
 
     for mixer in mixers:
@@ -166,17 +167,17 @@ def _continues(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> 
 
 
 @torch.no_grad()
-def _works_in_place(mixer: PackedMixer, named: dict[str, Any], cache: StateCache) -> bool:
-    """Returns whether a step of the module can update its recurrent states in their slots. The module must hand a
+def _works_in_place(mixer: PackedMixer, named: dict[str, Any], cache: StateCache, kinds: frozenset[str]) -> bool:
+    """Returns whether a step of the module can update its states of these kinds in their slots. The module must hand a
     `SlotState` to a kernel that knows it, and give the same results."""
-    recurrent = [key for key in cache.states if key[0] == RECURRENT]
+    chosen = [key for key in cache.states if key[0] in kinds]
     shape = tuple(named[mixer.input_name].shape[:2])
     token = _per_token(named, shape, lambda value: value[:, :1])
     copied, slotted = ({key: state.clone() for key, state in cache.states.items()} for _ in range(2))
     slots_B = torch.ones(1, dtype=torch.long, device=next(iter(cache.states.values())).device) if cache.states else None
-    if not recurrent or slots_B is None:
+    if not chosen or slots_B is None:
         return False
-    stored = {key: SlotState(torch.cat([copied[key] + 1, copied[key]]), slots_B) for key in recurrent}
+    stored = {key: SlotState(torch.cat([copied[key] + 1, copied[key]]), slots_B) for key in chosen}
     copies, slots = StateCache(copied), StateCache({**slotted, **stored})
     try:
         expected, found = _step(mixer, token, copies), _step(mixer, token, slots)
@@ -217,10 +218,10 @@ class StateSlots:
                 for state in states.values():
                     state.index_copy_(0, target, state.index_select(0, source))
 
-    def read(self, mixer: PackedMixer, slots_B: torch.Tensor, in_place: bool = False) -> StateCache:
-        """Returns the states at these slots. If `in_place`, recurrent states are not copied from their slots."""
+    def read(self, mixer: PackedMixer, slots_B: torch.Tensor, in_place: frozenset[str] = frozenset()) -> StateCache:
+        """Returns the states at these slots. States of the kinds `in_place` are not copied from their slots."""
         slotted = {
-            key: SlotState(state, slots_B) if in_place and key[0] == RECURRENT else state.index_select(0, slots_B)
+            key: SlotState(state, slots_B) if key[0] in in_place else state.index_select(0, slots_B)
             for key, state in self.modules[mixer.number].items()
         }
         return StateCache(slotted)
@@ -247,9 +248,10 @@ class DecodeStates:
     def mix(self, mixer: PackedMixer, named: dict[str, Any]) -> Any:
         shape = tuple(named[mixer.input_name].shape[:2])
         cache = self.states.read(mixer, self.slots_B, in_place=mixer.in_place)
-        result = _step(mixer, _per_token(named, shape, lambda value: value.transpose(0, 1)), cache)
+        # A transposed view has other strides, for which torch multiplies each sequence alone with the weights.
+        result = _step(mixer, _per_token(named, shape, lambda value: value[0].unsqueeze(1)), cache)
         self.states.write(mixer, self.slots_B, cache)
-        return _results(result, lambda value: value.transpose(0, 1))
+        return _results(result, lambda value: value[:, 0].unsqueeze(0))
 
 
 @dataclass(frozen=True)

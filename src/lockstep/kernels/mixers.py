@@ -68,8 +68,8 @@ class PackedMixer:
         self.continues = True
         """Whether the module continues from its state on several tokens at once. Known after its states are
         measured."""
-        self.in_place = False
-        """Whether a decoding step can update the module's recurrent states in their slots. Known after its states are
+        self.in_place: frozenset[str] = frozenset()
+        """The kinds of states that a decoding step of the module can update in their slots. Known after its states are
         measured."""
 
     def __call__(self, *args: Any, layout: Any = None, **named: Any) -> Any:

@@ -116,15 +116,20 @@ def _backward_input(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    x, state, weight, bias, out, x_row, x_channel, state_row, state_channel, state_place, CHANNELS_IN: tl.constexpr,
-    LENGTH: tl.constexpr, KEPT: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
+    x, state, slots, weight, bias, out, x_row, x_channel, state_row, state_channel, state_place,
+    CHANNELS_IN: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr,
+    CHANNELS: tl.constexpr, SLOTTED: tl.constexpr,
 ):  # fmt: skip
     """Convolves the new input of one row with the last inputs, which `state` (N, D, KEPT) keeps, and moves them on."""
     row = tl.program_id(1).to(tl.int64)
+    if SLOTTED:
+        slot = tl.load(slots + row).to(tl.int64)
+    else:
+        slot = row
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < CHANNELS_IN
     new = tl.load(x + row * x_row + channel.to(tl.int64) * x_channel, mask=inside, other=0.0)
-    kept = state + row * state_row + channel.to(tl.int64) * state_channel
+    kept = state + slot * state_row + channel.to(tl.int64) * state_channel
     acc = tl.zeros([CHANNELS], tl.float32)
     if BIASED:
         acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
@@ -151,14 +156,21 @@ def convolve(x_NDT: torch.Tensor, weight_DL: torch.Tensor, bias_D: torch.Tensor 
 
 
 def convolve_step_(
-    x_ND1: torch.Tensor, state_NDL: torch.Tensor, weight_DL: torch.Tensor, bias_D: torch.Tensor | None, silu: bool
+    x_ND1: torch.Tensor,
+    state_NDL: torch.Tensor,
+    weight_DL: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    silu: bool,
+    slots_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the convolution (N, D, 1) of one new token, and adds the token to the kept inputs in place."""
+    """Returns the convolution (N, D, 1) of one new token, and adds the token to the kept inputs in place. With
+    `slots_N` the kept inputs are at these slots of the state."""
     rows, channels, _ = x_ND1.shape
     out = torch.empty(rows, channels, 1, dtype=x_ND1.dtype, device=x_ND1.device)
     _step[(triton.cdiv(channels, 256), rows)](
         x_ND1,
         state_NDL,
+        state_NDL if slots_N is None else slots_N,
         weight_DL.contiguous(),
         weight_DL if bias_D is None else bias_D,
         out,
@@ -169,6 +181,7 @@ def convolve_step_(
         KEPT=state_NDL.shape[2],
         BIASED=bias_D is not None,
         SILU=silu,
+        SLOTTED=slots_N is not None,
         CHANNELS=256,
         num_warps=4,
     )
@@ -193,11 +206,17 @@ def plain_convolve(
 
 
 def plain_convolve_step_(
-    x_ND1: torch.Tensor, state_NDL: torch.Tensor, weight_DL: torch.Tensor, bias_D: torch.Tensor | None, silu: bool
+    x_ND1: torch.Tensor,
+    state_NDL: torch.Tensor,
+    weight_DL: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    silu: bool,
+    slots_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference implementation of `convolve_step_`."""
-    whole = torch.cat((state_NDL, x_ND1.to(state_NDL.dtype)), -1)
-    state_NDL.copy_(whole[..., 1:])
+    slots_N = torch.arange(len(x_ND1), device=x_ND1.device) if slots_N is None else slots_N
+    whole = torch.cat((state_NDL[slots_N], x_ND1.to(state_NDL.dtype)), -1)
+    state_NDL[slots_N] = whole[..., 1:]
     out = functional.conv1d(whole.to(weight_DL.dtype), weight_DL[:, None], bias_D, groups=len(weight_DL))[..., -1:]
     return (functional.silu(out) if silu else out).to(x_ND1.dtype)
 
