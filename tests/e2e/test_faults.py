@@ -34,29 +34,19 @@ from taped_runs import record
 
 pytestmark = pytest.mark.xdist_group("tapes")
 
-# For every day: one or two of each stage, and those that only one check can see. The others are slow.
+# For every day: one of each stage, and those that only one check can see. The others are slow.
 DAILY = {
     "norm epsilon 1e-5",
-    "packed sequences see each other",
-    "bf16 softmax",
     "temperature missing in scoring",
     "MLP detached",
-    "micro-batch lost",
     "packing shifts by one",
     "stale weights in the engine",
-    "text stripped",
-    "GAE's lambda",
     "clip range",
-    "DPO's beta",
     "decay on norms and biases",
-    "moments reset",
     "masters not copied",
     "weights lost after the update",
-    "bf16: offset of 0.05",
     "bf16: projection's gradient x 1.1",
-    "bf16: gradients summed in bf16",
     "bf16: a target left out",
-    "bf16: weights changed before the next step",
 }
 # In a bf16 replay of an fp32 tape.
 MIXED = ("MLP x 1.03", "attention scale x 1.05", "gradients x 1.3", "offset of 0.05", "tied head x 1.02")

@@ -65,6 +65,7 @@ def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Pa
     assert (run / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.daily("clip", "clip_cov", "policy_gradient")
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name not in ("dppo_tv", "dro", "importance")])
 def test_every_loss_trains_with_as_many_updates_a_step_as_it_may(online_file: Path, tmp_path: Path, loss: str) -> None:
     several = [] if not loss_row(loss).ratio else ["algorithm.epochs=2", "batch.prompts_per_update=2"]

@@ -88,6 +88,7 @@ def test_packed_attention_and_gradients_equal_each_query_alone(lengths, window, 
         assert_same_gradients(ours, theirs, tensors)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, True), (2.0, False), (2.0, True)])
 @pytest.mark.usefixtures("block_bytes")
@@ -187,6 +188,7 @@ def slots_of(blocks: Sequence[int], block: int, tokens: int) -> torch.Tensor:
     return torch.tensor([blocks[i // block] * block + i % block for i in range(tokens)])
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, True), (2.0, False), (2.0, True)])
 @pytest.mark.parametrize("block", [1, 4])

@@ -129,6 +129,7 @@ def test_a_plain_forward_for_every_token_gives_the_same(
         torch.testing.assert_close(torch.tensor(made.logprobs), torch.tensor(logprobs), rtol=0, atol=2e-4)
 
 
+@pytest.mark.daily("settings1", "settings2", "settings3")
 @pytest.mark.parametrize(
     "settings",
     [

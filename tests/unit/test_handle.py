@@ -45,6 +45,7 @@ def independent(folder: Path, data: Sequence[lockstep.Datum]) -> list[torch.Tens
     return found
 
 
+@pytest.mark.daily("settings0", "settings2", "settings4")
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 7}, {"temperature": 0.0}, {"top_p": 0.5}]
 )

@@ -81,6 +81,7 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
             assert one.ids == theirs[0, len(request.ids) :].tolist()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 4}, {"max_sequences": 2, "prefill_tokens": 3}])
 def test_samples_of_groups_are_those_of_each_alone(
@@ -181,6 +182,7 @@ def test_the_empty_state_stays_empty_and_all_slots_are_free_at_the_end(
     assert states.nbytes == (states.slots + RESERVED) * mixer_states.slot_bytes(policy.decoder.state_shapes())
 
 
+@pytest.mark.daily("kimi_linear", "qwen3_next", "mamba2", "jamba", "lfm2", "zamba2")
 @pytest.mark.parametrize("family", [*DAILY, *FURTHER])
 def test_the_size_of_states_is_known_before_weights_load(family: str) -> None:
     small = build_miniature(hybrid_config(family), "sdpa", CPU)

@@ -37,6 +37,7 @@ def wishes(method: str, *, more: bool) -> Choices:
     )
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("method", [*OFFLINE, *ONLINE])
 def test_every_method_gets_a_recipe_that_passes(tmp_path: Path, method: str, more: bool) -> None:

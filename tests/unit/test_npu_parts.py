@@ -73,6 +73,7 @@ def chosen(dtype: torch.dtype = torch.float32, window: int | None = None, **chan
     return partial_kernel("npu_fusion", query, value, where, window)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_right_operator_passes_its_trial_once(model: FusionModel, dtype: torch.dtype, window: int | None) -> None:
@@ -83,6 +84,7 @@ def test_a_right_operator_passes_its_trial_once(model: FusionModel, dtype: torch
     assert dict(model.calls) == tried
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("fault", ["own_part", "own_sums", "from_the_start", "by_head", "broken"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: torch.dtype) -> None:

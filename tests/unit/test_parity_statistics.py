@@ -130,6 +130,7 @@ def found(steps: int, repeats: tuple[int, int], memory: float, wander: float, fa
     return float(score(a, b)[0].found.mean())
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("wander", [0.0, 0.3])
 @pytest.mark.parametrize("memory", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_clean_pairs_are_seldom_called_out_of_step(
     assert found(steps, repeats, memory, wander, clean) <= 27 / 300
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("steps", "repeats", "memory", "fault"),
     [

@@ -146,6 +146,7 @@ TRUNCATIONS = [
 ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("how", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("mask", [True, False])
