@@ -33,7 +33,8 @@ def mark_slow_cases(items: Sequence[pytest.Item], config: pytest.Config) -> None
 
 def _every_value_once(cases: Sequence[Any]) -> set[str]:
     """The ids of cases in which every value occurs: again and again the case with the most values that are new."""
-    values = {case.callspec.id: set(case.callspec.indices.items()) for case in cases}
+    # The combinations share the objects of the lists that they are made of; some objects cannot be hashed.
+    values = {case.callspec.id: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
     missing = set().union(*values.values())
     chosen: set[str] = set()
     while missing:
