@@ -398,6 +398,7 @@ def test_opo_sums_to_zero_by_length(drawn):
         assert math.isclose(float(advantages[signals.group_S[signals.sequence_K] == group].sum()), 0, abs_tol=1e-9)
 
 
+@pytest.mark.daily("grpo_passk", "optimal_token_baseline", "reinforce_pp", "gdpo", "opo", "grpo")
 @pytest.mark.parametrize("name", ESTIMATORS)
 @quick
 @given(drawn=samples)

@@ -123,6 +123,7 @@ def policy_tokens(draw: Draw, count: int) -> PolicyTokens:
     )
 
 
+@pytest.mark.daily("clip", "gspo", "geo_mean", "cispo", "kl_cov")
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_losses(name: str) -> None:
     for draw, count in rounds():

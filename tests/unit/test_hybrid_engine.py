@@ -63,11 +63,13 @@ def assert_same(made: Any, expected: list[tuple[list[int], list[float]]]) -> Non
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(logprobs), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.daily("bamba", "lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     check_engine_architecture(hybrid_config(family), "sdpa", Cpu(), CPU)
 
 
+@pytest.mark.daily("qwen3_next", "lfm2")
 @pytest.mark.parametrize("family", DAILY)
 def test_greedy_tokens_are_those_of_generate(family: str) -> None:
     policy = build_miniature(hybrid_config(family), "sdpa", CPU).policy
@@ -144,6 +146,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.daily("a chunk starts anew", "states are not kept")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_check_notices_a_wrong_state(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong = FAULTS[fault]

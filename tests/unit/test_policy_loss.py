@@ -331,6 +331,7 @@ def batch(sequences) -> PolicyTokens:
     return PolicyTokens((old + change).requires_grad_(), old, advantage, weight, number.long(), selected_K=held)
 
 
+@pytest.mark.daily("clip", "gspo", "kl_cov", "policy_gradient")
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=20)
 @given(sequences=batches, cut=st.integers(1, 4))
