@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from commands import end_warm_server
 from daily import mark_slow_cases
+from draws import draws
 
 # Several workers share the cores; threads that wait for each other on a taken core cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +37,7 @@ gc.disable()
 
 # A slow example is no wrong one; and examples that share a temporary folder write over what is there.
 UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
+settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED, max_examples=draws(40, 100))
 settings.load_profile("unhurried")
 
 

@@ -91,6 +91,7 @@ def test_other_micro_batches_and_half_precision_pass(grpo: Path) -> None:
     assert having(checked(grpo, None, "model.dtype=bf16", "batch.tokens=null", "batch.micro_batch_size=3"), False) == []
 
 
+@pytest.mark.slow
 def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(sft, run, ignore=shutil.ignore_patterns("weights_*", "replays", "checkpoints"))
@@ -100,6 +101,7 @@ def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path
 # -- the start
 
 
+@pytest.mark.slow
 def test_another_model_folder_is_named(sft: Path, tmp_path: Path) -> None:
     write_tiny(tmp_path / "other", hidden=64, layers=2, seed=1)
     items = checked(sft, None, f"model.path={tmp_path / 'other'}")
@@ -170,6 +172,7 @@ def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
     assert "train loss and train gradient norm" in items["first loss and gradient"].means
 
 
+@pytest.mark.slow
 def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def norm(original: Any, scale: float = 1.0) -> Any:

@@ -37,7 +37,6 @@ pytestmark = pytest.mark.xdist_group("tapes")
 # For every day: one of each stage, and those that only one check can see. The others are slow.
 DAILY = {
     "norm epsilon 1e-5",
-    "temperature missing in scoring",
     "MLP detached",
     "packing shifts by one",
     "stale weights in the engine",

@@ -143,7 +143,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.daily("sft lora", "ppo")
+@pytest.mark.daily("sft lora", "grpo")
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_tape_changes_nothing(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, kind.split()[0])
@@ -255,7 +255,7 @@ def content(tape: TapeFolder) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("method", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_killed_run_ends_with_a_complete_tape(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=6", "checkpoint.every=2", "tape=true", "tape.every=2"]
@@ -361,6 +361,7 @@ def test_concurrent_replays_have_separate_folders(recorded: dict[str, Path], mon
     assert not list(first.folder.parent.glob(".reserved-*"))
 
 
+@pytest.mark.daily("sft")
 @pytest.mark.parametrize("method", ["sft", "ppo"])
 def test_another_learning_rate_is_not_in_step(recorded: dict[str, Path], method: str) -> None:
     """A replay can fail."""

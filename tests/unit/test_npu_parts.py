@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_ranks import Case, check_attention
+from draws import draws
 from fusion_model import FusionModel
 from lockstep.kernels.attention import partial
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS
@@ -40,7 +41,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusionModel]:
     partial._warn_once.cache_clear()
 
 
-@settings(max_examples=10)
+@settings(max_examples=draws(5, 10))
 @given(
     LENGTHS, st.sampled_from([2, 3, 4]), st.sampled_from(["zigzag", "gather"]), SHAPES, st.integers(0, 99), st.data()
 )

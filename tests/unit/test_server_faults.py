@@ -162,7 +162,7 @@ def trained(folder: Path, model: Path, url: str, *words: str) -> dict[int, dict[
     return dict(read_metrics(folder / "runs" / "run" / "metrics.jsonl"))
 
 
-@pytest.mark.daily("rotated_logprobs-", "scaled_logprobs-")
+@pytest.mark.daily("rotated_logprobs-")
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

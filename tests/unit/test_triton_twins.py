@@ -32,7 +32,7 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
 
 EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
 # Whole models whose kernels are checked one by one too: by the interpreter they take longest.
-LONG = {"generating_engine", "recurrent_models"}
+LONG = {"generating_engine", "models", "recurrent_models"}
 
 
 def _parameter(name: str) -> object:
