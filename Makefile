@@ -49,8 +49,9 @@ test-ray: $(VENV)/.ray
 test-engines: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_engines.sh
 
+# Property tests run again with more examples.
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow
+	LOCKSTEP_EXAMPLES=deep $(BIN)/python -m pytest -m "slow or hypothesis"
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh tests/ascend -m slow
 
 lint: $(VENV)/.test

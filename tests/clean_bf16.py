@@ -53,4 +53,4 @@ REPEATS = [
     # bf16 against fp32.
     *(Repeat(method, "bf16 of fp32", ("model.dtype=bf16", "batch.tokens=200")) for method in ("sft", "dpo", "grpo")),
 ]
-QUICK = {"grpo-bf16-fused-kernels", "dpo-bf16-products-in-parts", "sft-bf16-of-fp32"}
+QUICK = {"sft-bf16-fused-kernels", "sft-bf16-of-fp32"}

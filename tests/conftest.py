@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from commands import end_warm_server
+from daily import mark_slow_cases
+from draws import draws
 
 # Several workers share the cores; threads that wait for each other on a taken core cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,16 +37,17 @@ gc.disable()
 
 # A slow example is no wrong one; and examples that share a temporary folder write over what is there.
 UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
+settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED, max_examples=draws(40, 100))
 settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> Iterator[None]:
     """Tests that share what a fixture made for their module go to one worker, which makes it once.
 
     pytest-xdist 3.8 tells a test's group by its name, in a place where pytest looks no more since 9.2: without this
     the tests of a group are dealt out one by one, and each process sets up what they share."""
+    mark_slow_cases(items, config)
     for item in items:
         if item.get_closest_marker("xdist_group") is None and shares_with_its_module(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

@@ -86,10 +86,12 @@ def test_an_offline_replay_says_what_does_not_apply(sft: Path) -> None:
     assert {items[name].means for name in ENGINE} == {"an offline method generates nothing"}
 
 
+@pytest.mark.slow
 def test_other_micro_batches_and_half_precision_pass(grpo: Path) -> None:
     assert having(checked(grpo, None, "model.dtype=bf16", "batch.tokens=null", "batch.micro_batch_size=3"), False) == []
 
 
+@pytest.mark.slow
 def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(sft, run, ignore=shutil.ignore_patterns("weights_*", "replays", "checkpoints"))
@@ -99,6 +101,7 @@ def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path
 # -- the start
 
 
+@pytest.mark.slow
 def test_another_model_folder_is_named(sft: Path, tmp_path: Path) -> None:
     write_tiny(tmp_path / "other", hidden=64, layers=2, seed=1)
     items = checked(sft, None, f"model.path={tmp_path / 'other'}")
@@ -169,6 +172,7 @@ def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
     assert "train loss and train gradient norm" in items["first loss and gradient"].means
 
 
+@pytest.mark.slow
 def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def norm(original: Any, scale: float = 1.0) -> Any:
@@ -194,6 +198,7 @@ def test_stale_weights_in_the_engine_are_seen_after_an_update(grpo: Path) -> Non
     assert "weights from before the update" in items["weight sync"].means
 
 
+@pytest.mark.slow
 def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         live: Any = training.models.module
@@ -232,6 +237,7 @@ def test_weights_that_move_at_rate_0(sft: Path) -> None:
     assert "learning rate 0: master weights" in items["learning rate 0"].means
 
 
+@pytest.mark.slow
 def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def step(original: Any, lr: float, norm: Any) -> None:
@@ -273,6 +279,7 @@ def after_each(method: str) -> Fault:
     return fault
 
 
+@pytest.mark.slow
 def test_a_fault_of_prefill_is_named(grpo: Path) -> None:
     item = checked(grpo, after_each("prefill"))["prefill and decode"]
     assert item.passed is False

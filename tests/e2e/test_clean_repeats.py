@@ -34,7 +34,7 @@ REPEATS = [
     *(Repeat(recipe, "transformers' engine", ("rollout.engine=hf",)) for recipe in ("grpo", "ppo")),
 ]
 # Daily: the second step of these, from recorded weights.
-QUICK = {"sft-small-micro-batches", "dpo-other-rounding", "ppo-padded-one-by-one"}
+QUICK = {"sft-small-micro-batches"}
 # Daily: all steps of these, each from the weights of the step before.
 QUICK_CHAINED = {"grpo-other-rounding"}
 

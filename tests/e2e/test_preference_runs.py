@@ -96,15 +96,15 @@ def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teac
 @pytest.mark.parametrize(
     ("method", "processes", "words"),
     [
-        ("dpo", 2, []),
+        pytest.param(*("dpo", 2, []), marks=pytest.mark.slow),  # two ranks: invariance/test_recipes.py
         pytest.param(*("dpo", 2, ["model.lora.rank=4", "optim.lr=3e-3"]), marks=pytest.mark.slow),
-        pytest.param(*("kto", 2, []), marks=pytest.mark.slow),  # in three processes below
+        pytest.param(*("kto", 2, []), marks=pytest.mark.slow),
         pytest.param(*("rm", 2, []), marks=pytest.mark.slow),
         pytest.param(*("distill", 2, []), marks=pytest.mark.slow),  # one rank: invariance/test_recipes.py
         pytest.param(*("dpo", 2, ["preference.precompute=true"]), marks=pytest.mark.slow),
         pytest.param(*("distill", 2, ["distill.top_k=6"]), marks=pytest.mark.slow),
         # Fewer rows than processes: somebody's share is empty.
-        ("kto", 3, ["batch.rows_per_update=2"]),
+        pytest.param(*("kto", 3, ["batch.rows_per_update=2"]), marks=pytest.mark.slow),
         ("rm", 2, ["batch.rows_per_update=1", "rm.ranking=plackett_luce"]),
         pytest.param(*("dpo", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
         pytest.param(*("prm", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),

@@ -70,6 +70,7 @@ def test_one_step_is_replayed_with_the_recipe_that_trained_it(run: Path) -> None
         assert found.in_step, first_divergence(found)
 
 
+@pytest.mark.slow
 def test_the_newest_recipe_would_be_a_fault(run: Path) -> None:
     """The schedule of the second part is a fault in the first: its second step had another rate."""
     found = done(run, "forced", "run.steps=4")

@@ -75,6 +75,7 @@ def train(recipe_file: Path, *overrides: str) -> None:
     train_offline(load_recipe(str(recipe_file), ["run.export=false", *overrides]), Console.silent())
 
 
+@pytest.mark.slow
 def test_the_whole_model_in_bf16_with_masters_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
     settings = ["model.dtype=bf16", "checkpoint.every=3", "checkpoint.keep_last=9"]
     train(recipe_file, "run.name=whole", *settings)
@@ -153,6 +154,7 @@ def test_more_steps_go_on_from_the_last(recipe_file: Path, tmp_path: Path) -> No
     assert same_weights(tmp_path / "runs" / "run", tmp_path / "runs" / "whole", step=9)
 
 
+@pytest.mark.daily("[]")
 @pytest.mark.parametrize("other", [[], ["run.steps=3"], ["log.every=3", "batch.tokens=999"]], ids=str)
 def test_a_finished_run_stays_as_it_is(recipe_file: Path, tmp_path: Path, other: list[str]) -> None:
     """What was trained, by which recipe and where: a start that trains nothing changes none of it."""

@@ -143,6 +143,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.daily("sft lora", "grpo")
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_tape_changes_nothing(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, kind.split()[0])
@@ -254,7 +255,7 @@ def content(tape: TapeFolder) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("method", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_killed_run_ends_with_a_complete_tape(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=6", "checkpoint.every=2", "tape=true", "tape.every=2"]
@@ -325,6 +326,7 @@ QUICK = [("sft", mode) for mode in MODES] + [("grpo", mode) for mode in MODES] +
 SLOW = [(method, mode) for method in ("dpo", "kto", "rm", "ppo") for mode in MODES if (method, mode) not in QUICK]
 
 
+@pytest.mark.daily("sft-forced", "sft-free", "dpo-forced", "grpo-chained")
 @pytest.mark.parametrize(("method", "mode"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_replays_on_this_device_are_in_step(recorded: dict[str, Path], method: str, mode: Mode) -> None:
     found = replay(recorded[method], mode, [], Console.silent())
@@ -359,6 +361,7 @@ def test_concurrent_replays_have_separate_folders(recorded: dict[str, Path], mon
     assert not list(first.folder.parent.glob(".reserved-*"))
 
 
+@pytest.mark.daily("sft")
 @pytest.mark.parametrize("method", ["sft", "ppo"])
 def test_another_learning_rate_is_not_in_step(recorded: dict[str, Path], method: str) -> None:
     """A replay can fail."""

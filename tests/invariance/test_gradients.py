@@ -56,6 +56,7 @@ def plain_transformers(tiny_folder: Path) -> tuple[float, dict]:
     return total / count, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("packed", "micro"), [(True, 8), (True, 1), (True, 3), (False, 8), (False, 1)])
 def test_gradients_equal_plain_transformers(tiny_folder: Path, packed: bool, micro: int) -> None:
     loss, grads = gradients(tiny_folder, "sdpa", packed, micro)

@@ -104,6 +104,7 @@ def alike(mine: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> boo
 LORA = Lora(rank=4, alpha=8.0, dropout=0.1)
 
 
+@pytest.mark.daily("packed", "adapters and checkpointing")
 @pytest.mark.parametrize(
     ("settings", "packed"),
     [
@@ -318,6 +319,7 @@ RUNS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.daily("dpo")
 @pytest.mark.parametrize(
     "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "grpo")), "dpo", "ppo"]
 )

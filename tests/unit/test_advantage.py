@@ -354,6 +354,7 @@ def close(one, other) -> bool:
     )
 
 
+@pytest.mark.daily("grpo", "rloo", "grpo_passk", "opo")
 @pytest.mark.parametrize("name", GROUP_METHODS)
 @quick
 @given(drawn=samples, shift=st.integers(-20, 20))
@@ -363,6 +364,7 @@ def test_a_constant_added_to_a_groups_scores_changes_nothing(name, drawn, shift)
     assert close(by_sequence(name, step(scores, groups, lengths)), by_sequence(name, step(moved, groups, lengths)))
 
 
+@pytest.mark.daily("grpo", "rloo", "grpo_passk", "opo")
 @pytest.mark.parametrize("name", GROUP_METHODS)
 @quick
 @given(drawn=samples, data=st.data())
@@ -396,6 +398,7 @@ def test_opo_sums_to_zero_by_length(drawn):
         assert math.isclose(float(advantages[signals.group_S[signals.sequence_K] == group].sum()), 0, abs_tol=1e-9)
 
 
+@pytest.mark.daily("grpo_passk", "optimal_token_baseline", "reinforce_pp", "gdpo", "opo", "grpo")
 @pytest.mark.parametrize("name", ESTIMATORS)
 @quick
 @given(drawn=samples)

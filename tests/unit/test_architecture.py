@@ -527,9 +527,11 @@ def test_the_name_rule_can_fail(tmp_path: Path, line: str) -> None:
 
 def imports_of_tests(root: Path) -> list[Violation]:
     """Test files that import another one: what both need belongs into tests/support."""
+    line = re.compile(r"^\s*(from|import)\b.*\btest_", re.MULTILINE)
     return [
         Violation(file, node.lineno, name)
         for file, path in modules(root)
+        if line.search(path.read_text(encoding="utf-8"))
         for node in nodes(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])

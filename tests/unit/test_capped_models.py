@@ -97,6 +97,7 @@ def distribution(model: Any, temperature: float) -> torch.distributions.Categori
     return torch.distributions.Categorical(logits=torch.cat(logits) / temperature)
 
 
+@pytest.mark.daily("gpt-oss", "gemma2", "cohere")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_packed_line_is_scored_and_differentiated_as_each_sequence_alone(
     name: str, tmp_path: Path, tiny_folder: Path
@@ -139,6 +140,7 @@ def test_layers_and_their_attention_may_both_be_computed_again(name: str, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.daily("gpt-oss", "gemma2", "granite")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engine_samples_from_the_same_distribution(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     """Prompts in one pass and in chunks, then token by token, far beyond the window."""

@@ -17,6 +17,7 @@ from lockstep.commands.plan import show_cluster_plan
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
+from lockstep.preflight import cluster_plan
 from lockstep.preflight.cluster import Members, OnlineSteps, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, _tensors, fitting, refuse_over, refuse_uncounted, with_keys
 from lockstep.preflight.step_time import PhaseTime
@@ -344,6 +345,7 @@ def small(memory: int, each: int = 1, **keys: Any) -> tuple[Outlook, TargetClust
     )
 
 
+@pytest.mark.daily("6000000-1", "2500000-2")
 @pytest.mark.parametrize(("memory", "each"), [(6_000_000, 1), (3_000_000, 1), (2_500_000, 2), (1_500_000, 4)])
 def test_what_is_proposed_fits_and_may_be_said(memory: int, each: int) -> None:
     outlook, cluster = small(memory, each)
@@ -428,8 +430,10 @@ def test_activations_leave_where_nothing_else_makes_a_long_row_fit(checkpointing
     assert enough.keys == ({} if checkpointing else {"model.gradient_checkpointing": True})
 
 
-def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
+def test_where_no_keys_help_more_nodes_do_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices the state is small, and layers that are gathered for a moment still fit."""
+    # Each doubling searches all keys again.
+    monkeypatch.setattr(cluster_plan, "MOST_TIMES", 4)
     recipe = recipe_of(method="sft", batch__rows_per_update=8, batch__tokens=50, model__gradient_checkpointing=True)
     outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), TargetCluster(1, 1, replace(ROUND, memory=600_000))
     assert outlook.over(cluster)

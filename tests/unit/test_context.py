@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from context_ranks import SIZES, Case, check_attention, full_attention
+from draws import draws
 from lockstep.data.batching import micro_batch, own_part
 from lockstep.data.updates import arrange
 from lockstep.errors import Refusal
@@ -94,7 +95,7 @@ def test_tokens_keep_what_they_predict(lengths: tuple[int, ...], ranks: int, lay
 SHAPES = st.sampled_from([(4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 4, 6), (12, 3, 4, 4), (12, 6, 4, 4)])
 
 
-@settings(max_examples=60)
+@settings(max_examples=draws(25, 60))
 @given(LENGTHS, st.sampled_from([2, 3, 4]), st.sampled_from(sorted(LAYOUTS)), SHAPES, st.integers(0, 99), st.data())
 def test_divided_attention_is_whole_attention(
     lengths: tuple[int, ...], ranks: int, layout: str, shape: tuple[int, int, int, int], seed: int, data: Any

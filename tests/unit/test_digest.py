@@ -53,6 +53,7 @@ def test_tensors_of_one_shape_are_digested_together(together: int, monkeypatch: 
     assert found["(4, 5) 0"][STATISTICS.index("not_finite")] == 0
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_digests_lie_as_far_apart_as_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ def by_hand(p: torch.Tensor, q: torch.Tensor, kind: str, mix: float) -> torch.Te
 KINDS = [("forward", 0.5), ("reverse", 0.5), ("jsd", 0.5), ("jsd", 0.2)]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("kind", "mix"), KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("positions", [1, 7, 1000])

@@ -129,6 +129,7 @@ def test_a_plain_forward_for_every_token_gives_the_same(
         torch.testing.assert_close(torch.tensor(made.logprobs), torch.tensor(logprobs), rtol=0, atol=2e-4)
 
 
+@pytest.mark.daily("settings1", "settings2", "settings3")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -147,6 +148,7 @@ def test_batch_budget_and_blocks_do_not_matter(
     assert_same(run(native(policy, folder, **settings), requests, SAMPLING), usual)
 
 
+@pytest.mark.daily("3")
 @pytest.mark.parametrize("spare", [0, 3, 20])
 def test_preemption_does_not_matter(
     policy: Policy, folder: Path, requests: list[Request], usual: list[Completion], spare: int
@@ -261,6 +263,7 @@ def test_no_requests_and_no_tokens(policy: Policy, folder: Path) -> None:
         list(native(policy, folder).generate([Request([1], 0), Request([], 1)], SAMPLING))
 
 
+@pytest.mark.daily("settings0", "settings2")
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"max_sequences": 33, "block_tokens": 1}])
 def test_captured_passes_give_what_eager_ones_give(
     policy: Policy, requests: list[Request], usual: list[Completion], settings: dict[str, Any]
@@ -286,6 +289,7 @@ def test_the_device_goes_on_while_the_host_reads(
     assert all(any(one is other for other in read) for one in ahead)
 
 
+@pytest.mark.slow
 def test_captured_passes_under_preemption_and_with_stop_strings(policy: Policy, folder: Path) -> None:
     requests = [Request(ids, key, 3) for key, ids in enumerate(prompts(7, seed=5))]
     sampling = Sampling(max_tokens=21, seed=8, stop_strings=("a", "\x03", "Z"), stop_ids=(7,))

@@ -81,6 +81,7 @@ def greedy_of_transformers(model: Any, ids: list[int], tokens: int) -> list[int]
     return made[0, len(ids) :].tolist()
 
 
+@pytest.mark.daily("qwen3", "mistral-windowed", "gpt2", "lfm2")
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_greedy_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     folder = write_model(tmp_path / "model", SUPPORTED[name], tiny_folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import lockstep
 from lockstep.errors import CODES, Problem, Refusal
 from lockstep.run.console import print_problems
 from refusals import has_problem, printed_problems, refuses
+from source_trees import nodes
 
 SOURCE = Path(lockstep.__file__).parent
 CONSTRUCTORS = {"Problem", "Unloadable"}
@@ -21,9 +22,9 @@ MAKERS = {*CONSTRUCTORS, "at", "refuse", "add", "partial"}
 FORM = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def calls(text: str) -> Iterator[ast.Call]:
+def calls(code: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """The calls that make a problem, directly or in a refusal of one problem."""
-    for node in ast.walk(ast.parse(text)):
+    for node in code:
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in CONSTRUCTORS:
                 yield node
@@ -33,39 +34,48 @@ def calls(text: str) -> Iterator[ast.Call]:
                     yield node
 
 
-def literals(text: str) -> set[str]:
+def called(call: ast.Call) -> str:
+    """The last word of what is called."""
+    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+
+
+def literals(code: Iterable[ast.AST]) -> set[str]:
     """The codes that a file names: as `code=` of a call that makes or forwards a problem, or as a default."""
     found: list[ast.expr | None] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in MAKERS:
+    for node in code:
+        if isinstance(node, ast.Call) and (name := called(node)) in MAKERS:
             found += [keyword.value for keyword in node.keywords if keyword.arg == "code"]
             # A conversion refuses a key: key, why, remedy, code.
-            found += node.args[3:4] if ast.unparse(node.func).endswith(".refuse") else []
-        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "code":
+            found += node.args[3:4] if name == "refuse" and isinstance(node.func, ast.Attribute) else []
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "code":
             found.append(node.value)
         elif isinstance(node, ast.FunctionDef) and node.name == "refuse":
             found += node.args.defaults
-    nodes = [node for value in found if value is not None for node in ast.walk(value)]
+    inside = [node for value in found if value is not None for node in ast.walk(value)]
     return {
-        node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
+        node.value for node in inside if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
     }
 
 
-def without_code(text: str) -> list[int]:
-    return [call.lineno for call in calls(text) if "code" not in {keyword.arg for keyword in call.keywords}]
+def without_code(code: Iterable[ast.AST]) -> list[int]:
+    return [call.lineno for call in calls(code) if "code" not in {keyword.arg for keyword in call.keywords}]
 
 
-FILES = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@pytest.mark.xdist_group("source trees")
 def test_every_problem_has_a_code() -> None:
-    assert {name: lines for name, text in FILES.items() if (lines := without_code(text))} == {}
-    assert sum(len(list(calls(text))) for text in FILES.values()) > 600
-    assert without_code('Refusal.at("a", "b")\nProblem("a", "b", code="c")\nkind.at(1, 2)\n') == [1, 3]
+    found = {path.relative_to(SOURCE).as_posix(): without_code(nodes(path)) for path in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert sum(len(list(calls(nodes(path)))) for path in FILES) > 600
+    bad = 'Refusal.at("a", "b")\nProblem("a", "b", code="c")\nkind.at(1, 2)\n'
+    assert without_code(ast.walk(ast.parse(bad))) == [1, 3]
 
 
+@pytest.mark.xdist_group("source trees")
 def test_the_table_has_the_codes_that_are_used_and_no_others() -> None:
-    used = set[str]().union(*map(literals, FILES.values()))
+    used = set[str]().union(*(literals(nodes(path)) for path in FILES))
     assert used - set(CODES) == set()
     assert set(CODES) - used == set()
     for code, meaning in CODES.items():

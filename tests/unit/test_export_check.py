@@ -47,6 +47,7 @@ def exported(settings: Model, out: Path, *, wrong: bool = False, **how: Any) -> 
     return export_model(settings, weights, out, where="test", folders=folders_of(settings), probe=probe, **how)
 
 
+@pytest.mark.daily("lora2-True-bf16", "lora1-False-fp32", "None-False-fp16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("lora", "adapter"), [(None, False), (LORA, False), (LORA, True)])
 def test_every_kind_of_export_is_verified(

@@ -123,6 +123,7 @@ def policy_tokens(draw: Draw, count: int) -> PolicyTokens:
     )
 
 
+@pytest.mark.daily("clip", "gspo", "geo_mean", "cispo", "kl_cov")
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_losses(name: str) -> None:
     for draw, count in rounds():
@@ -145,6 +146,7 @@ def test_policy_losses(name: str) -> None:
         assert {k: v.item() for k, v in again.metrics.items()} == {k: v.item() for k, v in sums.metrics.items()}
 
 
+@pytest.mark.daily("clip", "gspo", "cispo", "kl_cov")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> None:
     for draw, count in rounds():
@@ -226,6 +228,7 @@ def test_values(clip: float | None) -> None:
         assert torch.equal(gradient_of(again.loss, moved), gradient)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("weight", correction.CHOICES)
 @pytest.mark.parametrize("mask", correction.CHOICES)
 def test_corrections(weight: str, mask: str) -> None:
@@ -277,6 +280,7 @@ def responses(draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return tokens, sum_by(tokens, sequence_K, count), sum_by(reference, sequence_K, count), lengths
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("kind", pair_losses.LOSSES)
 def test_preferences(kind: str, average: bool) -> None:

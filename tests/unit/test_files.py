@@ -57,6 +57,7 @@ def test_nothing_stays_of_what_failed_or_was_killed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.daily("4194305", "0", "5")
 @pytest.mark.parametrize("size", [0, 5, 2**22, 2**22 + 1])
 def test_a_checksum_is_that_of_all_bytes(tmp_path: Path, size: int) -> None:
     content = bytes(number % 251 for number in range(size))

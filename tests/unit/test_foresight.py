@@ -76,6 +76,7 @@ def stepped(folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, **keys: An
     return {name: p.grad.clone() for name, p in learner.module.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("entropy", [0.0, 0.05])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_an_update_with_token_grads_is_the_same_update(

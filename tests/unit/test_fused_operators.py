@@ -166,6 +166,7 @@ def test_a_wrong_fused_operator_is_compared_with_the_operators_it_replaces(
     assert culprit.error == pytest.approx(float(off) / (1.5 if name == "gated" else 1.0), rel=0.1)
 
 
+@pytest.mark.daily
 @DTYPES
 @pytest.mark.parametrize("name", MODULES)
 def test_the_reproducer_agrees_on_a_right_kernel_and_differs_on_a_wrong_one(

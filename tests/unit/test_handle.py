@@ -45,6 +45,7 @@ def independent(folder: Path, data: Sequence[lockstep.Datum]) -> list[torch.Tens
     return found
 
 
+@pytest.mark.daily("settings0", "settings2", "settings4")
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 7}, {"temperature": 0.0}, {"top_p": 0.5}]
 )
@@ -155,6 +156,7 @@ def test_the_reference_stays_what_it_was(tiny_folder: Path, settings: dict[str, 
     assert any(not torch.allclose(now, was, atol=0.1) for now, was in zip(model.logprobs(data), before, strict=True))
 
 
+@pytest.mark.daily("settings1")
 @pytest.mark.parametrize("settings", [{}, {"lora": 4}, {"dtype": "bf16"}])
 def test_a_saved_handle_goes_on_as_if_nothing_had_happened(
     tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]

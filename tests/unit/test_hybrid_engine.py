@@ -63,11 +63,13 @@ def assert_same(made: Any, expected: list[tuple[list[int], list[float]]]) -> Non
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(logprobs), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.daily("bamba", "lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     check_engine_architecture(hybrid_config(family), "sdpa", Cpu(), CPU)
 
 
+@pytest.mark.daily("qwen3_next", "lfm2")
 @pytest.mark.parametrize("family", DAILY)
 def test_greedy_tokens_are_those_of_generate(family: str) -> None:
     policy = build_miniature(hybrid_config(family), "sdpa", CPU).policy
@@ -81,6 +83,7 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
             assert one.ids == theirs[0, len(request.ids) :].tolist()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 4}, {"max_sequences": 2, "prefill_tokens": 3}])
 def test_samples_of_groups_are_those_of_each_alone(
@@ -143,6 +146,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.daily("a chunk starts anew", "states are not kept")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_check_notices_a_wrong_state(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong = FAULTS[fault]
@@ -189,6 +193,7 @@ def test_the_empty_state_stays_empty_and_all_slots_are_free_at_the_end(
     assert states.nbytes == (states.slots + RESERVED) * mixer_states.slot_bytes(policy.decoder.state_shapes())
 
 
+@pytest.mark.daily("kimi_linear", "qwen3_next", "mamba2", "jamba", "lfm2", "zamba2")
 @pytest.mark.parametrize("family", [*DAILY, *FURTHER])
 def test_the_size_of_states_is_known_before_weights_load(family: str) -> None:
     small = build_miniature(hybrid_config(family), "sdpa", CPU)

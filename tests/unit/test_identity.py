@@ -64,6 +64,7 @@ STARTS = {
 }
 
 
+@pytest.mark.daily("dpo", "kto model.lora.rank=4", "ipo", "dpo preference.precompute=true")
 @pytest.mark.parametrize("words", STARTS)
 def test_the_first_loss_is_the_number_of_equal_models(recipe_of, tmp_path: Path, capsys, words: str) -> None:
     method, *overrides = words.split()
@@ -77,6 +78,7 @@ def test_the_first_loss_is_the_number_of_equal_models(recipe_of, tmp_path: Path,
         assert first == pytest.approx(told, abs=1e-5)
 
 
+@pytest.mark.daily("simpo", "rm")
 @pytest.mark.parametrize("method", ["simpo", "orpo", "cpo", "rm", "prm"])
 def test_a_method_without_a_reference_has_nothing_to_agree(recipe_of, capsys, method: str) -> None:
     train_offline(recipe_of(method), Console.open())

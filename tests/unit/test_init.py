@@ -37,6 +37,7 @@ def wishes(method: str, *, more: bool) -> Choices:
     )
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("method", [*OFFLINE, *ONLINE])
 def test_every_method_gets_a_recipe_that_passes(tmp_path: Path, method: str, more: bool) -> None:
@@ -201,6 +202,7 @@ def test_rows_are_looked_at(tmp_path: Path, tiny_folder: Path, kind: str) -> Non
         assert rule_for(question.data_source, recipe.reward.rules).truth_problem(str(question.ground_truth)) is None
 
 
+@pytest.mark.daily("prompts with answers", "pairs")
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in DAILY else pytest.mark.slow) for k in FORMATS])
 def test_the_recipe_trains_as_written(tmp_path: Path, tiny_folder: Path, kind: str) -> None:
     method, row, words = FORMATS[kind]

@@ -63,6 +63,7 @@ def check(config: Any, kernel: str = "broken") -> None:
     check_architecture(config, "folder", torch.float32, kernel, CPU)
 
 
+@pytest.mark.daily("window", "gradient")
 @pytest.mark.parametrize(
     ("config", "change", "says"),
     [
@@ -164,6 +165,7 @@ DEVICE_ERRORS = {
 }
 
 
+@pytest.mark.daily("driver", "operator", "memory")
 @pytest.mark.parametrize("name", DEVICE_ERRORS)
 def test_an_error_of_the_device_keeps_its_text_and_gets_its_own_advice(name: str, kernel: Any) -> None:
     text, cause, advice = DEVICE_ERRORS[name]

@@ -218,6 +218,7 @@ def test_what_changes_the_numbers_makes_another_table(recipe_of, tiny_folder: Pa
     assert made(tmp_path) == len(changes) + 1
 
 
+@pytest.mark.slow
 def test_a_teachers_table_depends_on_its_words_and_temperature(recipe_of, tmp_path: Path, monkeypatch) -> None:
     teacher = tmp_path / "teacher"
     write_tiny(teacher, seed=5, hidden=32, layers=1)

@@ -138,6 +138,7 @@ WINDOWED: dict[str, tuple[Any, list[int | None]]] = {
 }
 
 
+@pytest.mark.daily("qwen2", "phimoe")
 @pytest.mark.parametrize("name", WINDOWED)
 def test_each_layer_gets_its_own_window(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     config, wanted = WINDOWED[name]

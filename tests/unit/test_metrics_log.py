@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draws import draws
 from lockstep.run.metrics import MetricsLog, Phases, read_metrics, rewind_lines
 from refusals import refuses
 
@@ -31,7 +32,7 @@ def test_a_line_is_in_the_form_that_verl_writes(tmp_path: Path) -> None:
     assert log.path.read_text() == '{"step": 7, "data": {"train/loss": 0.1, "train/tokens": 12.0}}\n'
 
 
-@settings(max_examples=50)
+@settings(max_examples=draws(20, 50))
 @given(st.dictionaries(st.text(), st.floats()))
 def test_floats_come_back_bit_for_bit(tmp_path: Path, metrics: dict[str, float]) -> None:
     path = tmp_path / "metrics.jsonl"

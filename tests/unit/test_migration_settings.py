@@ -45,7 +45,13 @@ def test_every_script_is_here() -> None:
     assert len(COMMANDS) == 139 + 3 + 30 + 11
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# Every day a fifth of them, and those that are refused.
+SOME = {*REFUSED, *list(COMMANDS)[::5]}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in COMMANDS]
+)
 def test_it_converts_or_is_refused_for_a_reason(name: str, tmp_path: Path) -> None:
     if name in REFUSED:
         with pytest.raises(Refusal) as refused:

@@ -52,11 +52,13 @@ def unreset(self: PackedMixer, layout: Any, named: dict[str, Any]) -> Any:
     return self.original_forward(**named)
 
 
+@pytest.mark.daily("bamba", "lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_of_packed_rows_are_those_of_each_row_alone(family: str) -> None:
     check(hybrid_config(family))
 
 
+@pytest.mark.daily("qwen3_next", "lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_reset_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedMixer, "_packed", unreset)

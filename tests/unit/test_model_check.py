@@ -47,6 +47,7 @@ def check(config: Any, dtype: torch.dtype = torch.float32) -> None:
     check_architecture(config, "folder", dtype, "sdpa", CPU)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", [LlamaConfig(), WINDOWED, MixtralConfig()], ids=["llama", "mistral", "mixtral"])
 def test_what_is_right_passes(config: Any, dtype: torch.dtype) -> None:

@@ -103,6 +103,7 @@ def chi_square_of(samples: torch.Tensor, shares: torch.Tensor) -> float:
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
+@pytest.mark.daily("prompts", "positions")
 @pytest.mark.parametrize("along", ["prompts", "samples", "positions"])
 def test_sampled_frequencies_are_the_softmax(along: str) -> None:
     logits = torch.linspace(-2, 2, 20)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_ranks import Case, check_attention
+from draws import draws
 from fusion_model import FusionModel
 from lockstep.kernels.attention import partial
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS
@@ -40,7 +41,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusionModel]:
     partial._warn_once.cache_clear()
 
 
-@settings(max_examples=10)
+@settings(max_examples=draws(5, 10))
 @given(
     LENGTHS, st.sampled_from([2, 3, 4]), st.sampled_from(["zigzag", "gather"]), SHAPES, st.integers(0, 99), st.data()
 )
@@ -73,6 +74,7 @@ def chosen(dtype: torch.dtype = torch.float32, window: int | None = None, **chan
     return partial_kernel("npu_fusion", query, value, where, window)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_right_operator_passes_its_trial_once(model: FusionModel, dtype: torch.dtype, window: int | None) -> None:
@@ -83,6 +85,7 @@ def test_a_right_operator_passes_its_trial_once(model: FusionModel, dtype: torch
     assert dict(model.calls) == tried
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("fault", ["own_part", "own_sums", "from_the_start", "by_head", "broken"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: torch.dtype) -> None:

@@ -135,6 +135,7 @@ def test_log_probabilities_are_those_of_the_head(model: Any) -> None:
     torch.testing.assert_close(torch.from_numpy(computed), wanted)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in ("model.embed_tokens", "model.rotary_emb")])
 def test_gradients_are_those_of_autograd(model: Any, module: str) -> None:
     """By the projections of a digest: at the hidden states, and at the module's weights."""

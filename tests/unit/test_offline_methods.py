@@ -121,6 +121,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.daily("cut0", "cut2")
 @pytest.mark.parametrize("cut", CUTS)
 def test_dpo_equals_transformers(tiny_folder: Path, other_folder: Path, recipe_of, cut) -> None:
     own, other = Plain(tiny_folder), Plain(other_folder)
@@ -158,6 +159,7 @@ def wanted_loss(method: str, pair: Ranking, own: Plain, other: Plain) -> float:
     return -c / n - math.log(sigmoid(0.1 * (c - r)))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("method", ["ipo", "simpo", "orpo", "cpo"])
 @pytest.mark.parametrize("cut", [CUTS[0], CUTS[3]])
 def test_the_family_equals_transformers(tiny_folder: Path, other_folder: Path, recipe_of, method: str, cut) -> None:
@@ -170,6 +172,7 @@ def test_the_family_equals_transformers(tiny_folder: Path, other_folder: Path, r
         assert found["nll"] == pytest.approx(mean(likelihoods), rel=1e-4)
 
 
+@pytest.mark.daily("cut0", "cut2")
 @pytest.mark.parametrize("cut", CUTS)
 def test_ranks_are_those_of_the_update(tiny_folder: Path, other_folder: Path, recipe_of, cut) -> None:
     """AOT's sorted margins, and its unpaired form with the surplus of the longer responses at a quarter (LD-DPO)."""
@@ -199,6 +202,7 @@ def test_ranks_are_those_of_the_update(tiny_folder: Path, other_folder: Path, re
     assert found["loss"] == pytest.approx(wanted + 0.7 * nll, rel=1e-4)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 def test_kto_holds_rows_against_the_whole_updates_kl(
@@ -311,6 +315,7 @@ def reward_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("ranking", ["pairs", "plackett_luce"])
 def test_rm_scores_the_last_token_of_each_text(reward_folder: Path, recipe_of, cut, ranking: str) -> None:
@@ -406,6 +411,7 @@ def divergence_of(p: torch.Tensor, q: torch.Tensor, kind: str, mix: float) -> fl
     }[kind]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("kind", "mix"), [("forward", 0.5), ("reverse", 0.5), ("jsd", 0.3)])
 @pytest.mark.parametrize(("temperature", "cut"), [(1.0, CUTS[0]), (2.0, CUTS[1]), (2.0, CUTS[3])])
 def test_distill_compares_whole_distributions(

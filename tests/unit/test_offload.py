@@ -143,6 +143,7 @@ def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(tmp_path: Path, ti
     train_offline(load_recipe(str(recipe), [*words, *more]), Console.silent())
 
 
+@pytest.mark.daily("dpo-offload_reference")
 @pytest.mark.parametrize(("method", "key"), [("dpo", "offload_reference"), ("distill", "offload_teacher")])
 def test_a_frozen_model_on_the_host_says_the_same(tmp_path: Path, tiny_folder: Path, method: str, key: str) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)

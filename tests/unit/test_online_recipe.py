@@ -103,6 +103,7 @@ def test_the_table_is_not_changed_by_reading(tmp_path: Path) -> None:
     assert yaml.safe_dump(ONLINE) == before
 
 
+@pytest.mark.daily("grpo", "ppo", "remax")
 @pytest.mark.parametrize("method", ONLINE)
 def test_recipes_prints_what_a_method_sets(method: str) -> None:
     done = CliRunner().invoke(app, ["recipes", method])

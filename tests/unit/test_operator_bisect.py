@@ -311,6 +311,7 @@ def batch() -> MicroBatch:
     return micro_batch(examples, packed=True, pad_id=0)
 
 
+@pytest.mark.daily("bf16", "lora")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "lora"])
 def test_no_module_of_a_clean_policy_has_a_wrong_operator(tiny_folder: Path, dtype: str) -> None:
     policy = load(tiny_folder, Lora(rank=4, alpha=8) if dtype == "lora" else None)

@@ -152,6 +152,7 @@ def test_a_validation_shows_it_of_a_data_source(capsys: Capture, online_file: Pa
     assert_shown(told(capsys), ROW_SHOWN)
 
 
+@pytest.mark.daily("words0", "words1")
 @pytest.mark.parametrize("words", [["hello"], ["hello", "--raw"], ["--chat", "hello"]])
 def test_generate_shows_it_of_answers(
     capsys: Capture, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]

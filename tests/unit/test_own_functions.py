@@ -209,6 +209,7 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
     assert read_rows("db://others", reader=UserReader(where)).fingerprint != rows.fingerprint
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draws import draws
 from lockstep.errors import Refusal
 from lockstep.parity.compare.compare_runs import compare
 from lockstep.parity.compare.logs import read_log, read_names
@@ -632,7 +633,7 @@ def read_or_refuse(path: Path) -> Log | None:
         return None
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(80, 200))
 @given(which=st.integers(0, LAST), share=st.floats(0, 1))
 def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: Path, which: int, share: float) -> None:
     """The numbers of a cut log are among those of the complete log."""
@@ -654,7 +655,7 @@ def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: 
             assert value == expected[step] or (math.isnan(value) and math.isnan(expected[step]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(80, 200))
 @given(which=st.integers(0, LAST), place=st.floats(0, 1), junk=st.binary(min_size=1, max_size=6))
 def test_a_damaged_log_is_read_or_refused(
     originals: list[Path], tmp_path: Path, which: int, place: float, junk: bytes

@@ -42,6 +42,7 @@ def rate_of_alarms(repeats: int, steps: int, shift: float, noise: Callable[[np.r
     return alarms / TRIALS
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("memory", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_a_repeat_is_seldom_called_different(memory: float, repeats: int) -> None:

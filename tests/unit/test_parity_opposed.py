@@ -39,6 +39,7 @@ def test_the_same_error_by_noise_is_still_unknown() -> None:
     assert judged(a[None], b[None], "loss")[0].verdict == "cannot tell"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("memory", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [8, 20, 60, 300])
 def test_noise_is_no_opposition(steps: int, memory: float) -> None:

@@ -97,6 +97,7 @@ def test_the_shape_of_noise_follows_it_and_no_jump() -> None:
     assert shape_of_noise(jump) == pytest.approx(shape, rel=0.35)
 
 
+@pytest.mark.daily("0.5")
 @pytest.mark.parametrize("memory", [0.0, 0.5, 0.8])
 def test_means_of_windows_vary_as_theory_has_it(memory: float) -> None:
     """The variance of a mean of L steps of an AR(1): summed over its correlations, one by one."""
@@ -130,6 +131,7 @@ def found(steps: int, repeats: tuple[int, int], memory: float, wander: float, fa
     return float(score(a, b)[0].found.mean())
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("wander", [0.0, 0.3])
 @pytest.mark.parametrize("memory", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize(
@@ -142,6 +144,7 @@ def test_clean_pairs_are_seldom_called_out_of_step(
     assert found(steps, repeats, memory, wander, clean) <= 27 / 300
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("steps", "repeats", "memory", "fault"),
     [

@@ -95,6 +95,7 @@ def alarms(family: str, steps: int, repeats: int, pairs: int) -> np.ndarray:
     return found | np.array([opposition(one[0], other[0])[1] > 1 for one, other in zip(a, b, strict=True)])
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("steps", "repeats"), [(20, 0), (30, 0), (30, 3), (200, 1), (200, 3)])
 def test_no_noise_raises_false_alarms(family: str, steps: int, repeats: int) -> None:

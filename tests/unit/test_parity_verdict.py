@@ -18,6 +18,7 @@ def quiet(seed: int, count: int, memory: float = 0.3) -> np.ndarray:
     return level + 0.01 * remembering(np.random.default_rng(seed), (count, 200), memory)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("repeats", [0, 1, 3])
 @pytest.mark.parametrize("last", [3, 5, 11, 20, 50])
 def test_a_late_collapse_is_out_of_step_from_its_step_on(last: int, repeats: int) -> None:
@@ -131,6 +132,7 @@ def test_a_run_that_scatters_more_is_not_within_noise() -> None:
     assert "scatter" in [found.statistic for found in examined.findings]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("fault", [biased, collapsed, stopped])
 @pytest.mark.parametrize("repeats", [0, 2, 5])
 def test_diverged_runs_never_pass(fault: object, repeats: int) -> None:
@@ -232,6 +234,7 @@ def test_a_drift_of_the_size_of_the_bar_seldom_passes(steps: int, repeats: int, 
         assert sum(verdict in PASSES for verdict in verdicts) <= most, sd
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("repeats", [0, 3])
 @pytest.mark.parametrize("steps", [20, 100, 500])
 def test_a_single_step_of_20_deviations_is_found(steps: int, repeats: int) -> None:

@@ -41,6 +41,7 @@ def load(path: Path, **settings) -> Policy:
     return load_policy(Model(path=str(path), **settings), torch.device("cpu"), "sdpa", seed=0)
 
 
+@pytest.mark.daily("Qwen2-settings4", "Mistral-settings3", "Cohere-settings8", "Olmo2-settings6")
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

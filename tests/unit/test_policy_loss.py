@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draws import draws
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens, user_loss
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.errors import Refusal
@@ -331,8 +332,9 @@ def batch(sequences) -> PolicyTokens:
     return PolicyTokens((old + change).requires_grad_(), old, advantage, weight, number.long(), selected_K=held)
 
 
+@pytest.mark.daily("clip", "gspo", "kl_cov", "policy_gradient")
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=20)
+@settings(max_examples=draws(10, 20))
 @given(sequences=batches, cut=st.integers(1, 4))
 def test_micro_batches_add_up(name, sequences, cut):
     whole = run(name, batch(sequences))

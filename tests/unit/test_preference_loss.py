@@ -260,6 +260,7 @@ def test_metrics_by_hand(kind, average, chosen, rejected, accuracy):
     assert not any(value.requires_grad for value in metrics.values())
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("average", [False, True])
 def test_gradients_by_finite_differences(kind, average):

@@ -50,6 +50,7 @@ def test_answers_are_right_and_val_is_held_out(tmp_path: Path, difficulty: int) 
     assert not set(questions["train"]) & set(questions["val"])
 
 
+@pytest.mark.daily("1-0-9", "2-10-99", "4-10-99")
 @pytest.mark.parametrize(("level", "smallest", "largest"), [(1, 0, 9), (2, 10, 99), (3, 100, 999), (4, 10, 99)])
 def test_every_question_of_a_level_is_there_once(level: int, smallest: int, largest: int) -> None:
     size, question_at = LEVELS[level]

@@ -185,6 +185,7 @@ def other_weights(network: Any) -> None:
         network.model.layers[0].mlp.up_proj.weight[0] *= 1.5
 
 
+@pytest.mark.daily("backward-gradient-model.layers.1.mlp.up_proj", "other_weights-weights-None")
 @pytest.mark.parametrize(
     ("fault", "stage", "module"),
     [
@@ -222,6 +223,7 @@ def test_replay_makes_the_recorded_updates_again(model: str, tape: Path) -> None
     assert any("loss is not checked" in remark for remark in result.remarks)
 
 
+@pytest.mark.slow
 def test_replay_names_the_module_that_was_wrong_where_it_was_recorded(model: str, tmp_path: Path) -> None:
     plain(model, str(tmp_path / "faulty"), fault=epsilon)
     result = replay_recording(tmp_path / "faulty", model, ["device=cpu"], [1])

@@ -175,6 +175,7 @@ def test_a_function_that_forks_and_returns_twice_answers_once(part, tmp_path) ->
         assert served(part)
 
 
+@pytest.mark.daily(r"b'garbage\\n'", r"b'\\xff\\xfe\\n'", r"b'[]\\n'", "b'999999999999999999999999'")
 @pytest.mark.parametrize(
     "garbage",
     [

@@ -246,6 +246,7 @@ def test_generate_continues_the_prompt_and_nothing_else(engine: Engine, requests
         run(by(mine, engine, tolerant=False), requests[:1], SAMPLING)
 
 
+@pytest.mark.daily("KeyError('gone')", "SystemExit(3)")
 @pytest.mark.parametrize("error", [KeyError("gone"), SystemExit(3), MemoryError()], ids=repr)
 def test_a_function_that_raises_fails_its_own_response_alone(
     engine: Engine, requests: list[Request], error: BaseException

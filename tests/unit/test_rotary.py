@@ -46,6 +46,7 @@ def alone(model: Any, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", MOVING)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @torch.no_grad()

@@ -144,6 +144,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily("sft", "dpo", "prompts", "prm")
 @pytest.mark.parametrize("name", METHODS)
 def test_off_cold_and_warm_are_what_a_reader_gives_row_by_row(name: str, tokenizer: Any, tmp_path: Path) -> None:
     _, reader, rows = METHODS[name]
@@ -166,6 +167,7 @@ def test_off_cold_and_warm_are_what_a_reader_gives_row_by_row(name: str, tokeniz
             loaded.items[len(plain)]
 
 
+@pytest.mark.daily("sft", "dpo")
 @pytest.mark.parametrize("name", ["sft", "dpo", "rm", "prm"])
 def test_sizes_are_those_of_the_items(name: str, tokenizer: Any, tmp_path: Path) -> None:
     items = load(write_jsonl(tmp_path / "rows.jsonl", METHODS[name][2]), tokenizer, "off", name).items

@@ -146,6 +146,7 @@ TRUNCATIONS = [
 ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("how", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("mask", [True, False])
@@ -176,6 +177,7 @@ ENGINE_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily("truncated", "penalty", "stop string", "greedy")
 @pytest.mark.parametrize("case", ENGINE_CASES)
 def test_both_engines_give_the_same(policy: Policy, folder: Path, case: str) -> None:
     requests = [Request(ids, 50 + key, 3) for key, ids in enumerate(prompts(6, seed=9))]

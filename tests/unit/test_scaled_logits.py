@@ -41,6 +41,7 @@ def assert_same(found, wanted) -> None:
         assert (a - b).norm() <= 5e-6 * b.norm()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("scale", "softcap"), HEADS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("positions", [1, 7, 1000])
@@ -73,6 +74,7 @@ def test_scores_and_gradients_equal_those_of_plain_logits(scale, softcap, temper
     )
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("truncation", [Truncation(top_k=7), Truncation(top_p=0.6), Truncation(min_p=0.2)])
 @pytest.mark.parametrize(("scale", "softcap"), HEADS)
 @pytest.mark.parametrize("positions", [7, 1000])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draws import draws
 from lockstep.rollout.native.cached_spans import BlockPool, SequenceState, SharedPrompt
 from lockstep.rollout.native.scheduler import Scheduler
 from pretended_runner import Job, pretend
@@ -22,7 +23,7 @@ def jobs_strategy(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
-@settings(max_examples=400, derandomize=True)
+@settings(max_examples=draws(120, 400), derandomize=True)
 @given(
     jobs=jobs_strategy(),
     block=st.sampled_from([1, 2, 4, 16]),

@@ -370,6 +370,7 @@ def ends_at_once(log: Path) -> ServerProcess:
     return ServerProcess([sys.executable, "-c", "raise SystemExit('no memory left')"], {}, log)
 
 
+@pytest.mark.daily("generation")
 @pytest.mark.parametrize("when", ["generation", "hand-over"])
 def test_a_server_of_ours_that_is_lost_again_and_again_may_work_after_a_restart(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str

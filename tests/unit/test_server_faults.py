@@ -57,6 +57,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
 # -- every answer
 
 
+@pytest.mark.daily("answer_of_another_prompt-", "infinite_logprob-", "one_logprob_too_few-", "outside_the_vocabulary-")
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -161,6 +162,7 @@ def trained(folder: Path, model: Path, url: str, *words: str) -> dict[int, dict[
     return dict(read_metrics(folder / "runs" / "run" / "metrics.jsonl"))
 
 
+@pytest.mark.daily("rotated_logprobs-")
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from small_models import SIZES, load, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
+from draws import draws
 from lockstep.data.batching import micro_batch, packed_tokens, shared_beginnings
 from lockstep.kernels.attention.flash import cascade_attention
 from lockstep.kernels.attention.layout import make_layout
@@ -200,7 +201,7 @@ def shared_line(sizes: Sequence[Sequence[int]]) -> tuple[list[int], torch.Tensor
     return lengths, packed_index_E, torch.tensor([line.index(place) for place in range(used)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=draws(20, 40))
 @given(
     sizes=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=4), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 4]),
@@ -221,7 +222,7 @@ def test_attention_on_a_shared_line_equals_whole_sequences(sizes, window, heads)
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=draws(20, 40))
 @given(
     sizes=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=5), min_size=1, max_size=4),
     heads=st.sampled_from([1, 2, 4]),

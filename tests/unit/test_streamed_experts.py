@@ -103,6 +103,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
 DAILY = ("mixtral", "deepseek_v3", "qwen3_next", *ALIKE)
 
 
+@pytest.mark.daily("mixtral", "gpt_oss")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.slow) for kind in FAMILIES]
 )

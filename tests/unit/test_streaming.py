@@ -140,6 +140,7 @@ def test_updates_do_not_depend_on_their_size(tmp_path: Path) -> None:
 # --- exact continuation -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_stream_continues_at_every_position(tmp_path: Path, shuffle: bool, copies: int) -> None:

@@ -70,6 +70,7 @@ def own_logprobs(model: Any, sequences: Sequence[list[int]]) -> torch.Tensor:
 DAILY = {("gemma3", True), ("llava", False), ("qwen2_5_vl", False), ("qwen3_vl", True)}
 
 
+@pytest.mark.daily("gemma3-True", "qwen2_5_vl-False")
 @pytest.mark.parametrize(
     ("family", "tied"),
     [

@@ -13,13 +13,15 @@ import triton_checks
 import triton_host_checks
 from interpreter import interpreted, needs_interpreter
 
-ALL = """
+CHOSEN = """
 import json, traceback
 import paged_checks, recurrent_checks, triton_checks, triton_host_checks
 
 checks = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
-everywhere = {name: lambda check=check: check("cpu") for name, check in checks.items()}
+everywhere = {{name: lambda check=check: check("cpu") for name, check in checks.items()}}
 for name, check in (everywhere | triton_host_checks.CHECKS).items():
+    if name not in {names}:
+        continue
     try:
         check()
         why = ""
@@ -29,17 +31,28 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
 """
 
 EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
+# Whole models whose kernels are checked one by one too: by the interpreter they take longest.
+LONG = {"generating_engine", "models", "recurrent_models"}
+
+
+def _parameter(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    """What is wrong with each kernel: one process for all, whose imports take longer than most checks."""
-    return dict(json.loads(line) for line in interpreted(ALL).splitlines())
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What is wrong with each kernel: one process for all that are run, whose imports take longer than most checks."""
+    names = {vars(item)["callspec"].params["check"] for item in request.session.items if _is_interpreted(item)}
+    return dict(json.loads(line) for line in interpreted(CHOSEN.format(names=sorted(names))).splitlines())
+
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    return getattr(item, "function", None) is test_twins_by_the_interpreter
 
 
 @needs_interpreter
 @pytest.mark.xdist_group("interpreter")
-@pytest.mark.parametrize("check", [*EVERYWHERE, *triton_host_checks.CHECKS])
+@pytest.mark.parametrize("check", [_parameter(name) for name in (*EVERYWHERE, *triton_host_checks.CHECKS)])
 def test_twins_by_the_interpreter(check: str, found: dict[str, str]) -> None:
     assert found[check] == ""
 

@@ -138,6 +138,7 @@ def test_a_call_gets_the_arguments_of_trl(opened: Callable[..., Any], tmp_path: 
     assert second["steps"] is None
 
 
+@pytest.mark.daily("later-responses3-expected3", "matches-responses0-expected0", "ranks-responses4-expected4")
 @pytest.mark.parametrize(
     ("name", "responses", "expected"),
     [

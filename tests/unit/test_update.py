@@ -216,6 +216,7 @@ def grpo(tiny_folder: Path, **more: Any) -> Recipe:
     )
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_policys_gradient_is_that_of_the_loss_written_out(
@@ -249,6 +250,7 @@ def test_penalties_may_be_averaged_otherwise(
     same(found, expected_gradients)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_masked_tokens_have_no_part_and_weights_scale_the_surrogate_alone(
@@ -435,6 +437,7 @@ def ppo(tiny_folder: Path, **more: Any) -> Recipe:
     )
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("clip", [0.3, None])
 def test_the_critics_gradient_is_that_of_the_loss_written_out(

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draws import draws
 from lockstep.data.array_store import Joined, Store, stored
 from lockstep.data.batching import shared_beginnings
 from lockstep.data.updates import Update, arrange, even_groups, row_size, row_sizes, sequence_counts
@@ -47,7 +48,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=draws(25, 60))
 @given(
     rows=rows,
     ranks=st.integers(1, 4),

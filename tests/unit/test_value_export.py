@@ -50,6 +50,7 @@ def trained(path: Path, **settings: Any) -> tuple[Model, ValueModel]:
     return model, module
 
 
+@pytest.mark.daily("lora1", "None")
 @pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0), Lora(rank=2, alpha=8.0, targets=["q_proj", "v_proj"])])
 def test_the_folder_gives_the_trained_scores(tiny_folder: Path, tmp_path: Path, lora: Lora | None) -> None:
     settings, module = trained(tiny_folder, lora=lora)
@@ -107,6 +108,7 @@ def test_a_reward_model_is_trained_on_and_exported_again(tiny_folder: Path, tmp_
     assert again.score(SEQUENCES) == pytest.approx(scores(module, SEQUENCES), abs=1e-5)
 
 
+@pytest.mark.daily("ends0", "ends2")
 @pytest.mark.parametrize("ends", [[258], [256, 257, 258], [258, 10, 257, 0, 1]])
 def test_padding_ends_no_text(tiny_folder: Path, tmp_path: Path, ends: list[int]) -> None:
     """The tokenizer's own padding token is 258; where texts end with it the library would score the token before."""
@@ -138,6 +140,7 @@ def test_the_tokenizers_padding_is_kept_where_it_can_be(tiny_folder: Path, tmp_p
     assert AutoConfig.from_pretrained(tmp_path / "out").pad_token_id == 258
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_whole_run_ends_in_a_reward(tiny_folder: Path, tmp_path: Path, lora: bool) -> None:
     words = ["optim.lr=1e-2", *(["model.lora.rank=4"] if lora else [])]

@@ -61,6 +61,7 @@ def lines_file(path: Path, seed: int, steps: int = 60) -> list[tuple[int, int | 
     return lines
 
 
+@pytest.mark.daily("0", "4", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_the_first_line_of_a_step_is_found_by_bisection(tmp_path: Path, seed: int) -> None:
     lines = lines_file(tmp_path / "lines.jsonl", seed)
@@ -298,6 +299,7 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
     assert all_points(curves) == {"a": {1: 1.0, 3: 3.0}}
 
 
+@pytest.mark.daily("0", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_thinning_keeps_every_extreme(seed: int) -> None:
     chance = random.Random(seed)

@@ -104,6 +104,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_does_not_speak(model: Path,
         speak(folder)
 
 
+@pytest.mark.daily("layers1")
 @pytest.mark.parametrize("layers", [("lm_head",), ("embed_tokens", "q_proj"), ("q_proj", "down_proj")])
 def test_a_merged_adapter_computes_what_it_does_beside_its_base(
     model: Path, tmp_path: Path, layers: tuple[str, ...]

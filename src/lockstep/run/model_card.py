@@ -129,7 +129,7 @@ def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str,
     """Returns the files of the model card: file name to content. Returns an empty dict if the run has no recipe."""
     if not run.recipe.is_file():
         return {}
-    recipe: dict[str, Any] = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    recipe = _stored_values(run.recipe)
     history = read_metrics(run.metrics) if run.metrics.exists() else []
     picture = curves_svg(history)
     lines = [*_head(recipe, adapter), *_title(run, recipe, step, history, adapter)]
@@ -138,6 +138,14 @@ def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str,
     env = run.read_env()
     lines += [*_results(history, step), *_data(env), *_comparisons(run), *_environment(env), *_recipes(run)]
     return {CARD: "\n".join(lines) + "\n", **({} if picture is None else {CURVES: picture})}
+
+
+def _stored_values(recipe: Path) -> dict[str, Any]:
+    # The C loader is ten times as fast; a wheel of PyYAML has it.
+    values: dict[str, Any] = yaml.load(
+        recipe.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
+    return values
 
 
 def _head(recipe: dict[str, Any], adapter: bool) -> list[str]:
@@ -223,7 +231,7 @@ def _recipes(run: RunFolder) -> list[str]:
     lines = ["", "## Recipe", "", "Folders in paths and hosts in addresses are omitted."]
     parts = [(f"Up to step {last}:", path) for last, path in run.earlier_recipes().items()]
     for title, path in [*parts, ("From there on:" if parts else "", run.recipe)]:
-        values = _without_folders(masked_tree(stored_recipe(yaml.safe_load(path.read_text(encoding="utf-8")))))
+        values = _without_folders(masked_tree(stored_recipe(_stored_values(path))))
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         fence = "~" * (max(map(len, re.findall(r"~+", text)), default=0) + 4)
         lines += ["", *([title, ""] if title else []), f"{fence}yaml", text.rstrip(), fence]
