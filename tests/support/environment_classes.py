@@ -205,6 +205,7 @@ class Tokens:
     def score(self, trajectory: Trajectory) -> float:
         return float(len(trajectory.messages))
 
+
 def weather(place: str) -> str:
     """Returns the weather of a place.
 

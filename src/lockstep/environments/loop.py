@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation, with_ids
+from lockstep.environments.conversation import (
+    ChatConversation,
+    ChatFormat,
+    Suffix,
+    TokenConversation,
+    prompt_text,
+    with_ids,
+)
 from lockstep.environments.dispatch import Dispatch, HostCall
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
@@ -279,8 +286,8 @@ class TrajectoryBatch:
             self._start(running)
 
     def _start(self, running: Running) -> None:
-        row = row_of(running.question, self.hosts.writes_text, self.engine.chat.tokenizer, running.request.ids)
-        self._call("reset", running, row=row, seed=running.seed)
+        text = prompt_text(self.engine.chat.tokenizer, running.request.ids) if self.hosts.writes_text else None
+        self._call("reset", running, row=row_of(running.question, text), seed=running.seed)
 
     # Calls of the environments.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.environments.conversation import ChatConversation, TokenConversation, prompt_text
+from lockstep.environments.conversation import ChatConversation, TokenConversation
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import Host
 from lockstep.kernels.sampling import turn_key
@@ -33,33 +33,15 @@ class TurnEngine(Protocol):
 
     def close(self) -> None: ...
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase
-
-
-class TurnEngine(Protocol):
-    """The engine that generates the turns of the model (`rollout.engine.Engine`)."""
-
-    instead: str
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]: ...
-
-    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-
-    def release_memory(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 def environment_seed(run: int, key: int, sample: int) -> int:
     """Returns the seed of a trajectory: 31 bits, which every random generator accepts."""
     return int.from_bytes(sha256(f"{run}:{key}:{sample}".encode()).digest()[:4], "big") >> 1
 
 
-def row_of(question: Question, text: bool, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> dict[str, Any]:
-    """Returns the data row that `reset` gets: the columns of the row, and the fields of the question; with `text` also
-    the rendered prompt."""
+def row_of(question: Question, rendered: str | None = None) -> dict[str, Any]:
+    """Returns the data row that `reset` gets: the columns of the row, the fields of the question, and the rendered
+    prompt if it is given."""
     return {
         **question.columns,
         "prompt": question.prompt,
@@ -67,7 +49,7 @@ def row_of(question: Question, text: bool, tokenizer: PreTrainedTokenizerBase, p
         "data_source": question.data_source,
         "extra_info": question.extra_info,
         "tools": list(question.tools),
-        **({"prompt_text": prompt_text(tokenizer, prompt)} if text else {}),
+        **({} if rendered is None else {"prompt_text": rendered}),
     }
 
 

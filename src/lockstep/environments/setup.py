@@ -7,7 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template, with_ids
+from lockstep.environments.conversation import (
+    ChatConversation,
+    ChatFormat,
+    TokenConversation,
+    probe_template,
+    prompt_text,
+    with_ids,
+)
 from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
 from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.parsers import format_named
@@ -121,7 +128,8 @@ def try_environment(
     hosts = EnvironmentHosts(setup)
     try:
         host = hosts.place(0)
-        row, start = row_of(question, hosts.writes_text, tokenizer, prompt.ids), environment_seed(seed, 0, 0)
+        text = prompt_text(tokenizer, prompt.ids) if hosts.writes_text else None
+        row, start = row_of(question, text), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
             remedy = answer.remedy or _REMEDY
