@@ -88,7 +88,7 @@ def prefill_bytes(config: Any, tokens: int, size: int) -> int:
 # Default fraction of the free device memory for the KV cache.
 FREE_SHARE = 0.5
 # Turns of trajectories start when 1/TOGETHER of the batch rows are free.
-TOGETHER = 32
+TOGETHER = 16
 # A KV cache of at most this fraction of the device's total memory is kept between calls of `generate`, with its CUDA
 # graphs.
 KEPT_SHARE = 0.05
