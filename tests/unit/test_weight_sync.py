@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_replay import Replay, Unrecorded, replaying
 from engine_session import load, opened, sync
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
+from lockstep.parallel.world import World
 from lockstep.rollout.servers.adapter import prompt_digest
 from lockstep.rollout.servers.vllm import SAMPLES
 
@@ -127,6 +129,50 @@ def test_memory_that_the_server_cannot_map_is_refused(embedded: Path, tmp_path: 
     assert "[weight-sync-failed]" in str(caught.value)
     assert "another machine" in str(caught.value)
     assert calls(server, "lockstep_load") == 0
+
+
+def test_an_answer_of_other_weights_to_the_weight_check_is_refused(embedded: Path, tmp_path: Path) -> None:
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        return 200, {**answer, "versions": ["default"]} if path == SAMPLES and body else answer
+
+    with (
+        replaying("vllm", fault) as server,
+        opened(server.address, load(embedded), embedded, tmp_path) as engine,
+        pytest.raises(Refusal) as caught,
+    ):
+        sync(engine)
+    assert "[weight-sync-failed]" in str(caught.value)
+    assert "version default" in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Rank(World):
+    """Gets from rank 0 what `told` lists."""
+
+    told: list[Any] = field(default_factory=list)
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.rank == 0:
+            self.told.append(value)
+        return [value, None] if self.rank == 0 else [self.told.pop(0), value]
+
+
+def test_only_rank_0_sends_weights_to_a_server_that_responds_again(embedded: Path, tmp_path: Path) -> None:
+    told: list[Any] = []
+    with replaying("vllm") as server:
+        with opened(server.address, load(embedded), embedded, tmp_path, Rank(0, 2, told=told)) as engine:
+            sync(engine)
+        sent = calls(server, "lockstep_load")
+        with opened(server.address, load(embedded), embedded, tmp_path, Rank(1, 2, told=told)) as engine:
+            sync(engine)
+            (lost,) = engine.fleet.servers
+            lost.up = False
+            engine.weight_sync.bring_up(lost)
+            assert lost.up
+            engine.fleet.version = "of-a-later-push"
+            engine.weight_sync.bring_up(lost)
+            assert not lost.up
+        assert calls(server, "lockstep_load") == sent
 
 
 def test_timings_are_those_of_the_last_sync(embedded: Path, tmp_path: Path) -> None:
