@@ -73,8 +73,10 @@ def test_every_method_trains_on_trajectories(online_file: Path, tmp_path: Path, 
         rollouts = recorded(run, step)
         sampled = sum(turn.stop - turn.start for one in rollouts for turn in one.trajectory.turns)  # type: ignore[union-attr]
         assert sum(sum(one.loss_mask) for one in rollouts) == sampled
-        values = TapeFolder(run / "tape").read_step(step).tensors.get("step/values")
-        assert values is None or len(values) == sampled
+        vectors = TapeFolder(run / "tape").read_step(step).tensors
+        assert len(vectors["step/advantages"]) == sampled
+        assert ("step/values" in vectors) == (method == "ppo")
+        assert len(vectors.get("step/values", vectors["step/advantages"])) == sampled
 
 
 @pytest.mark.slow
