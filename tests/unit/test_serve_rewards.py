@@ -15,7 +15,7 @@ from hang import HANG
 from lockstep.compat.openrlhf.openrlhf_inference import rewards_served
 from lockstep.errors import Refusal
 from lockstep.http_server.http_api import ListenAddress, ServeLimits
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.model import ModelPart
 from lockstep.reward.remote import KEY_VARIABLE
 from lockstep.reward.scorer import Scorer
