@@ -116,6 +116,7 @@ class Dispatch:
             call = self.calls.pop(number)
             cancel = self.hosts.send(call.host, do="cancel", cancelled=number)
             self.cancels[cancel] = replace(call, deadline=now + ACKNOWLEDGE_SECONDS)
+            call.host.cancelling += 1
             if call.kind != "close":
                 method = _METHODS.get(call.kind, call.kind)
                 self._handler.timed_out(
@@ -129,6 +130,7 @@ class Dispatch:
         """Handles the acknowledgement that a call is cancelled. A thread cannot be cancelled; its host gets no more
         trajectories and is killed when its other trajectories have ended."""
         session = -1 - call.group if call.running is None else call.running.session
+        call.host.cancelling -= 1
         if answer.fields.get("stuck"):
             call.host.stuck = True
         elif call.kind not in ("close", "group") and call.running is not None:

@@ -66,6 +66,8 @@ class Host(SupervisedProcess):
         self.loaded: queue.SimpleQueue[HostAnswer] = queue.SimpleQueue()
         self.is_loaded = self.stuck = self.dead = False
         self.trajectories: set[int] = set()
+        self.cancelling = 0
+        """The number of calls that are being cancelled. Any of them may turn out to be stuck."""
         self.calls: dict[int, float] = {}
         """The calls without an answer, with the time at which they were sent."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -175,17 +177,26 @@ class EnvironmentHosts:
         self.hosts.append(host)
         return host
 
-    def place(self, trajectory: int) -> Host:
+    def place(self, trajectory: int) -> Host | None:
         """Returns the host for a new trajectory: the one with the fewest trajectories. Starts a host if fewer hosts
-        than `workers` can take trajectories."""
+        than `workers` can take trajectories. Returns None if the trajectory must wait: until it is known whether a
+        call of a host is stuck, or until one of `workers` stuck hosts has ended."""
         for host in [host for host in self.hosts if not host.alive and not host.trajectories]:
             self.remove(host)
-        usable = [host for host in self.hosts if not host.stuck]
+        usable = [host for host in self.hosts if not host.stuck and not host.cancelling]
         least = min(usable, key=lambda host: len(host.trajectories), default=None)
-        if least is None or (least.trajectories and len(usable) < self.setup.workers):
-            least = self._start()
-        least.trajectories.add(trajectory)
+        working = sum(not host.stuck for host in self.hosts)
+        if (least is None or least.trajectories) and working < self.setup.workers:
+            least = self._start() if len(self.hosts) < 2 * self.setup.workers else least
+        if least is not None:
+            least.trajectories.add(trajectory)
         return least
+
+    def place_now(self, trajectory: int) -> Host:
+        """Returns the host for a call that cannot wait."""
+        found = self.place(trajectory) or self._start()
+        found.trajectories.add(trajectory)
+        return found
 
     def send(self, host: Host, **fields: Any) -> int:
         """Sends a call to a host. Returns the number of the call."""

@@ -34,6 +34,8 @@ HEADER = struct.Struct(">QQ")
 LONGEST_LINE = 2**24
 # The number of the line that reports whether the class was loaded. The numbers of calls start at 1.
 LOADING = 0
+# The smallest number of threads for tools and for `asyncio.to_thread` in user code. A thread starts when it is needed.
+TOOL_THREADS = 256
 # Seconds in which a cancelled coroutine must end.
 CANCEL_SECONDS = 0.5
 # The methods of the two kinds of environments, each with its arguments.
@@ -113,30 +115,14 @@ _number: ContextVar[int] = ContextVar("number", default=LOADING)
 _method: ContextVar[str] = ContextVar("method", default="")
 
 
-class _Threads(ThreadPoolExecutor):
-    """Threads that know for which call they run. Threads that user code starts with `asyncio.to_thread` are counted
-    too."""
+class _CallThreads:
+    """The number of threads that run for each call."""
 
-    def __init__(self, threads: int):
-        super().__init__(threads, "environment")
+    def __init__(self) -> None:
         self._running: Counter[int] = Counter()
         self._count = threading.Lock()
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        return super().submit(self._counted, _number.get(), function, *arguments, **named)
-
-    def _counted(self, number: int, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        process = os.getpid()
-        self._add(number, 1)
-        try:
-            return function(*arguments, **named)
-        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
-            raise _Failed from error
-        finally:
-            exit_if_forked(process)
-            self._add(number, -1)
-
-    def _add(self, number: int, count: int) -> None:
+    def add(self, number: int, count: int) -> None:
         with self._count:
             self._running[number] += count
 
@@ -146,6 +132,28 @@ class _Threads(ThreadPoolExecutor):
             return self._running[number] > 0
 
 
+class _Threads(ThreadPoolExecutor):
+    """Threads that know for which call they run."""
+
+    def __init__(self, threads: int, name: str, counts: _CallThreads):
+        super().__init__(threads, name)
+        self._counts = counts
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        return super().submit(self._counted, _number.get(), function, *arguments, **named)
+
+    def _counted(self, number: int, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        process = os.getpid()
+        self._counts.add(number, 1)
+        try:
+            return function(*arguments, **named)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
+            raise _Failed from error
+        finally:
+            exit_if_forked(process)
+            self._counts.add(number, -1)
+
+
 class _Host:
     def __init__(
         self, connection: socket.socket, created: Callable[..., Any], arguments: dict[str, Any], file: str, threads: int
@@ -153,11 +161,15 @@ class _Host:
         self._connection, self._created, self._arguments, self._file = connection, created, arguments, file
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._threads = _Threads(threads)
+        self._counts = _CallThreads()
+        # Methods of environments have threads of their own: tools that hang must not block them. An environment that is
+        # closed after a failure needs a thread besides those of `threads` trajectories.
+        self._methods = _Threads(2 * threads, "environment", self._counts)
+        self._tools = _Threads(max(TOOL_THREADS, 4 * threads), "tool", self._counts)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(self._threads)
+        loop.set_default_executor(self._tools)
         threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()  # the thread ends the process
 
@@ -188,14 +200,14 @@ class _Host:
         if task is not None:
             task.cancel()
             ended = bool((await asyncio.wait({task}, timeout=CANCEL_SECONDS))[0])
-        self._send(number, {"stuck": not ended or self._threads.runs(cancelled)})
+        self._send(number, {"stuck": not ended or self._counts.runs(cancelled)})
         self._tasks.pop(number, None)
 
     async def _answer(self, number: int, fields: dict[str, Any]) -> None:
         _number.set(number)
         try:
             answer = await self._call(fields)
-            self._send(number, {**answer, "stuck": True} if self._threads.runs(number) else answer)
+            self._send(number, {**answer, "stuck": True} if self._counts.runs(number) else answer)
         except _Invalid as error:
             self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
         except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
@@ -251,7 +263,7 @@ class _Host:
         _method.set(method)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
-        value = await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
+        value = await asyncio.get_running_loop().run_in_executor(self._methods, partial(function, *arguments, **named))
         return await value if inspect.isawaitable(value) else value
 
     def _send(self, number: int, fields: dict[str, Any]) -> None:

@@ -244,8 +244,13 @@ class _TrajectoryBatch:
         """Waits until a trajectory is ready for a turn of the model or has ended. In rounds, waits until no trajectory
         waits for its environment. A pause ends the wait."""
         self._pump(block=False)
-        while self.dispatch.outstanding and (self.rounds or not (self.ready or self.done)) and not self._paused():
+        while self._waits and (self.rounds or not (self.ready or self.done)) and not self._paused():
             self._pump(block=True)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an answer of a host is needed to continue. Trajectories may wait for a host."""
+        return self.dispatch.outstanding or (bool(self.waiting) and not self.active)
 
     def _pump(self, *, block: bool) -> None:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
@@ -259,10 +264,14 @@ class _TrajectoryBatch:
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.settings.max_concurrent:
-            running = self.waiting.pop(0)
+            running = self.waiting[0]
+            idle = not self.active and not self.dispatch.calls and not self.dispatch.cancels
+            host = self.hosts.place_now(running.session) if idle else self.hosts.place(running.session)
+            if host is None:
+                return
+            self.waiting.pop(0)
             self.active.add(running)
-            running.started = time.monotonic()
-            running.host = self.hosts.place(running.session)
+            running.started, running.host = time.monotonic(), host
             self._call("reset", running, row=row_of(running.question), seed=running.seed)
 
     # Calls of the environments.
@@ -463,7 +472,7 @@ class _TrajectoryBatch:
             self.done += [one.completion() for one in group]
             return
         # The group has a number among the trajectories of the host that no session has.
-        host = self.hosts.place(-1 - number)
+        host = self.hosts.place_now(-1 - number)
         self.dispatch.send("group", host, None, number, trajectories=[one.trajectory() for one in whole])
 
     def _group_scored(self, number: int, answer: HostAnswer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
     threads = settings.max_concurrent
     if settings.environment is None:
         arguments: dict[str, Any] = {
-            "tools": [_tool(tool) for tool in settings.tools],
+            "tools": [_tool(tool, settings.step_timeout) for tool in settings.tools],
             "result_chars": settings.result_chars,
             "timeout": settings.step_timeout,
         }
@@ -46,10 +47,22 @@ def host_setup(settings: EnvironmentSettings, output: Path | None = None) -> Hos
     return HostSetup(path, arguments, ENVIRONMENT, settings.environment, workers, threads, output)
 
 
-def _tool(tool: str) -> list[str]:
-    """Returns the text of a tool, the path of the function that makes it, if it is built in, and its argument."""
+def _tool(tool: str, limit: float) -> list[str]:
+    """Returns the text of a tool, the path of the function that makes it, if it is built in, and its argument. Refuses
+    a built-in tool that may take as long as `limit`: it would keep a thread of its host."""
     name, _, argument = tool.partition(":")
-    return [tool, TOOLS[name], argument] if name in TOOLS else [tool, "", ""]
+    if name not in TOOLS:
+        return [tool, "", ""]
+    where, module = f"rollout.tools {tool}", import_module(TOOLS[name].partition(":")[0])
+    seconds = module.longest_call(argument, where) if hasattr(module, "longest_call") else 0.0
+    if seconds >= limit:
+        raise Refusal.at(
+            where,
+            f"a call may take {seconds:g} s, which is not less than rollout.step_timeout={limit:g}",
+            f"set rollout.step_timeout above {seconds:g}, or write {name}:seconds=N with a smaller N",
+            code="out-of-range",
+        )
+    return [tool, TOOLS[name], argument]
 
 
 def open_environments(
@@ -78,7 +91,7 @@ def try_environment(
     chat = ChatFormat(tokenizer, history=settings.history)
     hosts = EnvironmentHosts(setup)
     try:
-        host = hosts.place(0)
+        host = hosts.place_now(0)
         row, start = row_of(question), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
