@@ -131,10 +131,10 @@ def test_rewards_and_metrics(recorded: Path) -> None:
         assert f"reward/{name}/mean" in metrics
     assert metrics["reward/score/mean"] == 0.25
     assert 2.0 <= metrics["environment/turns"] <= 3.0
-    assert metrics["environment/stop/completed"] == 1.0
+    assert metrics["environment/stop/completed"] + metrics.get("environment/stop/max_tokens", 0.0) == 1.0
     assert metrics["val/success"] == 1.0
     assert 2.0 <= metrics["val/turns"] <= 3.0
-    assert metrics["val/stop/completed"] == 1.0
+    assert metrics["val/stop/completed"] + metrics.get("val/stop/max_tokens", 0.0) == 1.0
 
 
 def test_the_score_is_the_weighted_sum_of_its_parts(recorded: Path) -> None:
