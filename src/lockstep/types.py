@@ -431,6 +431,8 @@ class Rollout:
     environment wrote."""
     rows: tuple[TrajectoryRow, ...] = ()
     """The rows of the trajectory, if it has several rows, as in `Completion`."""
+    key: int | None = None
+    """The random key of the prompt, from which its sampling noise was computed. None if it is not known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))

@@ -137,6 +137,14 @@ def test_rewards_and_metrics(recorded: Path) -> None:
     assert metrics["val/stop/completed"] + metrics.get("val/stop/max_tokens", 0.0) == 1.0
 
 
+def test_the_prompt_tokens_of_a_step_are_those_of_its_own_trajectories(recorded: Path) -> None:
+    """Validation before the step is not counted: at most what is new in each conversation is computed."""
+    tape = TapeFolder(recorded / "tape")
+    rollouts = rollouts_of(tape.read_table(tape.rollouts_file(2)))
+    new = sum(len(one.prompt.ids) + list(one.loss_mask).count(0) for one in rollouts)
+    assert 0 < dict(read_metrics(recorded / "metrics.jsonl"))[2]["rollout/prefill_tokens"] <= new
+
+
 def test_the_score_is_the_weighted_sum_of_its_parts(recorded: Path) -> None:
     trained = [one for one in lines(recorded) if one["kind"] == "train"]
     assert trained
@@ -183,6 +191,23 @@ def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> 
     assert {"reward", "advantages", "loss", "weights"} <= checks.keys()
     if mode == "forced":
         assert "0 of 4 responses diverge" in checks["generation"].what
+
+
+def test_a_forced_replay_after_dynamic_sampling(tiny_folder: Path, tmp_path: Path) -> None:
+    """Dynamic sampling replaces groups whose trajectories have equal scores. The turns of the prompts that remain are
+    sampled again with the noise of their own prompts."""
+    keys = {
+        "run": {"name": "run", "folder": str(tmp_path / "runs"), "steps": 1, "seed": 1, "export": False},
+        "algorithm": {"dynamic_sampling": {"max_gen_batches": 3}},
+        "reward": {"weights": {"environment": 0.0, "score": 0.0, "group": 1.0}},
+        "tape": {"record": True},
+    }
+    done = train(write_recipe(tmp_path, tiny_folder, **keys))
+    assert dict(read_metrics(done / "metrics.jsonl"))[1]["train/uniform_groups"] > 0, "no prompt was replaced"
+    found = replay(done, "forced", [], Console.silent())
+    assert found is not None
+    checks = {check.stage: check for check in found.checks}
+    assert "0 of 4 responses diverge" in checks["generation"].what
 
 
 @pytest.mark.slow

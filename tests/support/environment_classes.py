@@ -39,6 +39,15 @@ class Echo:
         return Turn([{"role": "user", "content": self.answer.format(reply.text)}], 0.25, metrics={"said": 1})
 
 
+class Slow(Echo):
+    """Takes a second for its last step."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        await asyncio.sleep(float(turn.done))
+        return turn
+
+
 class Scored(Echo):
     """Has all optional methods. Synchronous."""
 

@@ -40,6 +40,10 @@ class Played:
         self._polls = 0
         self.waited = 0
 
+    @property
+    def more(self) -> bool:
+        return bool(self.due)
+
     def take(self, room: int, wait: bool = False) -> list[Request]:
         self._polls += 1
         if wait and self.due:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import environment_classes
+import lockstep.environments.loop as loop
 from lockstep.data.encode.builtin_templates import builtin_text
 from lockstep.environments.conversation import ChatFormat
 from lockstep.environments.host import EnvironmentHosts
@@ -309,7 +311,7 @@ class Continuous(Scripted):
         done = 0
         self.started = getattr(self, "started", 0) + 1
         assert self.further.longest_sequence >= max(len(request.ids) for request in requests)
-        assert self.further.sessions == 6
+        self.sessions = self.further.sessions
         while done < len(asked):
             for completion in super().generate(asked[done:], sampling):
                 yield Completion(
@@ -326,7 +328,33 @@ def test_an_engine_that_takes_more_requests_runs_all_turns_in_one_call(tokenizer
     assert [one.ids for one in run(engine, requests_of(tokenizer, 3, n=2))] == [one.ids for one in usual]
     assert engine.inner.further is None
     assert engine.inner.started == 1
+    assert engine.inner.sessions == 6
     assert len(set(engine.inner.ended)) == 6
+
+
+def test_a_prompt_that_has_outgrown_the_engine_does_not_wait_for_all_others(tokenizer: Any) -> None:
+    """Two trajectories run at once. The third of eight has a long prompt."""
+    long = 2
+    engine = opened(tokenizer, "Echo", hello, max_concurrent=2)
+    requests = requests_of(tokenizer, 8)
+    question = requests[long].question
+    assert question is not None
+    chat = [{"role": "user", "content": "long " * 60}]
+    requests[long] = replace(requests[long], question=replace(question, prompt=chat))
+    inner = engine.inner = Continuous(tokenizer, hello)
+    sampling = Sampling(max_tokens=200, stop_ids=(tokenizer.eos_token_id,))
+    done = [one.request for one in engine.generate(requests, sampling)]
+    assert sorted(done) == list(range(8))
+    assert done.index(long) <= long + 1
+    assert inner.started == 2
+
+
+def test_the_watchdog_hears_of_conversations_that_wait(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "PROGRESS_SECONDS", 0.01)
+    engine, heard = opened(tokenizer, "Slow", hello), []
+    engine.progress = lambda: heard.append(None)
+    assert [one.failure for one in run(engine, requests_of(tokenizer, 1))] == [""]
+    assert len(heard) > 5
 
 
 def calls(tokens: str) -> Callable[[Request, int], str]:

@@ -25,6 +25,7 @@ from lockstep.model.policy import Policy, evaluating
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.types import Completion, Example, Origin, Question, Request, Sampling
 
 TURNS = 3
@@ -83,6 +84,28 @@ def test_each_turn_computes_only_what_is_new(policy: Policy, tiny_folder: Path) 
     for one in made:
         torch.testing.assert_close(scored(policy, one), of_policy(one.logprobs, one), rtol=0, atol=1e-4)
         assert not one.versions
+
+
+def test_a_cache_that_just_fits_is_not_refused(policy: Policy, tiny_folder: Path) -> None:
+    """Room for longer prompts is made only within the cache and the length that the rotary embedding allows."""
+    most = Sampling(max_tokens=20, seed=5)
+    with conversing(policy, tiny_folder) as (engine, native):
+        (free,) = engine.generate([request(0)], most)
+        assert free.prompt_ids is not None
+        longest = len(free.prompt_ids) + most.max_tokens
+        least = Scheduler.least_blocks(longest, 4) * native.block_bytes()
+    with conversing(policy, tiny_folder, cache_gb=least / 1e9) as (engine, native):
+        assert longest <= native.longest_sequence() < longest + 4
+        assert [one.ids for one in engine.generate([request(0)], most)] == [free.ids]
+    config = policy.causal_lm.config
+    rope, config.rope_parameters = config.rope_parameters, {**config.rope_parameters, "rope_type": "dynamic"}
+    positions, config.max_position_embeddings = config.max_position_embeddings, longest
+    try:
+        with conversing(policy, tiny_folder) as (engine, native):
+            assert native.longest_sequence() == longest
+            assert [one.ids for one in engine.generate([request(0)], most)] == [free.ids]
+    finally:
+        config.rope_parameters, config.max_position_embeddings = rope, positions
 
 
 def test_a_trajectory_goes_on_under_new_weights_and_every_token_names_its_own(

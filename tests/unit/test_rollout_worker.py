@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import environment_classes
 from conftest import write_online_recipe
 from hang import HANG, wait_until
 from lockstep.data.batching import micro_batch
@@ -38,7 +39,7 @@ from lockstep.rollout.worker.worker_protocol import (
     WeightGroup,
     WeightMemory,
 )
-from lockstep.types import Example, Origin, Request, Sampling
+from lockstep.types import Example, Origin, Question, Request, Sampling
 from refusals import refuses
 
 SAMPLING = Sampling(max_tokens=200, seed=3)
@@ -309,6 +310,53 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
     assert len(later) > 8
     assert len([job for job in worker.jobs if job.number >= 100]) > 8  # and many more could have taken its place
     memory.close()
+
+
+def test_the_conversations_of_a_worker_have_the_template_the_limit_and_the_logs_of_the_run(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """The worker's own side, in this process."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}", encoding="utf-8")
+    played = {
+        "environment": f"{environment_classes.__file__}:Echo",
+        "environment_args": {"turns": 1},
+        "environment_workers": 1,
+    }
+    talking = recipe.model_copy(
+        update={
+            "rollout": recipe.rollout.model_copy(update=played),
+            "data": recipe.data.model_copy(update={"template": str(template), "require_end": False}),
+        }
+    )
+    policy = policy_of(recipe)
+    memory = WeightMemory.of(policy.trainable())
+    memory.write(policy.trainable())
+    ours, its = Pipe()
+    text = "<user>two"
+    opening = Opening(talking, [], memory.places, 0, torch.get_num_threads(), len(text), tmp_path / "worker")
+    worker = _Worker(its, opening, [memory.file])
+    try:
+        chats = {number: [{"role": "user", "content": words}] for number, words in enumerate(("two", "three"))}
+        requests = {
+            number: Request([5], number, question=Question("x", chat, "", Origin("rows", number)))
+            for number, chat in chats.items()
+        }
+        worker._handle(HandOver(0, Ask(requests, replace(SAMPLING, max_tokens=4))))
+        worker._generate(worker._same_sampling())
+        heard = []
+        while ours.poll():
+            heard.append(ours.recv())
+        first, second = sorted((one for one in heard if isinstance(one, Answered)), key=lambda one: one.number)
+    finally:
+        worker.engine.close()
+        memory.close()
+    assert len(first.completion.prompt_ids) == len(text)  # one token per byte
+    assert worker.engine.chat.tokenizer.decode(first.completion.prompt_ids) == text  # type: ignore[attr-defined]
+    assert first.completion.failure == ""
+    assert second.completion.trajectory.stop == "context_overflow"
+    assert "data.max_prompt_tokens" in second.completion.failure
+    assert (tmp_path / "worker").is_dir()
 
 
 def test_what_a_worker_refuses_is_told_from_what_fails_in_it(recipe: Recipe, tmp_path: Path) -> None:

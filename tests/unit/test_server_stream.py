@@ -17,6 +17,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import PrefillCounts, RunPlace, StreamEngine
+from lockstep.rollout.servers import fleet
 from lockstep.rollout.servers import weight_check as probe
 from lockstep.rollout.servers.adapter import ServerNeeds, WantedSample, prompt_digest
 from lockstep.rollout.servers.server_engine import ServerEngine
@@ -120,6 +121,28 @@ def test_a_trajectory_moves_to_another_server_if_its_server_is_lost(
         played.take = take  # type: ignore[method-assign]
         assert tokens(played.play(GREEDY)) == expected
         assert one.dead
+
+
+def test_servers_are_looked_after_while_all_trajectories_wait_for_their_tools(
+    policy: Policy, folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine never waits in the source. It restarts a server that is lost when nothing was asked of it."""
+    monkeypatch.setattr(fleet, "_POLL_SECONDS", 0.0)
+    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server) as engine:
+        played, idle, looked = Played(engine, scripts(), MOST), [False], []
+        taken = played.take
+
+        def take(room: int, wait: bool = False) -> Any:
+            assert not wait
+            found = taken(room)
+            idle[0] = not found and room == engine._room()
+            return found
+
+        played.take = take  # type: ignore[method-assign]
+        check = engine.manager.check_waits
+        monkeypatch.setattr(engine.manager, "check_waits", lambda: (looked.append(idle[0]), check())[1])
+        assert tokens(played.play(GREEDY)) == expected
+        assert any(looked)
 
 
 def test_requests_of_the_call_and_of_the_source_are_numbered_in_order(policy: Policy, folder: Path) -> None:

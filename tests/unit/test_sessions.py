@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.rollout.native.cached_spans import BlockPool, SequenceState, SharedPrompt
+from lockstep.rollout.native.cached_spans import BlockPool, CachedSpan, SequenceState, SharedPrompt, StatePool
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sessions import ParkedSessions
 from pretended_runner import Pretender
@@ -160,6 +160,76 @@ def test_sessions_are_evicted_when_blocks_run_out_the_least_recently_used_first(
     assert list(scheduler.parked.spans) == [8]
     assert scheduler.preempted == 0
     assert scheduler.pool.free == 5
+
+
+def parked_sessions(blocks: int, spans: list[list[int]], slots: int | None = None) -> ParkedSessions:
+    """Sessions 0, 1, ... with these blocks, each read by as many sessions as name it, and a slot for each."""
+    pool, states = BlockPool(blocks), StatePool(slots)
+    for _ in range(blocks):
+        pool.take()
+    held = {block for span in spans for block in span}
+    pool.drop(set(range(blocks)) - held)
+    parked = ParkedSessions(pool, states, 4)
+    for session, span in enumerate(spans):
+        pool.share(set(span) & {block for other in spans[:session] for block in other})
+        parked.spans[session] = CachedSpan([], list(span), 4 * len(span), states.take())
+    return parked
+
+
+@pytest.mark.parametrize(
+    ("blocks", "left"),
+    [
+        (2, [0, 1, 2]),  # two are free
+        (4, [1, 2]),  # the oldest session has two blocks of its own, and one that the second reads too
+        (5, [2]),  # the shared block is free when both are gone
+        (6, [2]),
+        (7, []),
+        (8, [0, 1, 2]),  # all blocks together are seven
+    ],
+)
+def test_no_more_sessions_are_evicted_than_needed_and_none_in_vain(blocks: int, left: list[int]) -> None:
+    parked = parked_sessions(8, [[0, 1, 2], [2, 3], [4]])
+    others = parked.pool.take()  # of a running sequence
+    assert parked.pool.free == 2
+    assert parked.free_blocks(blocks) == (blocks < 8)
+    assert list(parked.spans) == left
+    assert parked.evicted == 3 - len(left)
+    parked.pool.drop([others])
+
+
+def test_slots_are_freed_as_blocks_are() -> None:
+    parked = parked_sessions(9, [[0], [1], [2]], slots=4)
+    assert [parked.free_slots(1), len(parked.spans)] == [True, 3]
+    assert [parked.free_slots(5), len(parked.spans)] == [False, 3]
+    assert [parked.free_slots(3), list(parked.spans)] == [True, [2]]
+
+
+def test_a_sequence_without_room_leaves_the_sessions_parked() -> None:
+    """A long prompt waits, because a running sequence has most blocks; what the sessions hold would not suffice."""
+    scheduler = Scheduler([], [], blocks=12, block=4, rows=3, budget=100)
+    played = TalkingPretender(scheduler, [], [], {}, 1)
+
+    def add(tokens: int, limit: int, session: int | None = None) -> None:
+        start = 100 * scheduler.num_requests
+        sample = SequenceState(
+            list(range(start, start + tokens)), request=scheduler.num_requests, prompt=tokens, limit=limit
+        )
+        sample.session = session
+        played.lengths[sample.order] = limit
+        played.samples.append(sample)
+        scheduler.add([SharedPrompt(sample.tokens[:-1])], [sample])
+
+    add(8, 9, session=7)
+    while scheduler.unfinished:
+        played.play(scheduler.next(1))
+    add(20, 24)
+    played.play(scheduler.next(1))
+    played.play(scheduler.next(1))
+    add(28, 30)
+    played.play(scheduler.next(1))
+    assert list(scheduler.parked.spans) == [7]
+    while scheduler.unfinished:
+        played.play(scheduler.next(1))
 
 
 def test_a_session_that_ends_in_its_turn_keeps_nothing() -> None:

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -76,7 +77,9 @@ def streamed(
     data = Data.model_validate({"train": train, "streaming": True, "shuffle_buffer": 8, **keys})
     loaded = stream_rows(requested(data, reader), lambda items: ())
     assert loaded.open_stream is not None
-    stream = loaded.open_stream(per_update, seed, {}, processes)
+    assert loaded.start_workers is not None
+    workers = loaded.start_workers(processes) if processes else None
+    stream = loaded.open_stream(per_update, seed, {}, workers)
     assert isinstance(stream, RowStream)
     return stream
 
@@ -260,6 +263,41 @@ def test_workers_end_with_the_stream(tmp_path: Path) -> None:
     del stream
     gc.collect()
     assert not started & set(multiprocessing.active_children())
+
+
+def test_workers_end_with_the_run_although_the_stream_lives(tmp_path: Path) -> None:
+    """For example because a traceback refers to the stream."""
+    data = Data.model_validate({"train": str(write_numbers(tmp_path, FIVE_FILES)), "streaming": True})
+    loaded = stream_rows(requested(data), lambda items: ())
+    assert loaded.open_stream is not None
+    before = set(multiprocessing.active_children())
+    with suppress(KeyError), loaded.encoding_ahead(2):
+        stream = loaded.open_stream(4, 1, {}, loaded.workers)
+        stream.take(0)
+        started = set(multiprocessing.active_children()) - before
+        assert len(started) == 2
+        raise KeyError
+    assert not started & set(multiprocessing.active_children())
+    assert loaded.workers is None
+
+
+def test_a_worker_that_ended_gets_no_more_tasks() -> None:
+    def work(task: int) -> int:
+        if task < 0:
+            os._exit(7)
+        return os.getpid()
+
+    workers = BackgroundWorkers(work, 2)
+    with pytest.warns(UserWarning, match="exit code 7"):
+        assert workers.submit(-1).result(HANG) is None
+    tasks = [workers.submit(task) for task in range(40)]
+    assert len({task.result(HANG) for task in tasks} - {None}) == 1
+    assert None not in {task.result(HANG) for task in tasks}
+    with pytest.warns(UserWarning, match="exit code 7"):
+        assert workers.submit(-1).result(HANG) is None
+    # Now the caller does all tasks, and none of them waits.
+    assert [workers.submit(task).result(HANG) for task in range(3)] == [None] * 3
+    workers.close()
 
 
 def open_and_wait(folder: Path, report: Any) -> None:
@@ -457,7 +495,7 @@ def test_an_epoch_without_items_ends(tmp_path: Path) -> None:
     write_numbers(tmp_path, [[-1] * 10])
     assert loaded.open_stream is not None
     with refuses("part-0.jsonl", "no-rows", "10 were dropped"):
-        loaded.open_stream(4, 0, {}, 0).take(0)
+        loaded.open_stream(4, 0, {}, None).take(0)
 
 
 def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
@@ -468,7 +506,7 @@ def test_rows_are_checked_when_they_are_read(tmp_path: Path) -> None:
 
     loaded = stream_rows(requested(data), check)
     assert loaded.open_stream is not None
-    stream = loaded.open_stream(4, 0, {}, 0)
+    stream = loaded.open_stream(4, 0, {}, None)
     assert numbers(stream.take(0)) == [0, 1, 2, 3]
     with refuses("line 8", "not-text"):
         stream.take(1)
@@ -491,6 +529,7 @@ def test_streamed_items_equal_those_in_memory(tmp_path: Path, tiny_folder: Path,
     request = RowRequest(kind, reader, data.train, data, load_tokenizer(str(tiny_folder)), 100)
     memory, stream = load_rows(request), stream_rows(request, lambda items: ())
     assert stream.open_stream is not None
-    found = stream.open_stream(5, 0, {}, processes).between(0, 20)
+    with stream.encoding_ahead(processes):
+        found = stream.open_stream(5, 0, {}, stream.workers).between(0, 20)
     assert found == list(memory.items)
     assert (stream.streamed, stream.longest) == (True, 100)

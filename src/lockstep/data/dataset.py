@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -13,7 +14,7 @@ from lockstep.data.encode import dialogue as special_text
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import OverLimit
 from lockstep.data.encode.tokenizer_cache import forget_pieces
-from lockstep.data.parallel import in_processes, processes_here
+from lockstep.data.parallel import BackgroundWorkers, in_processes, processes_here
 from lockstep.data.row_cache import PART_ROWS, RowCache, cache_folder, worth_keeping
 from lockstep.data.row_reader import RowCounts, RowReader, TrainedCounts
 from lockstep.data.sources.mix import Mixture
@@ -172,6 +173,18 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT", bound=Item)
 
 
+class OpenStream(Protocol[T]):
+    """Opens the stream of a streamed data set (`data/streaming.py`)."""
+
+    def __call__(
+        self,
+        rows_per_update: int,
+        seed: int,
+        carried: Mapping[str, float],
+        workers: BackgroundWorkers[Any, Any] | None,
+    ) -> BatchSource[T]: ...
+
+
 @dataclass
 class LoadedRows(Generic[T]):
     """The encoded items of several data sources, with the sources' weights and fingerprints, and counts."""
@@ -185,16 +198,33 @@ class LoadedRows(Generic[T]):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
-    open_stream: Callable[[int, int, Mapping[str, float], int], BatchSource[T]] | None = None
+    open_stream: OpenStream[T] | None = None
     """Opens the stream of a streamed data set (`data/streaming.py`), from the number of rows of an update, the seed,
-    the state of a checkpoint and the number of worker processes. `sources` and `counts` of a streamed data set contain
-    only its first rows."""
+    the state of a checkpoint and the worker processes. `sources` and `counts` of a streamed data set contain only its
+    first rows."""
+    start_workers: Callable[[int], BackgroundWorkers[Any, Any]] | None = None
+    """Forks so many worker processes, which encode rows of a streamed data set."""
+    workers: BackgroundWorkers[Any, Any] | None = None
+    """The worker processes, while they run."""
     limit: int = 0
     """The maximum number of tokens of a streamed row."""
 
     @property
     def streamed(self) -> bool:
         return self.open_stream is not None
+
+    @contextmanager
+    def encoding_ahead(self, processes: int) -> Iterator[None]:
+        """Starts the worker processes of a streamed data set, and ends them with the context. Enter the context before
+        models are loaded, because a worker is a copy of this process."""
+        if self.start_workers is not None and processes:
+            self.workers = self.start_workers(processes)
+        try:
+            yield
+        finally:
+            if self.workers is not None:
+                self.workers.close()
+            self.workers = None
 
     @property
     def longest(self) -> int:

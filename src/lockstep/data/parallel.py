@@ -16,6 +16,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -150,14 +151,13 @@ def _begin_worker(inherited: Sequence[Connection]) -> None:
 
 class BackgroundWorkers(Generic[TaskT, ResultT]):
     """Forked workers that run tasks while this process continues. They end with `close`, with this object, or with this
-    process."""
+    process. A worker that ends early gets no more tasks, and a warning says so."""
 
     def __init__(self, work: Callable[[TaskT], ResultT], processes: int):
         context = mp.get_context("fork")
         started: list[mp.context.ForkProcess] = []
         ours: list[Connection] = []
-        # None stands for a worker that ended.
-        self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._idle = _IdleWorkers(processes)
         with _quiet_forks():
             for _ in range(processes):
                 mine, theirs = context.Pipe()
@@ -166,10 +166,10 @@ class BackgroundWorkers(Generic[TaskT, ResultT]):
                 process.start()
                 started.append(process)
                 theirs.close()
-                self._idle.put(mine)
+                self._idle.queue.put((mine, process))
         # One thread per worker sends a task and waits for the result, so this process never waits for a full pipe.
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="lockstep-encode")
-        self._end = weakref.finalize(self, _end_workers, self._threads, started, ours)
+        self._end = weakref.finalize(self, _end_workers, self._idle, self._threads, started, ours)
 
     def submit(self, task: TaskT) -> Future[ResultT | None]:
         """Starts a task. The result is None if the worker failed: then the caller runs the task itself."""
@@ -179,26 +179,53 @@ class BackgroundWorkers(Generic[TaskT, ResultT]):
         self._end()
 
 
-def _call(idle: queue.SimpleQueue[Connection | None], task: TaskT) -> ResultT | None:
-    connection = idle.get()
+class _IdleWorkers:
+    """The workers without a task. Workers that have ended are not among them; None follows after the last one."""
+
+    def __init__(self, count: int):
+        self.queue: queue.SimpleQueue[tuple[Connection, mp.context.ForkProcess] | None] = queue.SimpleQueue()
+        self._alive, self._lock = count, threading.Lock()
+        self.closed = False
+
+    def lost(self, process: mp.context.ForkProcess) -> None:
+        """Counts a worker that has ended. Its tasks go to the other workers or, after the last one, to the caller."""
+        with self._lock:
+            self._alive -= 1
+            left = self._alive
+        if not left:
+            self.queue.put(None)
+        if self.closed:
+            return
+        process.join(1.0)
+        rest = f"the other {left} encode its rows" if left else "this process encodes the rows, which slows training"
+        warnings.warn(f"a process that encodes rows ended (exit code {process.exitcode}); {rest}", stacklevel=2)
+
+
+def _call(idle: _IdleWorkers, task: TaskT) -> ResultT | None:
+    worker = idle.queue.get()
+    if worker is None:
+        idle.queue.put(None)
+        return None
+    connection, process = worker
     try:
-        if connection is None:
-            return None
         connection.send(task)
         result: ResultT | None = connection.recv()
-        return result
     except (EOFError, OSError):
-        connection = None
+        idle.lost(process)
         return None
     except Exception:  # noqa: BLE001 - the task cannot be pickled, so nothing was sent
-        return None
-    finally:
-        idle.put(connection)
+        result = None
+    idle.queue.put(worker)
+    return result
 
 
 def _end_workers(
-    threads: ThreadPoolExecutor, processes: Sequence[mp.context.ForkProcess], connections: Sequence[Connection]
+    idle: _IdleWorkers,
+    threads: ThreadPoolExecutor,
+    processes: Sequence[mp.context.ForkProcess],
+    connections: Sequence[Connection],
 ) -> None:
+    idle.closed = True
     threads.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.terminate()

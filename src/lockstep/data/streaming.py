@@ -421,8 +421,9 @@ def stream_rows(request: RowRequest[LoadedT], check: ItemCheck) -> LoadedT:
     # Without weights, the files of all sources are shuffled together.
     groups = by_source if weights else [[shard for shards in by_source for shard in shards]]
 
-    def open_stream(rows_per_update: int, seed: int, carried: Mapping[str, float], processes: int) -> RowStream[Any]:
-        workers = BackgroundWorkers(partial(encode_rows, groups), processes) if processes else None
+    def open_stream(
+        rows_per_update: int, seed: int, carried: Mapping[str, float], workers: Workers | None
+    ) -> RowStream[Any]:
         ahead = _AHEAD_UPDATES * rows_per_update
         pools = [ShardPool(group, data, (seed, number), workers, ahead) for number, group in enumerate(groups)]
         stream = RowStream(pools, weights or [1.0], rows_per_update=rows_per_update, check=check)
@@ -430,6 +431,7 @@ def stream_rows(request: RowRequest[LoadedT], check: ItemCheck) -> LoadedT:
         return stream
 
     loaded.open_stream, loaded.limit = open_stream, request.limit
+    loaded.start_workers = partial(BackgroundWorkers, partial(encode_rows, groups))
     return loaded
 
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from math import inf
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
 from lockstep.environments.parsers import parse_reply
-from lockstep.environments.running import Running, row_of
+from lockstep.environments.running import Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import (
@@ -37,8 +38,9 @@ from lockstep.trajectory import (
 )
 from lockstep.types import Completion, Request, Sampling
 
-# While trajectories wait for their environments, a pause is noticed after this many seconds.
-LOOK_SECONDS = 0.1
+# While trajectories wait for their environments, a pause is noticed after LOOK_SECONDS, and progress is reported after
+# PROGRESS_SECONDS. Every call of an environment has a time limit, so a wait is no stall of the run.
+LOOK_SECONDS, PROGRESS_SECONDS = 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,8 @@ class Pausing:
 # The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
 PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
-# tokens.
+# tokens, if the engine has room for it. For a longer one, the engine finishes its turns and starts again.
 LONGER, MORE = 1.25, 64
-
-
-class TurnEngine(Protocol):
-    """The engine that generates the turns of the model (`rollout.engine.Engine`)."""
-
-    instead: str
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]: ...
-
-    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-
-    def release_memory(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class EnvironmentEngine:
@@ -100,6 +88,8 @@ class EnvironmentEngine:
         self.instead = inner.instead
         self.sessions = count()
         self._prefill = (0, 0)
+        self.progress: Callable[[], None] = lambda: None
+        """Tells the watchdog of the ranks that the run is not stalled."""
         self.pausing: Pausing | None = None
         """Set by a rollout worker, in which generation pauses for newer weights."""
 
@@ -119,6 +109,11 @@ class EnvironmentEngine:
         """Returns how many prompt tokens the inner engine has computed and reused since the last call."""
         found, self._prefill = self._prefill, (0, 0)
         return found
+
+    def longest_prompt(self, response: int) -> float:
+        """Returns the largest number of tokens of a prompt, if its response has `response` tokens."""
+        room = self.inner.longest_sequence() if hasattr(self.inner, "longest_sequence") else inf
+        return min(room - response, inf if self.prompt_limit is None else self.prompt_limit)
 
     def close(self) -> None:
         """Kills the host processes. The owner of the inner engine closes that engine."""
@@ -176,8 +171,7 @@ class _TrajectoryBatch:
             if self._between() or not self.ready:
                 continue
             self.asked = []
-            longest = max(_prompt_length(running) for running in self.ready)
-            self.longest_prompt = max(self.longest_prompt, int(longest * LONGER) + MORE)
+            self._enlarge()
             requests = self._taken(len(self.ready))
             if continuous:
                 inner.further = self  # type: ignore[attr-defined]
@@ -193,6 +187,12 @@ class _TrajectoryBatch:
                 self.engine.count_prefill()
             # After a pause, these turns continue, or start, in the next call.
             self.ready += [one for one in dict.fromkeys(self.asked) if one.asks and one in self.active]
+
+    def _enlarge(self) -> None:
+        """Makes room for the prompts that are ready and, if possible, for longer ones."""
+        longest = max(map(_prompt_length, self.ready))
+        spare = min(int(longest * LONGER) + MORE, self.engine.longest_prompt(self.sampling.max_tokens))
+        self.longest_prompt = int(max(self.longest_prompt, longest, spare))
 
     def _between(self) -> bool:
         """Lets a rollout worker load weights and add requests, if it wants a pause. Returns whether it did."""
@@ -220,21 +220,27 @@ class _TrajectoryBatch:
         """Returns requests for at most `room` turns that are ready. With `wait`, waits until a turn is ready or all
         trajectories have ended. A pause ends the wait."""
         self._pump(block=False)
-        while wait and self.dispatch.outstanding and not any(map(self._fits, self.ready)) and not self._paused():
+        while wait and not self.ready and self.more:
             self._pump(block=True)
-        return self._taken(room)
+        return [] if self._outgrown else self._taken(room)
+
+    @property
+    def more(self) -> bool:
+        """Whether requests may follow although none is ready."""
+        return self.dispatch.outstanding and not self._outgrown and not self._paused()
+
+    @property
+    def _outgrown(self) -> bool:
+        """Whether a prompt is longer than `longest_prompt`, for which the inner engine has room. No turn starts then,
+        so that the prompt does not wait for all other trajectories; the next call of the engine has more room."""
+        return any(_prompt_length(running) > self.longest_prompt for running in self.ready)
 
     def _taken(self, room: int) -> list[Request]:
         # The trajectory with the most turns left decides when the batch ends, so it goes first.
-        ready = sorted(self.ready, key=lambda one: (len(one.turns), *one.order))
-        fitting = [one for one in ready if self._fits(one)][:room]
-        self.ready = [one for one in self.ready if one not in fitting]
-        self.asked += fitting
-        return [running.next_request() for running in fitting]
-
-    def _fits(self, running: Running) -> bool:
-        """Returns whether the prompt is not longer than `longest_prompt`, for which the inner engine has room."""
-        return _prompt_length(running) <= self.longest_prompt
+        taken = sorted(self.ready, key=lambda one: (len(one.turns), *one.order))[:room]
+        self.ready = [one for one in self.ready if one not in taken]
+        self.asked += taken
+        return [running.next_request() for running in taken]
 
     def _finished(self) -> Iterator[Completion]:
         done, self.done = self.done, []
@@ -256,7 +262,8 @@ class _TrajectoryBatch:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
         next deadline."""
         self._admit()
-        self.dispatch.pump(block=block, seconds=None if self.pausing is None else LOOK_SECONDS)
+        self.dispatch.pump(block=block, seconds=PROGRESS_SECONDS if self.pausing is None else LOOK_SECONDS)
+        self.engine.progress()
         self._admit()
 
     def _paused(self) -> bool:

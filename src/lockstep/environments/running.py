@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.environments.conversation import ChatConversation, TokenConversation
 from lockstep.environments.environment import Reply
@@ -15,6 +15,23 @@ from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord
 from lockstep.types import FAILED, PAUSED, Completion, PartialResponse, Question, Request, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TurnEngine(Protocol):
+    """The engine that generates the turns of the model (`rollout.engine.Engine`)."""
+
+    instead: str
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]: ...
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def release_memory(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def environment_seed(run: int, key: int, sample: int) -> int:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation, probe_template
 from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
-from lockstep.environments.loop import EnvironmentEngine, TurnEngine
+from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.parsers import format_named
-from lockstep.environments.running import environment_seed, row_of
+from lockstep.environments.running import TurnEngine, environment_seed, row_of
 from lockstep.errors import Refusal, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.recipe.registry import ENVIRONMENTS, TOOLS

@@ -9,7 +9,6 @@ from typing import Any
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import BatchSource, Dataset, Loader, steps_and_rows
 from lockstep.data.encode.prompt_rows import PromptSet
-from lockstep.data.parallel import spare_processes
 from lockstep.data.updates import row_size
 from lockstep.errors import Refusal
 from lockstep.model.text_model import text_config
@@ -148,7 +147,7 @@ def make_loader(
     if read.open_stream is None:
         return memory_loader(recipe, read)
     each = recipe.batch.prompts if isinstance(read, PromptSet) else recipe.batch.rows_per_update
-    return read.open_stream(each, recipe.run.seed, carried or {}, spare_processes())
+    return read.open_stream(each, recipe.run.seed, carried or {}, read.workers)
 
 
 def memory_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:

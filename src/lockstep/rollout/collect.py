@@ -269,6 +269,7 @@ def collect(
                 text = _text(completion, decode)
                 fields = {
                     "prompt_index": index,
+                    "key": keys[index],
                     "sample": completion.sample,
                     "ids": completion.ids,
                     "logprobs": completion.logprobs,

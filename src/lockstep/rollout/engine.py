@@ -155,6 +155,9 @@ class Conversations(Further, Protocol):
     """The largest number of trajectories that are open at once."""
     longest_sequence: int
     """The largest number of tokens of a prompt and its response together."""
+    more: bool
+    """Whether requests may follow, after `take` has returned none. An engine that has other things to do can ask this
+    instead of waiting in `take`."""
 
 
 @runtime_checkable

@@ -90,6 +90,7 @@ class Generator:
             self._prompt_limit,
             None if self._logs is None else self._logs / f"environment-{self.world.rank}",
         )
+        environments.progress = self.world.progress
         self._environments.append(environments)
         return environments
 
@@ -161,6 +162,7 @@ class Generator:
         """Returns `n` scored responses per prompt, in the order of the prompts; all ranks get the same list. `keys` are
         the random keys of the prompts."""
         local = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
+        self.spent(0.0, 0)  # the metrics of the next training step do not count these prompt tokens
         return everyone(local.rollouts, self.world)
 
     def generate_here(
@@ -196,13 +198,13 @@ class Generator:
                 self.engine.sync(self.policy.stored.named_parameters())
             return collect(*arguments)
 
-    def repeat_turns(self, rollouts: Sequence[Rollout], first_key: int, sampling: Sampling) -> list[Rollout]:
+    def repeat_turns(self, rollouts: Sequence[Rollout], sampling: Sampling) -> list[Rollout]:
         """Generates the turns of recorded trajectories again, each after its recorded context. The environment is not
         called. A response that differs from the recorded one ends after its first different turn. All ranks get the
-        same list. `first_key` is the random key of the first prompt."""
+        same list."""
         own = [one for one in rollouts if one.prompt_index % self.world.engines == self.world.engine]
         turns = [(number, turn) for number, one in enumerate(own) for turn in range(len(_turns(one)))]
-        requests = [_turn_request(own[number], turn, first_key) for number, turn in turns]
+        requests = [_turn_request(own[number], turn) for number, turn in turns]
         found: dict[tuple[int, int], Completion] = {}
         with self.whole_weights():
             self.engine.sync(self.policy.stored.named_parameters())
@@ -283,14 +285,14 @@ def _turns(rollout: Rollout) -> Sequence[TurnRecord]:
     return rollout.trajectory.turns
 
 
-def _turn_request(rollout: Rollout, turn: int, first_key: int) -> Request:
+def _turn_request(rollout: Rollout, turn: int) -> Request:
     """Returns the request for a recorded turn: its context is the tokens before it in its row."""
     record = _turns(rollout)[turn]
     lengths = [len(row.ids) for row in rollout.rows] or [len(rollout.ids)]
     row_start = max(start for start in accumulate([0, *lengths[:-1]]) if start <= record.start)
     context = [*rollout.prompt.ids, *rollout.ids[row_start : record.start]]
-    key = turn_key(first_key + rollout.prompt_index, turn)
-    return Request(context, key, first=rollout.sample, max_tokens=record.stop - record.start)
+    assert rollout.key is not None
+    return Request(context, turn_key(rollout.key, turn), first=rollout.sample, max_tokens=record.stop - record.start)
 
 
 def _repeated(rollout: Rollout, completions: Sequence[Completion]) -> Rollout:

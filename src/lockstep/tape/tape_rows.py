@@ -102,6 +102,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
     return {
         "place": rollout.prompt_index,
         "sample": rollout.sample,
+        **({} if rollout.key is None else {"key": rollout.key}),
         "prompt_ids": list(rollout.prompt.ids),
         "ids": list(rollout.ids),
         "logprobs": list(rollout.logprobs),
@@ -159,6 +160,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         row.get("versions") or (),
         Trajectory.from_dict(from_json(row["trajectory"])) if row.get("trajectory") else None,
         _trajectory_rows(row),
+        row.get("key"),
     )
 
 

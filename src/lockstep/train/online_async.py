@@ -17,6 +17,7 @@ from lockstep.device.process_setup import each_of
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.preflight.async_worker import collective_of, device_of_worker
+from lockstep.preflight.batch_plan import prompt_limit
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import AskedAhead
 from lockstep.rollout.engine import training_sampling
@@ -98,7 +99,8 @@ def open_worker(online: Online) -> Iterator[Ahead]:
         device_of_worker(run.recipe, run.world.local_rank),
     )
     with _threads_divided(run.recipe, device):
-        engine = WorkerEngine(policy, device, run.recipe, run.prepared.end_tokens, log, collective, worker_device)
+        ends, limit = run.prepared.end_tokens, prompt_limit(run.recipe, run.prepared.config)
+        engine = WorkerEngine(policy, device, run.recipe, ends, log, collective, worker_device, limit)
         try:
             yield Ahead(online, engine)
         finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 from types import FrameType
 
+from lockstep.data.parallel import spare_processes
 from lockstep.errors import Interrupted, Problem, Refusal, refuse_all
 from lockstep.evaluate.validation import answer_metrics
 from lockstep.kernels.fused import replaced
@@ -283,7 +284,11 @@ def open_training(
     folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
         folder.create()
-    with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
+    with (
+        folder.lock() if world.main else nullcontext(),
+        _graceful_interrupt(console) as interrupt,
+        prepared.train.encoding_ahead(spare_processes()),
+    ):
         run = Run(prepared, folder, runtime.device, world, console)
         try:
             models = load_models(run)

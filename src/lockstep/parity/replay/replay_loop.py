@@ -146,7 +146,7 @@ class Replay:
         training, generator = online.training, online.training.generator
         assert generator is not None
         sampling = training_sampling(training.run.recipe, generator.stop_ids)
-        return generator.repeat_turns(rollouts, int(training.carried["position"]), sampling)
+        return generator.repeat_turns(rollouts, sampling)
 
     def after(self, training: Training, step: int) -> None:
         """Locates the wrong operator at the first step at which a module diverges, while the models are still

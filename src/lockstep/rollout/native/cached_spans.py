@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lockstep.kernels.mixer_states import RESERVED
@@ -85,6 +85,15 @@ class BlockPool:
         for block in blocks:
             self._readers[block] += 1
 
+    def freed_by(self, spans: Iterable[CachedSpan]) -> Iterator[int]:
+        """Yields for each span how many blocks become free if this span and those before it are dropped."""
+        dropped: Counter[int] = Counter()
+        free = 0
+        for span in spans:
+            dropped.update(span.blocks)
+            free += sum(dropped[block] == self._readers[block] for block in span.blocks)
+            yield free
+
     def drop(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._readers[block] -= 1
@@ -100,9 +109,9 @@ class StatePool:
         self.used = count is not None
         self._free = deque(range(RESERVED, RESERVED + (count or 0)))
 
-    def has_room(self, beyond: int = 0) -> bool:
-        """Returns whether a slot is free besides `beyond` others."""
-        return not self.used or len(self._free) > beyond
+    def missing(self, slots: int) -> int:
+        """Returns how many slots must be dropped, so that `slots` slots are free."""
+        return max(0, slots - len(self._free)) if self.used else 0
 
     def take(self) -> int:
         return self._free.popleft() if self.used else 0

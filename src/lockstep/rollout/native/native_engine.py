@@ -26,7 +26,7 @@ from lockstep.rollout.native.cached_spans import SequenceState
 from lockstep.rollout.native.intake import Intake
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler
-from lockstep.rollout.native.state_plan import StatePlan, plan_states
+from lockstep.rollout.native.state_plan import STATE_SHARE, StatePlan, plan_states
 from lockstep.types import PAUSED, Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class NativeEngine(SharedWeights):
         )
         training = self.policy.training
         self.policy.eval()
+        self._ended.clear()
         try:
             yield from self._run(scheduler, runner, intake)
         finally:
@@ -166,6 +167,15 @@ class NativeEngine(SharedWeights):
 
     def prompt_counts(self) -> PrefillCounts:
         return self._counts
+
+    def longest_sequence(self) -> int:
+        """Returns the largest number of tokens of a sequence, prompt included: its keys and values fit the KV cache,
+        and they stay valid."""
+        block, fixed = self.settings.block_tokens, fixed_length(text_config(self.policy.causal_lm.config))
+        states = STATE_SHARE if self.policy.decoder.mixers else 0.0
+        blocks = int(self.cache_room() * (1 - states) // self.block_bytes())
+        longest = (blocks - Scheduler.least_blocks(0, block)) * block
+        return longest if fixed is None else min(longest, fixed)
 
     def release_memory(self) -> None:
         """Frees the KV cache and the CUDA graphs."""

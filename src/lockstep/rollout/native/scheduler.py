@@ -132,10 +132,8 @@ class Scheduler:
         missing = (
             -(-stop // self.block) - len(sequence.blocks) for sequence, stop in zip(continuing, stops, strict=True)
         )
-        if not self._free_blocks(sum(max(0, blocks) for blocks in missing)):
-            return work
         added = self.waiting[: self.rows - len(continuing)]
-        if not self._start_at_once(added):
+        if not (self._start_at_once(added) and self.parked.free_blocks(sum(max(0, blocks) for blocks in missing))):
             return work
         for sequence, stop in zip(continuing, stops, strict=True):
             self._grow(sequence, stop)
@@ -213,7 +211,11 @@ class Scheduler:
             if prefix.ready or prefix.blocks:
                 continue
             blocks = -(-len(prefix.tokens) // self.block)
-            if len(prefix.tokens) > work.budget or self.pool.free < needed + blocks or not self._has_prefix_slot():
+            if (
+                len(prefix.tokens) > work.budget
+                or self.pool.free < needed + blocks
+                or self.states.missing(self._prefix_slots)
+            ):
                 return
             self._grow(prefix, len(prefix.tokens))
             prefix.slot = self.states.take()
@@ -227,8 +229,9 @@ class Scheduler:
         parked = self.parked.claim(sequence)
         held = prefix.cached // self.block if parked is None else len(parked.blocks)
         if not (
-            self._has_room(-(-stop // self.block) - held, sequence.request)
-            and (parked is not None or self._free_slot())
+            (parked is not None or self.states.missing(1) <= len(self.parked.spans))
+            and self._has_room(-(-stop // self.block) - held, sequence.request)
+            and (parked is not None or self.parked.free_slots(1))
         ):
             if parked is not None:
                 self.parked.put_back(sequence, parked)
@@ -276,30 +279,30 @@ class Scheduler:
         if not self._has_room(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
             return False
         if not prefix.slot:
-            while not self._has_prefix_slot() and (
-                self.parked.evict() or (not self.running and self._evict_prefix(request))
-            ):
+            while not self.parked.free_slots(self._prefix_slots) and not self.running and self._evict_prefix(request):
                 pass
-            if not self._has_prefix_slot():
+            if self.states.missing(self._prefix_slots):
                 return False
             prefix.slot = self.states.take()
         self._grow(prefix, len(prefix.tokens))
         return True
 
-    def _has_prefix_slot(self) -> bool:
-        """Returns whether a prefix may take a slot. One slot per row stays free for sequences."""
-        return self.states.has_room(beyond=max(0, self.rows - len(self.running)))
+    @property
+    def _prefix_slots(self) -> int:
+        """The number of free slots with which a prefix may take one. One slot per row stays free for sequences."""
+        return 1 + max(0, self.rows - len(self.running))
 
     def _has_room(self, blocks: int, request: int) -> bool:
         """Returns whether `blocks` blocks can be allocated so that one free block per running sequence remains, to
         avoid preemption.
 
-        Parked sessions are evicted. If no sequence runs, prefixes of later requests are evicted too.
+        Parked sessions are evicted, if that helps. If no sequence runs, prefixes of later requests are evicted too.
         """
-        self._free_blocks(blocks + len(self.running))
-        while not self.running and self.pool.free < blocks and self._evict_prefix(request):
-            pass
-        return self.pool.free >= blocks + len(self.running)
+        needed = blocks + len(self.running)
+        while not self.parked.free_blocks(needed):
+            if self.running or not self._evict_prefix(request):
+                return False
+        return True
 
     # -- space in the KV cache
 
@@ -307,18 +310,6 @@ class Scheduler:
         """Returns how many tokens of the sequence are cached after a round of `tokens` passes; its last new token is
         not cached yet."""
         return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
-
-    def _free_blocks(self, blocks: int) -> bool:
-        """Evicts parked sessions until `blocks` blocks are free. Returns whether they are."""
-        while self.pool.free < blocks and self.parked.evict():
-            pass
-        return self.pool.free >= blocks
-
-    def _free_slot(self) -> bool:
-        """Evicts parked sessions until a slot for states is free. Returns whether one is."""
-        while not self.states.has_room() and self.parked.evict():
-            pass
-        return self.states.has_room()
 
     def _grow(self, part: CachedSpan, stop: int) -> None:
         while len(part.blocks) * self.block < stop:
@@ -328,8 +319,8 @@ class Scheduler:
         """Allocates blocks for the first `stop` tokens of a running sequence; returns False if the sequence was
         preempted."""
         missing = -(-stop // self.block) - len(sequence.blocks)
-        while self.pool.free < missing:
-            if self.parked.evict() or self._evict_prefix(sequence.request):
+        while not self.parked.free_blocks(missing):
+            if self._evict_prefix(sequence.request):
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)

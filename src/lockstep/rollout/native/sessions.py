@@ -72,13 +72,33 @@ class ParkedSessions:
         if span is not None:
             release(span, self.pool, self.states)
 
-    def evict(self) -> bool:
-        """Frees the least recently used session. Returns False if no session is parked."""
-        if not self.spans:
+    def free_blocks(self, blocks: int) -> bool:
+        """Evicts sessions, the least recently used first, until `blocks` blocks are free. Returns False, and evicts
+        none, if that is impossible. Blocks that others read too do not become free."""
+        missing = blocks - self.pool.free
+        if missing <= 0:
+            return True
+        if sum(len(span.blocks) for span in self.spans.values()) < missing:
             return False
-        self.end(next(iter(self.spans)))
-        self.evicted += 1
+        for count, freed in enumerate(self.pool.freed_by(self.spans.values()), start=1):
+            if freed >= missing:
+                self._evict(count)
+                return True
+        return False
+
+    def free_slots(self, slots: int) -> bool:
+        """Evicts sessions, the least recently used first, until `slots` slots are free. Returns False, and evicts none,
+        if that is impossible."""
+        missing = self.states.missing(slots)
+        if missing > len(self.spans):
+            return False
+        self._evict(missing)
         return True
+
+    def _evict(self, count: int) -> None:
+        for session in list(self.spans)[:count]:
+            self.end(session)
+        self.evicted += count
 
 
 def release(span: CachedSpan, pool: BlockPool, states: StatePool) -> None:

@@ -76,10 +76,11 @@ class Arrivals(Protocol):
     """A source of requests. `poll_seconds` is the time after which it is asked again if nothing happens."""
 
     poll_seconds: float
+    more: bool
+    """Whether requests may follow, after a call has returned none."""
 
     def __call__(self, pending: int) -> Sequence[WantedSample]:
-        """Returns the requests that have arrived, while `pending` earlier ones are unfinished. If `pending` is 0, an
-        empty list means that there are no more requests."""
+        """Returns the requests that have arrived, while `pending` earlier ones are unfinished."""
         ...
 
 
@@ -121,7 +122,7 @@ class Fleet:
                 if requests:
                     self.clients.start(self._begin(number, requests, events_queue)).result()
                     number, pending = number + len(requests), pending + len(requests)
-                if not pending:
+                if not pending and not arrivals.more:
                     return
                 try:
                     event = events_queue.get(timeout=arrivals.poll_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lockstep.kernels.sampling import sequence_keys
-from lockstep.rollout.engine import Further
+from lockstep.rollout.engine import Conversations, Further
 from lockstep.rollout.servers.adapter import WantedSample
 from lockstep.types import Request, Sampling
 
@@ -40,7 +40,13 @@ class RequestStream:
         room = self._room() - pending
         if self._further is None or room <= 0:
             return []
-        return self._wanted(self._further.take(room, wait=not pending))
+        return self._wanted(self._further.take(room))
+
+    @property
+    def more(self) -> bool:
+        """Whether requests may follow, after the source has returned none. The engine does not wait in `take`, because
+        it must restart servers that are lost meanwhile."""
+        return isinstance(self._further, Conversations) and self._further.more
 
     def _wanted(self, requests: Sequence[Request]) -> list[WantedSample]:
         first = len(self.sent)

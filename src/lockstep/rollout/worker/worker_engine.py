@@ -60,7 +60,7 @@ class WorkerEngine:
     `policy` is the trained policy on `device`. `own` is the index of the worker's device. The worker writes its output
     to the file `log`. `collective` is the torch.distributed backend that broadcasts the weights. If `collective` is
     None, the weights are sent through shared memory. Every rank has a worker, and all ranks must call `hand_over`
-    together."""
+    together. `prompt_limit` is the longest prompt that an environment may write."""
 
     instead = "remove rollout.max_staleness: generation and training then alternate"
 
@@ -73,6 +73,7 @@ class WorkerEngine:
         log: Path,
         collective: str | None = None,
         own: int = 0,
+        prompt_limit: int | None = None,
     ):
         self.policy, self.device, self.log, self.collective = policy, device, log, collective
         self._interactive = recipe.rollout.interactive
@@ -96,7 +97,8 @@ class WorkerEngine:
         self._pipe = _connection(self.process.connection, files)
         threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
         try:
-            self._send(Opening(recipe, list(end_tokens), how, own, torch.get_num_threads()))
+            threads, logs = torch.get_num_threads(), log.with_suffix("")
+            self._send(Opening(recipe, list(end_tokens), how, own, threads, prompt_limit, logs))
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.data.encode.chat_template import with_template
 from lockstep.device.select import select
 from lockstep.environments.loop import EnvironmentEngine, Pausing
 from lockstep.errors import Refusal
@@ -106,11 +107,10 @@ class _Worker:
         device.use(opening.device)
         self.device = device.torch_device(opening.device)
         self.policy = load_policy(recipe.model, self.device, device.attention, recipe.run.seed)
-        tokenizer, path = load_tokenizer(recipe.model.path), recipe.model.path
-        alone = World(local_rank=opening.device)
-        generator = Generator(
-            self.policy, tokenizer, recipe.rollout, device, alone, path, end_tokens=opening.end_tokens
-        )
+        path, settings = recipe.model.path, recipe.rollout
+        tokenizer = with_template(load_tokenizer(path), recipe.data)
+        alone, ends, limit = World(local_rank=opening.device), opening.end_tokens, opening.prompt_limit
+        generator = Generator(self.policy, tokenizer, settings, device, alone, path, ends, opening.logs, limit)
         self.engine = generator.responder
         if isinstance(generator.engine, NativeEngine):
             generator.engine.pause = self._paused

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -258,7 +259,7 @@ class Meeting:
 class Opening:
     """The first message to the worker. `end_tokens` are the end-of-sequence tokens of `Generator`. `device` is the
     worker's device index. The training process and the worker use the same number of CPU `threads`, so that sums are
-    computed in the same order."""
+    computed in the same order. `prompt_limit` and `logs` are those of `Generator`."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
@@ -266,6 +267,8 @@ class Opening:
     """How the weights are sent: the locations in shared memory, or the data needed to join the process group."""
     device: int
     threads: int
+    prompt_limit: int | None = None
+    logs: Path | None = None
 
 
 @dataclass(frozen=True)
