@@ -98,6 +98,7 @@ def check(steps: dict[int, dict[str, float]], rollouts: list[Rollout], *, stale:
             assert sum(row.loss_mask) > 0
 
 
+@pytest.mark.slow
 def test_on_policy_distillation(tiny_folder: Path, tmp_path: Path) -> None:
     """The teacher scores every row behind the prompt that the student saw. A student that is its own teacher has
     nothing to learn, so the divergence is 0 if the rows of student and teacher are the same tokens."""

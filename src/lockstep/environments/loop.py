@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import inf
 from typing import Any
 
 import torch
 
-from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation
+from lockstep.environments.conversation import ChatConversation, ChatFormat, Suffix, TokenConversation, refuse_unknown
 from lockstep.environments.dispatch import Dispatch, HostCall
-from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
-from lockstep.environments.parsers import parse_reply
 from lockstep.environments.running import Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -57,8 +55,6 @@ class Pausing:
     """Returns the version of the weights."""
 
 
-# The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
-PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
 # tokens, if the engine has room for it. For a longer one, the engine finishes its turns and starts again.
 LONGER, MORE = 1.25, 64
@@ -319,8 +315,8 @@ class _TrajectoryBatch:
         running.anchor = fields["anchor"]
         try:
             if fields["tokens"]:
-                running.conversation = TokenConversation(fields["ids"], self._decode)
-                self._refuse_unknown(fields["ids"])
+                running.conversation = TokenConversation(fields["ids"], self.engine.chat.decode)
+                refuse_unknown(fields["ids"], self.engine.vocabulary)
                 running.stop_ids = tuple(fields["stop_ids"] or ())
             else:
                 running.conversation = ChatConversation(
@@ -344,7 +340,7 @@ class _TrajectoryBatch:
         conversation = running.conversation
         assert conversation is not None
         tokens = isinstance(conversation, TokenConversation)
-        reply = self._reply(running, completion)
+        reply = running.read_turn(completion, self.engine.chat)
         start, stop = conversation.add_turn(completion)
         running.ended_by = completion.stop
         running.reply = reply = conversation.add_reply(reply)
@@ -356,27 +352,6 @@ class _TrajectoryBatch:
             self._end(running, MAX_TOOL_CALLS)
             return
         self._call("step", running, reply=list(completion.ids) if tokens else running.reply)
-
-    def _reply(self, running: Running, completion: Completion) -> Reply:
-        """Returns a turn of the model, before its tokens are added to the conversation."""
-        conversation, ids = running.conversation, list(completion.ids)
-        assert conversation is not None
-        while ids and ids[-1] in self.engine.chat.end_ids:
-            ids.pop()
-        finish = "length" if completion.stop == "length" else "stop"
-        if isinstance(conversation, TokenConversation):
-            text = self._decode(ids)
-            return Reply(text, text, finish=finish, ids=tuple(completion.ids))
-        reply = parse_reply(
-            ids,
-            self.engine.chat.tokenizer,
-            self.settings.parser,
-            conversation.tools,
-            prompt=self._decode(conversation.context[-PROMPT_TOKENS:]),
-            finish=finish,
-            first_call=running.tool_calls,
-        )
-        return replace(reply, ids=tuple(completion.ids))
 
     def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
         running.answered(fields)
@@ -398,7 +373,7 @@ class _TrajectoryBatch:
         conversation = running.conversation
         try:
             if isinstance(conversation, TokenConversation):
-                self._refuse_unknown(fields["ids"])
+                refuse_unknown(fields["ids"], self.engine.vocabulary)
                 extension = Suffix(fields["ids"])
                 running.stop_ids = running.stop_ids if fields["stop_ids"] is None else tuple(fields["stop_ids"])
             else:
@@ -414,19 +389,6 @@ class _TrajectoryBatch:
             return
         conversation.extend(extension, fields.get("messages", ()))
         self.ready.append(running)
-
-    def _refuse_unknown(self, ids: Sequence[int]) -> None:
-        unknown = [token for token in ids if token >= self.engine.vocabulary]
-        if unknown:
-            raise Refusal.at(
-                "token ids",
-                f"token id {unknown[0]}, but the model's vocabulary has {self.engine.vocabulary} tokens",
-                "return token ids of this model's tokenizer",
-                code="unknown-token",
-            )
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.engine.chat.tokenizer.decode(ids, skip_special_tokens=False))
 
     # The end of a trajectory.
 
