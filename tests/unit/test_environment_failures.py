@@ -136,7 +136,9 @@ def test_methods_that_hang_are_named_and_their_host_is_replaced(tokenizer: Any) 
     bugs = {str(row): [method, "hangs"] for row, method in enumerate(methods, 1)}
     reasons, stops, hosts = run(tokenizer, "Buggy", bugs, 6, step_timeout=1.0)
     assert reasons[0] == reasons[-1] == ""
-    for reason, method in zip(reasons[1:], ("reset", "step", "score or close", "score or close"), strict=False):
+    for reason, method in zip(
+        reasons[1:], ("reset", "step", "score, info or close", "score, info or close"), strict=False
+    ):
         assert f"Buggy: {method} did not return within 1 s (rollout.step_timeout)" in reason
     assert stops == ["completed", *["timeout"] * 4, "completed"]
     assert len(hosts.started) == 2  # a thread cannot be cancelled

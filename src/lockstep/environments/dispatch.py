@@ -17,7 +17,7 @@ ACKNOWLEDGE_SECONDS = 5.0
 # Seconds that the environments of failed trajectories get at the end of a batch to close.
 CLOSE_SECONDS = 5.0
 # What a call runs, for messages.
-_METHODS = {"finish": "score or close", "group": "score_group"}
+_METHODS = {"finish": "score, info or close", "group": "score_group"}
 
 
 @dataclass

@@ -68,8 +68,6 @@ class Host(SupervisedProcess):
         self.trajectories: set[int] = set()
         self.cancelling = 0
         """The number of calls that are being cancelled. Any of them may turn out to be stuck."""
-        self.calls: dict[int, float] = {}
-        """The calls without an answer, with the time at which they were sent."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for target in (self._read, self._write):
             threading.Thread(target=target, name=f"environment-host-{index}", daemon=True).start()
@@ -80,7 +78,6 @@ class Host(SupervisedProcess):
             pickled = pickle.dumps(fields)
         except Exception as error:
             raise ValueError(f"the row cannot be sent to the process of the environment: {error}") from error
-        self.calls[call] = time.monotonic()
         self._outbox.put(HEADER.pack(call, len(pickled)) + pickled)
 
     def end(self) -> None:
@@ -183,9 +180,9 @@ class EnvironmentHosts:
         call of a host is stuck, or until one of `workers` stuck hosts has ended."""
         for host in [host for host in self.hosts if not host.alive and not host.trajectories]:
             self.remove(host)
-        usable = [host for host in self.hosts if not host.stuck and not host.cancelling]
+        usable = [host for host in self.hosts if host.alive and not host.stuck and not host.cancelling]
         least = min(usable, key=lambda host: len(host.trajectories), default=None)
-        working = sum(not host.stuck for host in self.hosts)
+        working = sum(host.alive and not host.stuck for host in self.hosts)
         if (least is None or least.trajectories) and working < self.setup.workers:
             least = self._start() if len(self.hosts) < 2 * self.setup.workers else least
         if least is not None:

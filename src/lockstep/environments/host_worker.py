@@ -225,18 +225,18 @@ class _Host:
             tokens = hasattr(environment, "reset_tokens")
             method = "reset_tokens" if tokens else "reset"
             value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
-            return {**_valid(lambda: checked_start(value, tokens)), "tokens": tokens}
+            return {**await self._valid(lambda: checked_start(value, tokens)), "tokens": tokens}
         if fields["do"] == "step":
             reply = fields["reply"]
             tokens = isinstance(reply, list)
             method = "step_tokens" if tokens else "step"
             value = await self._run(method, getattr(self._environments[key], method), {}, reply)
-            return _valid(lambda: checked_turn(value, tokens))
+            return await self._valid(lambda: checked_turn(value, tokens))
         if fields["do"] == "group":
             trajectories = fields["trajectories"]
             scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
             value = await self._run("score_group", scored, {}, trajectories)
-            return _valid(lambda: {"scores": checked_scores(value, trajectories)})
+            return await self._valid(lambda: {"scores": checked_scores(value, trajectories)})
         return await self._finish(self._environments.pop(key, None), fields["finished"])
 
     async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
@@ -245,12 +245,12 @@ class _Host:
         try:
             if finished is not None and callable(getattr(environment, "score", None)):
                 value = await self._run("score", environment.score, {}, finished)
-                answer["score"] = _valid(lambda: checked_scores(value))
+                answer["score"] = await self._valid(lambda: checked_scores(value))
             if finished is not None:
                 _method.set("info")
-                answer["info"] = _valid(lambda: json_object(getattr(environment, "info", {})))
+                answer["info"] = await self._valid(lambda: json_object(getattr(environment, "info", {})))
                 # Many classes have an attribute `state` of another kind, which is not meant for rewards.
-                answer["state"] = json_or_empty(getattr(environment, "state", {}))
+                answer["state"] = await self._valid(lambda: json_or_empty(lambda: getattr(environment, "state", {})))
         finally:
             if callable(getattr(environment, "close", None)):
                 failed = _method.get()
@@ -266,6 +266,13 @@ class _Host:
         value = await asyncio.get_running_loop().run_in_executor(self._methods, partial(function, *arguments, **named))
         return await value if inspect.isawaitable(value) else value
 
+    async def _valid(self, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Runs a check of a value in a thread: the value of a user's class may run any code, or have no end."""
+        try:
+            return dict(await asyncio.get_running_loop().run_in_executor(self._methods, check))
+        except Exception as error:
+            raise _Invalid from error
+
     def _send(self, number: int, fields: dict[str, Any]) -> None:
         try:
             line = _line(number, fields)
@@ -276,13 +283,6 @@ class _Host:
 
 class _Invalid(Exception):
     """A method returned a value that cannot be used. The cause is a ValueError."""
-
-
-def _valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return check()
-    except Exception as error:
-        raise _Invalid from error
 
 
 def _described(error: BaseException, file: str) -> str:

@@ -298,7 +298,7 @@ class _TrajectoryBatch:
 
     def timed_out(self, call: HostCall, why: str) -> None:
         if call.running is None:
-            self._group_scored(call.group, HostAnswer(LOADING, why=why))
+            self._group_scored(call.group, HostAnswer(LOADING, why=why), TIMEOUT)
         else:
             self._fail(call.running, why, TIMEOUT)
 
@@ -336,7 +336,10 @@ class _TrajectoryBatch:
     def _turn(self, running: Running, completion: Completion) -> None:
         """Handles a turn of the model: sends it to the environment, unless a limit is reached."""
         if running not in self.active:
-            return  # the host of its environment was lost during the turn
+            # The host of its environment was lost during the turn.
+            if self.continuous:
+                self.engine.inner.end_session(running.session)  # type: ignore[attr-defined]
+            return
         conversation = running.conversation
         assert conversation is not None
         tokens = isinstance(conversation, TokenConversation)
@@ -444,12 +447,12 @@ class _TrajectoryBatch:
         host = self.hosts.place_now(-1 - number)
         self.dispatch.send("group", host, None, number, trajectories=[one.trajectory() for one in whole])
 
-    def _group_scored(self, number: int, answer: HostAnswer) -> None:
+    def _group_scored(self, number: int, answer: HostAnswer, stop: str = TOOL_ERROR) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)
         whole = [one for one in group if not one.failure]
         for place, running in enumerate(whole):
             if answer.why:
-                running.failure, running.stop = f"{self.hosts.setup.shown}: {answer.why}", TOOL_ERROR
+                running.failure, running.stop = f"{self.hosts.setup.shown}: {answer.why}", stop
             else:
                 running.scores["group"] = answer.fields["scores"][place]
         self.done += [one.completion() for one in group]
