@@ -215,6 +215,23 @@ def test_a_host_that_dies_fails_its_trajectories_and_is_replaced(tokenizer: Any)
     assert len(hosts.started) == 2
 
 
+def test_no_trajectory_starts_on_a_host_that_has_died(tokenizer: Any) -> None:
+    """The run may not have handled the end of the host yet."""
+    hosts = Watched(RolloutSettings(environment=f"{FILE}:Echo", environment_workers=1))
+    try:
+        first = hosts.place(0)
+        assert first is not None
+        os.kill(first._process.pid, signal.SIGKILL)
+        wait_until(lambda: not first.alive)
+        second = hosts.place(1)
+        assert second is not first
+        assert second is not None
+        assert second.alive
+    finally:
+        hosts.close()
+    assert hosts.left() == []
+
+
 def test_an_interrupted_batch_leaves_no_process(tokenizer: Any) -> None:
     engine = engine_of(tokenizer, "Echo", environment_workers=2)
 
