@@ -215,6 +215,25 @@ def test_a_host_that_dies_fails_its_trajectories_and_is_replaced(tokenizer: Any)
     assert len(hosts.started) == 2
 
 
+def test_a_host_that_cannot_be_started_again_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(tokenizer, "Buggy", environment_args={"bugs": {"0": ["step", "kills"]}}, max_concurrent=1)
+
+    def refused(*given: Any, **named: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    try:
+        monkeypatch.setattr("lockstep.launch.process_pool.subprocess.Popen", refused)
+        with pytest.raises(Refusal) as stopped:
+            generated(engine, tokenizer, 3)
+    finally:
+        engine.close()
+    (problem,) = stopped.value.problems
+    assert (problem.where, problem.code) == (f"rollout.environment {FILE}:Buggy", "process-lost")
+    assert "Resource temporarily unavailable" in problem.why
+    assert isinstance(engine.hosts, Watched)
+    assert engine.hosts.left() == []
+
+
 def test_no_trajectory_starts_on_a_host_that_has_died(tokenizer: Any) -> None:
     """The run may not have handled the end of the host yet."""
     hosts = Watched(RolloutSettings(environment=f"{FILE}:Echo", environment_workers=1))

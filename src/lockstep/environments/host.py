@@ -169,7 +169,15 @@ class EnvironmentHosts:
         """Whether the class has `score_group`."""
 
     def _start(self) -> Host:
-        host = Host(self._started % self.setup.workers, self.setup, self.inbox)
+        try:
+            host = Host(self._started % self.setup.workers, self.setup, self.inbox)
+        except OSError as error:
+            raise Refusal.at(
+                self.setup.where,
+                f"its process cannot be started: {error}",
+                "free memory, processes or files of this machine; the last checkpoint is untouched",
+                code="process-lost",
+            ) from error
         self._started += 1
         self.hosts.append(host)
         return host
