@@ -79,7 +79,7 @@ def test_validation_has_its_own_environment(online_file: Path) -> None:
     setting = words("Echo", "run.steps=1", questions, "val.question_rows=2", "val.max_new_tokens=100")
     folder = run_recipe(load_recipe(str(online_file), [*setting, f"val.environment={FILE}:Scored"]))
     (_, metrics), *_ = read_metrics(folder / "metrics.jsonl")
-    assert metrics["val/answered"] == 1
+    assert metrics["val/turns"] == 2
     run_recipe(load_recipe(str(online_file), [*setting, "val.environment=none", "run.name=plain"]))
 
 
