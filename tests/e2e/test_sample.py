@@ -17,7 +17,7 @@ from lockstep.commands.sample import Job, sample_responses
 from lockstep.data.encode.prompt_rows import read_questions
 from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.types import Sampling
 
 Rows = list[dict[str, object]]

@@ -48,6 +48,14 @@ class Slow(Echo):
         return turn
 
 
+class Wordy(Echo):
+    """Writes longer prompts than the rows have, except for the first row, with which an environment is tried."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Start:
+        await super().reset(row, seed)
+        return Start([{"role": "user", "content": "word" if row["ground_truth"] == "0" else "many words " * 10}])
+
+
 class Scored(Echo):
     """Has all optional methods. Synchronous."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.types import Origin, Question
 
 # Seconds after which something hangs: nothing here takes so long on any machine.

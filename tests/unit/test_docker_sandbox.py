@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hang import HANG, wait_until
 from lockstep.environments.sandbox import SandboxLimits, chosen_isolation, run_bash, run_python
 from lockstep.errors import Refusal
 
@@ -61,6 +64,22 @@ def test_a_container_that_hangs_or_talks_too_much_is_removed(log: Path) -> None:
     assert (done.stdout, done.status, done.stopped) == ("first\n", None, "time")
     done = run_python("while True: print('y' * 999)", SandboxLimits(seconds=1000, output_bytes=10))
     assert (done.stdout, done.status, done.stopped) == ("y" * 10, None, "output")
+
+
+def test_a_container_ends_with_the_process_that_started_it(log: Path) -> None:
+    code = "from lockstep.environments.sandbox import run_bash, SandboxLimits\n"
+    code += f"run_bash('echo $$ > inside; sleep {HANG * 100:g}', SandboxLimits(seconds={HANG}))"
+    host = subprocess.Popen([sys.executable, "-c", code])
+    started = Path(f"{log}.pid")
+    wait_until(lambda: started.is_file() and started.read_text().strip() != "")
+    inside = int(started.read_text())
+    assert Path(f"/proc/{inside}").exists()
+    host.kill()
+    host.wait()
+    wait_until(
+        lambda: not Path(f"/proc/{inside}").exists() or "\nState:\tZ" in Path(f"/proc/{inside}/status").read_text()
+    )
+    wait_until(lambda: "rm --force" in log.read_text())
 
 
 def test_an_unknown_image_is_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,11 @@ from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import PrefillCounts
 from lockstep.rollout.native import native_engine as engine_module
+from lockstep.rollout.native.cached_spans import CachedSpan
+from lockstep.rollout.native.intake import Intake
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
+from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.types import Completion, Request, Sampling
 from played_turns import Played, Script
 
@@ -187,6 +190,20 @@ def test_trajectories_that_start_with_the_same_prompt_compute_it_once(policy: Po
     played = Played(engine, [Script(prompt, [], []) for _ in range(4)], MOST)
     assert_plain(policy, played, played.play(SAMPLING))
     assert engine.prompt_counts().computed == len(prompt) - 1
+
+
+def test_a_session_that_has_ended_is_freed_although_others_wait(policy: Policy) -> None:
+    """No request is taken while sequences wait for a row. An ended session would stay, and others would be evicted."""
+    engine, sampling = engine_of(policy), Sampling(max_tokens=2)
+    scheduler, intake = Scheduler([], [], blocks=20, block=4, rows=1, budget=100), Intake(sampling)
+    scheduler.add(*intake.sequences([Request([1, 2], 0), Request([3, 4], 1)], 0))
+    for session in (5, 6):
+        scheduler.parked.spans[session] = CachedSpan([1] * 4, [scheduler.pool.take()], 4)
+    engine.further = Played(engine, scripts(), MOST)
+    engine.end_session(6)
+    assert engine._filled(scheduler, intake)
+    assert list(scheduler.parked.spans) == [5]
+    assert not engine.further.requests
 
 
 def test_a_tool_that_hangs_delays_only_its_own_trajectory(policy: Policy) -> None:

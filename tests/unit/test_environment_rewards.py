@@ -14,7 +14,7 @@ import torch
 from hand_rollouts import question
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.parts import PartOutcome, RewardPart, StepOutcome, settled
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.rollout.collect import collect

@@ -10,7 +10,7 @@ import pytest
 from lockstep.environments.grading import MOST_TESTS, extract_code, grade, read_tests
 from lockstep.environments.sandbox import NAMESPACES, SandboxLimits, why_unusable
 from lockstep.errors import Refusal
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.rules import RULES
 from lockstep.reward.scorer import RulePart
 from lockstep.types import Failure, Origin, Question

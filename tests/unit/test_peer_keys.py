@@ -19,7 +19,8 @@ from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Data
-from lockstep.recipe.keys_online import Algorithm, DynamicSampling, Reward
+from lockstep.recipe.keys_online import Algorithm, DynamicSampling
+from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.schema import Optim
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in

@@ -565,7 +565,7 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     ],
 )
 def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) -> None:
-    from lockstep.recipe.keys_online import Reward
+    from lockstep.recipe.keys_reward import Reward
     from lockstep.reward.row_rewards import read_by_rewards
 
     head = "def f(data_source, solution_str, ground_truth, extra_info):\n    "

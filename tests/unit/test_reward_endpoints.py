@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.remote import RemotePart
 from reward_servers import asked, by_length, opened, serving
 

@@ -17,7 +17,7 @@ import pytest
 from lockstep.errors import Refusal
 from lockstep.functions import register_callable
 from lockstep.launch.supervisor import KEPT_BYTES
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.types import Failure, Origin, Question
@@ -347,7 +347,7 @@ def test_workers_end_with_their_parent_and_stay_quiet_on_ctrl_c(rewards) -> None
     code = f"""
         import signal, time
         from lockstep.reward.function import FunctionPart
-        from lockstep.recipe.keys_online import Reward
+        from lockstep.recipe.keys_reward import Reward
         from lockstep.types import Origin, Question
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         question = Question("sums", [], "18", Origin("rows", 1))

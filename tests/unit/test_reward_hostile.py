@@ -410,7 +410,7 @@ def test_stopped_processes_end_with_a_run_that_is_killed(file, stopped) -> None:
     code = f"""
         import time
         from lockstep.reward.function import FunctionPart
-        from lockstep.recipe.keys_online import Reward
+        from lockstep.recipe.keys_reward import Reward
         from lockstep.types import Origin, Question
         part = FunctionPart({str(file) + ":score"!r}, Reward(workers=1))
         for name in ("pid", "supervisor"):
@@ -436,7 +436,7 @@ def test_a_daemon_ends_with_a_run_that_is_killed(file) -> None:
     code = f"""
         import time
         from lockstep.reward.function import FunctionPart
-        from lockstep.recipe.keys_online import Reward
+        from lockstep.recipe.keys_reward import Reward
         from lockstep.types import Origin, Question
         part = FunctionPart({str(file) + ":score"!r}, Reward(workers=1))
         part.submit(Question("sums", [], {seconds!r}, Origin("rows", 1)), "bare-daemon").result({GUARD})

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.parts import StepOutcome
 from lockstep.reward.process_model import PROCESS, ProcessPart, steps_of
 from lockstep.reward.scorer import Scorer

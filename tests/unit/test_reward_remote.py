@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward import remote as remote_module
 from lockstep.reward.remote import RemotePart
 from lockstep.types import Failure

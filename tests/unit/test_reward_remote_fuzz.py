@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.remote import RemotePart
 from lockstep.types import Failure, Origin, Question
 

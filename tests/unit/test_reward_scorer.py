@@ -10,7 +10,7 @@ import torch
 
 from hang import HANG
 from lockstep.errors import Refusal
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.row_rewards import overlong_penalty
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.types import Failure, Origin, Question, Score

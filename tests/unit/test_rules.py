@@ -248,7 +248,7 @@ def test_a_missing_package_stops_only_what_needs_it(tmp_path, monkeypatch) -> No
     """Rows of MATH are known to need math-verify; a run whose own function judges them does not."""
     import torch
 
-    from lockstep.recipe.keys_online import Reward
+    from lockstep.recipe.keys_reward import Reward
     from lockstep.reward.scorer import Scorer
 
     monkeypatch.setattr(rules, "find_spec", lambda name: None)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hang import HANG, wait_until
+from lockstep.environments import sandbox_process
 from lockstep.environments.sandbox import (
     BUBBLEWRAP,
     LIMITS,
@@ -159,6 +160,92 @@ def test_several_processes_cannot_take_more_memory_together(isolation: str, toke
     limits = SandboxLimits(seconds=HANG, memory_mb=250)
     done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
     assert (done.status, done.stopped) == (None, "memory")
+
+
+HIDDEN = {
+    "open files in memory": "files = [os.memfd_create(str(n)) for n in range(5)]\n"
+    "for file in files: os.write(file, bytes(50 << 20))\n",
+    "shared pages": "for _ in range(2):\n"
+    "    if not os.fork(): break\n"
+    "own = mmap.mmap(-1, 100 << 20)\n"
+    "own.write(bytes(100 << 20))\n",
+}
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+@pytest.mark.parametrize("what", HIDDEN)
+def test_memory_outside_of_private_pages_counts(isolation: str, what: str, token: str) -> None:
+    code = f"word = '{token}'\nimport mmap, os, time\n{HIDDEN[what]}time.sleep(1000)"
+    limits = SandboxLimits(seconds=HANG, memory_mb=220)
+    done = execute([sys.executable, "-c", code], {}, limits, isolation=isolation)
+    assert (done.status, done.stopped) == (None, "memory")
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_pages_that_processes_share_count_once(isolation: str, token: str) -> None:
+    """Four processes read 100 MB of shared pages and 20 MB of private pages that they inherit, for several checks."""
+    code = (
+        f"word = '{token}'\nimport mmap, os, time\nshared = mmap.mmap(-1, 100 << 20)\nprivate = bytearray(20 << 20)\n"
+    )
+    code += "shared.write(bytes(100 << 20))\nfirst = os.getpid()\nfor _ in range(2): os.fork()\n"
+    code += "seen = [sum(part[:: 1 << 12]) for part in (shared[:], private)]\ntime.sleep(0.5)\n"
+    code += "while os.getpid() == first:\n    try: os.wait()\n    except ChildProcessError: break\nprint('done')"
+    done = execute([sys.executable, "-c", code], {}, SandboxLimits(seconds=HANG, memory_mb=600), isolation=isolation)
+    assert (done.stdout.split("\n")[0], done.stopped) == ("done", "")
+
+
+def test_memory_is_counted_once_over_processes_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {"status": (100, 80), "smaps_rollup": (60, 20)}
+    monkeypatch.setattr(sandbox_process, "_pages", lambda pid, file, *names: pages[file])
+    assert sandbox_process.used_memory([1, 2], 50, 410) == 2 * 180 + 50
+    assert sandbox_process.used_memory([1, 2], 50, 409) == 2 * 60 + 50
+    assert sandbox_process.used_memory([1, 2], 30, 0) == 2 * 60 + 2 * 20
+
+
+def test_deleted_files_count() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(3 << 20))
+        file.flush()
+        disk = os.fstat(file.fileno()).st_dev
+        before = sandbox_process.nameless_files([os.getpid()], -1)[0]
+        in_memory, on_disk = sandbox_process.nameless_files([os.getpid()], disk)
+    assert on_disk >= 3 << 20
+    assert in_memory + on_disk == before
+
+
+@pytest.mark.parametrize("isolation", EVERY)
+def test_a_program_cannot_fill_the_disk_with_deleted_files(isolation: str) -> None:
+    many = "import os, time\nfiles = []\nfor n in range(9):\n    files.append(open('a', 'wb', 0))\n"
+    many += "    files[-1].write(bytes(1 << 20))\n    os.unlink('a')\ntime.sleep(1000)"
+    done = run_python(many, SandboxLimits(seconds=HANG, disk_mb=4), isolation=isolation)
+    assert (done.status, done.stopped) == (None, "disk")
+
+
+@pytest.mark.skipif(bool(why_unusable(NAMESPACES)), reason="no namespaces")
+def test_memory_of_system_v_is_not_available() -> None:
+    code = "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    code += "print(libc.shmget(0, 1 << 20, 0o1600), libc.msgget(0, 0o1600))"
+    assert run_python(code, UNHURRIED, isolation=NAMESPACES).stdout == "-1 -1\n"
+
+
+def test_a_group_of_processes_gets_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of cgroups are usual folders here; this machine may not allow cgroups."""
+    own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].split("\n")[0]
+    parent = tmp_path / own
+    parent.mkdir(parents=True, exist_ok=True)
+    spec = {"memory_mb": 3, "base": "/tmp/lockstep-sandbox-x"}
+    assert sandbox_process.make_group(spec, str(tmp_path)) == ""
+    (parent / "cgroup.subtree_control").write_text("cpu pids\n")
+    assert sandbox_process.make_group(spec, str(tmp_path)) == ""
+    (parent / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    group = Path(sandbox_process.make_group(spec, str(tmp_path)))
+    assert group == parent / "lockstep-sandbox-x"
+    assert (group / "memory.max").read_text() == str(3 << 20)
+    assert (group / "memory.oom.group").read_text() == "1"
+    assert (group / "cgroup.procs").read_text() == "0"
+    for count, killed in (("0", False), ("2", True)):
+        (group / "memory.events").write_text(f"low 0\noom {count}\noom_kill {count}\n")
+        assert sandbox_process.out_of_memory(str(group)) == killed
 
 
 @pytest.mark.parametrize("isolation", EVERY)

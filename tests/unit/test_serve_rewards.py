@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hang import HANG
 from lockstep.compat.openrlhf.openrlhf_inference import rewards_served
 from lockstep.errors import Refusal
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.model import ModelPart
 from lockstep.reward.remote import KEY_VARIABLE
 from lockstep.reward.scorer import Scorer

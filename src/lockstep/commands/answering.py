@@ -246,7 +246,7 @@ def sample(
     """
     from lockstep.commands.sample import Job, sample_responses
     from lockstep.commands.without_recipe import NamedColumns
-    from lockstep.recipe.keys_online import Reward
+    from lockstep.recipe.keys_reward import Reward
     from lockstep.types import Sampling
 
     rules = dict(named_value(words, "--rule", "SOURCE=RULE") for words in rule or [])

@@ -39,7 +39,7 @@ from lockstep.model.text_model import text_config
 from lockstep.parallel.world import World, joined
 from lockstep.preflight.row_checks import shared_and_moving
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.schema import Model
 from lockstep.reward.process_model import PROCESS, read_judging

@@ -39,7 +39,7 @@ from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.collect import encode_questions

@@ -24,7 +24,7 @@ from lockstep.model.text_model import text_config
 from lockstep.model.trials import REWARDS, run_trial
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_data import Data, Source
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
 from lockstep.reward.rules import DEFAULT_RULES, RULES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,17 +12,56 @@ from lockstep.errors import Refusal
 
 _HOME = "/home/sandbox"
 _SECONDS = 30.0
+# Containers of the docker daemon do not end with the process that started them. So a guard process starts the container
+# and removes it when the program or the starting process ends: then the kernel closes the other end of its connection.
+_GUARD = """
+import select, subprocess, sys
+connection, name, *command = sys.argv[1:]
+client = subprocess.Popen(command)
+while client.poll() is None and not select.select([int(connection)], [], [], 0.02)[0]:
+    pass
+client.kill()
+client.wait()
+subprocess.run(["docker", "rm", "--force", name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+sys.exit(client.returncode % 256)
+"""
+
+
+def guarded(connection: int, name: str, command: Sequence[str]) -> list[str]:
+    """Returns the command of the guard process of a container. `connection` is an inherited descriptor of a socket,
+    whose other end only the starting process has."""
+    return [sys.executable, "-I", "-S", "-c", _GUARD, str(connection), name, *command]
 
 
 def docker_command(
-    image: str, name: str, command: Sequence[str], folder: Path, memory_mb: int, processes: int, disk_mb: int
+    image: str,
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    memory_mb: int,
+    processes: int,
+    disk_mb: int,
+    seconds: float,
 ) -> list[str]:
     """Returns the command that runs a program in a new container. `folder` is the program's folder."""
     limits = ["--memory", f"{memory_mb}m", "--memory-swap", f"{memory_mb}m", "--pids-limit", str(processes)]
     isolated = ["--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only"]
     places = ["--tmpfs", f"/tmp:size={disk_mb}m", "--volume", f"{folder}:{_HOME}", "--workdir", _HOME]
-    sizes = ["--ulimit", f"fsize={disk_mb * 2**20}", "--user", "65534:65534", "--env", f"HOME={_HOME}"]
-    start = ["docker", "run", "--rm", "--interactive", "--init", "--pull", "never", "--name", name]
+    sizes = ["--ulimit", f"fsize={disk_mb * 2**20}", "--ulimit", f"cpu={int(seconds) + 1}"]
+    sizes += ["--user", "65534:65534", "--env", f"HOME={_HOME}"]
+    start = [
+        "docker",
+        "run",
+        "--rm",
+        "--interactive",
+        "--init",
+        "--pull",
+        "never",
+        "--name",
+        name,
+        "--label",
+        "lockstep",
+    ]
     return [*start, *limits, *isolated, *places, *sizes, image, *command]
 
 

@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.environments.docker_sandbox import docker_command, kill_container, refuse_without_docker
+from lockstep.environments.docker_sandbox import docker_command, guarded, kill_container, refuse_without_docker
 from lockstep.errors import Refusal
 
 CHOICE = "LOCKSTEP_SANDBOX"
@@ -289,13 +289,19 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Sandbox
     name = folder.parent.name
     os.chmod(folder.parent, 0o755)
     os.chmod(folder, 0o777)
+    container = docker_command(
+        image, name, command, folder, limits.memory_mb, limits.processes, limits.disk_mb, limits.seconds
+    )
+    ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        docker_command(image, name, command, folder, limits.memory_mb, limits.processes, limits.disk_mb),
+        guarded(theirs.fileno(), name, container),
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pass_fds=(theirs.fileno(),),
         start_new_session=True,
     )
+    theirs.close()
     stopped: list[str] = []
 
     def stop(why: str) -> None:
@@ -309,7 +315,9 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Sandbox
         process.wait(_GRACE)
     finally:
         timer.cancel()
-        kill_container(name)
+        ours.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
         process.kill()
         process.wait()
     return Execution(stdout, stderr, None if stopped else process.returncode, stopped[0] if stopped else "")

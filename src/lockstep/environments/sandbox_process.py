@@ -16,6 +16,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -159,6 +160,7 @@ def ended(child: int) -> int:
 
 def outer(spec: dict[str, Any], report: int, ready: int, mapped: int) -> None:
     """Enters new namespaces and starts `init` in them."""
+    enter_group(spec["group"])
     call("unshare", NEW_NAMESPACES)
     # The kernel clears the signal of fork() when the user namespace changes.
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -184,6 +186,10 @@ def _write(path: str, text: str) -> None:
 
 
 def init(spec: dict[str, Any], report: int) -> None:
+    # Memory of System V outlives the processes that use it, so the helper could not measure it.
+    for name in ("shmall", "msgmni"):
+        with suppress(OSError):
+            _write(f"/proc/sys/kernel/{name}", "0")
     enter_root(spec)
     main = fork(lambda: program(spec, report, drop=spec["uid"] == 0), report)
     tell(report, status=ended(main))
@@ -273,19 +279,112 @@ def exceeded(spec: dict[str, Any], started: float, check: int, alive: list[int])
         return "time"
     if len(alive) - spec["helpers"] > spec["processes"]:
         return "processes"
-    if sum(map(_resident, alive)) > spec["memory_mb"] * 2**20:
+    if check % MEASURE == 0:
+        spec["nameless"] = nameless_files(alive, os.stat(spec["folder"]).st_dev)
+    in_memory, on_disk = spec.get("nameless", (0, 0))
+    if not spec.get("group") and used_memory(alive, in_memory, spec["memory_mb"] * 2**20) > spec["memory_mb"] * 2**20:
         return "memory"
-    if check % MEASURE == 0 and _disk(spec["folder"]) > spec["disk_mb"] * 2**20:
+    if check % MEASURE == 0 and _disk(spec["folder"]) + on_disk > spec["disk_mb"] * 2**20:
         return "disk"
     return ""
 
 
-def _resident(pid: int) -> int:
-    """Returns the resident memory of a process in bytes, without files and shared memory."""
-    with suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
-        fields = file.read().split()
-        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
-    return 0
+def used_memory(pids: list[int], in_files: int, enough: int) -> int:
+    """Returns the memory of the processes in bytes: their own pages, and shared memory. `in_files` are the bytes of
+    open files in memory, which a process may also have mapped. A result up to `enough` may be too high."""
+    pages = [_pages(pid, "status", "RssAnon:", "RssShmem:") for pid in pids]
+    if (most := sum(map(sum, pages)) + in_files) <= enough:
+        return most
+    # Each page counts once, also if several processes share it. This takes longer to read.
+    pages = [_pages(pid, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:") for pid in pids]
+    return sum(own for own, _ in pages) + max(sum(shared for _, shared in pages), in_files)
+
+
+def _pages(pid: int, file: str, own: str, shared: str) -> tuple[int, int]:
+    found = {own: 0, shared: 0}
+    with suppress(OSError), open(f"/proc/{pid}/{file}") as lines:
+        for line in lines:
+            name, _, value = line.partition("\t" if file == "status" else " ")
+            if name in found:
+                found[name] = int(value.split()[0]) * 1024
+    return found[own], found[shared]
+
+
+def nameless_files(pids: list[int], disk: int) -> tuple[int, int]:
+    """Returns the bytes of open files without a name: those in memory (memfd), and those on the device `disk`."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    file = os.stat(f"/proc/{pid}/fd/{descriptor}")
+                    if stat.S_ISREG(file.st_mode) and not file.st_nlink:
+                        sizes[file.st_dev, file.st_ino] = file.st_blocks * 512
+    on_disk = sum(size for (device, _), size in sizes.items() if device == disk)
+    return sum(sizes.values()) - on_disk, on_disk
+
+
+# Where this process may create cgroups (version 2), the kernel limits the memory of all processes together exactly.
+
+CGROUPS = "/sys/fs/cgroup"
+
+
+def make_group(spec: dict[str, Any], root: str = CGROUPS) -> str:
+    """Creates a cgroup with the limits of memory and processes, below the cgroup of this process or next to it. Returns
+    its folder, or an empty string if that is not allowed."""
+    with suppress(OSError), open("/proc/self/cgroup") as lines:
+        own = next((line.strip()[3:] for line in lines if line.startswith("0::")), "/")
+        for parent in dict.fromkeys((own, os.path.dirname(own))):
+            folder = os.path.join(root, parent.strip("/"))
+            group = os.path.join(folder, os.path.basename(spec["base"]))
+            with suppress(OSError), open(f"{folder}/cgroup.subtree_control") as controllers:
+                if "memory" in controllers.read().split():
+                    os.mkdir(group)
+                    if _limited(group, spec):
+                        return group
+                    remove_group(group)
+    return ""
+
+
+def _limited(group: str, spec: dict[str, Any]) -> bool:
+    """Sets the limits of a cgroup. Returns whether they are set and a process may enter the cgroup."""
+    try:
+        _write(f"{group}/memory.max", str(spec["memory_mb"] * 2**20))
+        _write(f"{group}/memory.oom.group", "1")
+        if os.path.exists(f"{group}/memory.swap.max"):
+            _write(f"{group}/memory.swap.max", "0")
+    except OSError:
+        return False
+    child = os.fork()
+    if not child:
+        try:
+            enter_group(group)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def enter_group(group: str) -> None:
+    """Moves this process, and so all processes that it starts, into the cgroup."""
+    if group:
+        _write(f"{group}/cgroup.procs", "0")
+
+
+def out_of_memory(group: str) -> bool:
+    """Returns whether the kernel has killed a process of the cgroup because of its memory limit."""
+    with suppress(OSError), open(f"{group}/memory.events") as events:
+        return any(line.startswith("oom_kill ") and line.split()[1] != "0" for line in events)
+    return False
+
+
+def remove_group(group: str) -> None:
+    for _ in range(100):  # the kernel counts processes that were just killed for a moment
+        try:
+            os.rmdir(group)
+            return
+        except OSError:
+            time.sleep(0.01)
 
 
 def _disk(folder: str) -> float:
@@ -342,6 +441,7 @@ def start(spec: dict[str, Any], report: int) -> None:
         return
 
     def inner() -> None:
+        enter_group(spec["group"])
         os.chdir(spec["folder"])
         main = fork(lambda: program(spec, report), report)
         tell(report, status=ended(main))
@@ -356,6 +456,7 @@ def run(spec: dict[str, Any], lifeline: int) -> dict[str, Any]:
         for place, folders, names in os.walk(spec["folder"]):
             for name in folders + names:
                 os.chown(os.path.join(place, name), NOBODY, NOBODY, follow_symlinks=False)
+    spec["group"] = make_group(spec)
     reports, report = os.pipe()
     start(spec, report)
     os.close(report)
@@ -376,6 +477,9 @@ def main() -> None:
     except OSError as error:
         result = {"failed": str(error)}
     kill_descendants()
+    if spec.get("group"):
+        result = {"stopped": "memory"} if out_of_memory(spec["group"]) and "stopped" not in result else result
+        remove_group(spec["group"])
     if result.get("stopped") == "parent":
         import shutil
 

@@ -13,8 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.keys_online import Algorithm, Critic, Reward
+from lockstep.recipe.keys_online import Algorithm, Critic
 from lockstep.recipe.keys_parallel import Parallel, Tape
+from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.registry import ENVIRONMENTS, NO_ENVIRONMENT, TRACKERS

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.errors import LostProcess, Refusal, with_secrets
 from lockstep.functions import LOAD_SECONDS, Unloadable, local_callable, locate
 from lockstep.launch.process_pool import PoolWorker, ProcessPool, ReplyTimeout, WorkerEnded, running_future
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.function_worker import (
     CALL,
     HEADER,

@@ -29,7 +29,7 @@ from lockstep.errors import Problem, refuse_all, with_secrets
 from lockstep.http_client import HttpClient, HttpResponse, RequestFailed, ResponseTooLong, short
 from lockstep.masking import comparable, conceal, secrets_in
 from lockstep.parallel.rendezvous import TELL_SECONDS, say
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.function_worker import number, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question

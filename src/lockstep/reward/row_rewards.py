@@ -18,7 +18,7 @@ from lockstep.data.encode.prompt_rows import COLUMNS
 from lockstep.errors import Refusal
 from lockstep.functions import local_callable, locate
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.reward.rules import any_isolated, rule_for
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.reward.trl_signature import COMPLETIONS

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.trials import TrialReport
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.schema import Recipe
 from lockstep.reward.dry_run import dry_run
 from lockstep.reward.environment_rewards import (

@@ -222,12 +222,21 @@ class NativeEngine(SharedWeights):
         room = scheduler.rows - len(scheduler.running)
         # Each turn of a trajectory starts with a prefill, so turns start a few at a time.
         least = max(1, scheduler.rows // TOGETHER) if isinstance(self.further, Conversations) else 1
+        requests: Sequence[Request] = ()
+        ended: list[int] = []
         if self.further is not None and room >= least and not scheduler.waiting:
             requests, ended = self._taken(self.further, room, wait=not scheduler.unfinished)
-            for session in ended:
-                scheduler.end_session(session)
-            scheduler.add(*intake.sequences(requests, scheduler.num_requests))
+        elif self._group is None:
+            ended = self._take_ended()
+        # Sessions that have ended go first, so that they are not kept while others are evicted.
+        for session in ended:
+            scheduler.end_session(session)
+        scheduler.add(*intake.sequences(requests, scheduler.num_requests))
         return scheduler.unfinished
+
+    def _take_ended(self) -> list[int]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _taken(self, further: Further, room: int, *, wait: bool) -> tuple[Sequence[Request], list[int]]:
         """Returns more requests, and the sessions that have ended. All ranks of a tensor-parallel group get those of
@@ -235,8 +244,7 @@ class NativeEngine(SharedWeights):
         if self._group is not None and not self._group.is_first:
             requests, ended = self._group.object_of_first(None)
             return requests, ended
-        requests, ended = further.take(room, wait), self._ended.copy()
-        self._ended.clear()
+        requests, ended = further.take(room, wait), self._take_ended()
         if self._group is not None:
             self._group.object_of_first((requests, ended))
         return requests, ended
