@@ -131,10 +131,11 @@ def test_rewards_and_metrics(recorded: Path) -> None:
         assert f"reward/{name}/mean" in metrics
     assert metrics["reward/score/mean"] == 0.25
     assert 2.0 <= metrics["environment/turns"] <= 3.0
-    assert metrics["environment/stop/completed"] == 1.0
+    assert {"environment/stop/completed", "environment/stop/max_tokens"} & metrics.keys()
+    assert sum(value for name, value in metrics.items() if name.startswith("environment/stop/")) == 1.0
     assert metrics["val/success"] == 1.0
     assert 2.0 <= metrics["val/turns"] <= 3.0
-    assert metrics["val/stop/completed"] == 1.0
+    assert sum(value for name, value in metrics.items() if name.startswith("val/stop/")) == 1.0
 
 
 def test_the_prompt_tokens_of_a_step_are_those_of_its_own_trajectories(recorded: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_broken_corpus_is_refused(content: str, why: str, tmp_path: Path) -> N
 
 @pytest.mark.skipif(bool(why_unusable(NAMESPACES)), reason=why_unusable(NAMESPACES))
 def test_code_runs_in_a_sandbox() -> None:
-    python, bash = builtin_tool("python:seconds=60"), builtin_tool("bash:seconds=60,output_bytes=4")
+    python, bash = builtin_tool("python:seconds=50"), builtin_tool("bash:seconds=50,output_bytes=4")
     assert python("print(6 * 7)") == "42"
     assert "ZeroDivisionError" in python("1 / 0")
     assert bash("echo 123456").startswith("1234\n[the program was stopped: output limit]")

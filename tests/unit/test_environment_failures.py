@@ -43,10 +43,13 @@ class Watched(EnvironmentHosts):
 
     def __init__(self, settings: RolloutSettings):
         self.started: list[Host] = []
+        self.most = 0
+        """The largest number of hosts at one time."""
         super().__init__(host_setup(settings))
 
     def _start(self) -> Host:
         self.started.append(super()._start())
+        self.most = max(self.most, len(self.hosts))
         return self.started[-1]
 
     def left(self) -> list[int]:
@@ -133,10 +136,49 @@ def test_methods_that_hang_are_named_and_their_host_is_replaced(tokenizer: Any) 
     bugs = {str(row): [method, "hangs"] for row, method in enumerate(methods, 1)}
     reasons, stops, hosts = run(tokenizer, "Buggy", bugs, 6, step_timeout=1.0)
     assert reasons[0] == reasons[-1] == ""
-    for reason, method in zip(reasons[1:], ("reset", "step", "score or close", "score or close"), strict=False):
+    for reason, method in zip(
+        reasons[1:], ("reset", "step", "score, info or close", "score, info or close"), strict=False
+    ):
         assert f"Buggy: {method} did not return within 1 s (rollout.step_timeout)" in reason
     assert stops == ["completed", *["timeout"] * 4, "completed"]
     assert len(hosts.started) == 2  # a thread cannot be cancelled
+
+
+def test_a_hanging_thread_blocks_no_trajectory_that_starts_later(tokenizer: Any) -> None:
+    """The next trajectory starts as soon as the first has failed, and the host has a single thread."""
+    bugs = {"0": ["step", "hangs"], "2": ["reset", "hangs"]}
+    reasons, _, hosts = run(tokenizer, "Buggy", bugs, 5, step_timeout=1.0, max_concurrent=1)
+    assert [bool(reason) for reason in reasons] == [True, False, True, False, False]
+    assert hosts.most <= 2
+
+
+def test_the_number_of_stuck_hosts_is_limited(tokenizer: Any) -> None:
+    """A trajectory waits if it would need another host. It goes on when a stuck host has ended."""
+    settings = RolloutSettings(environment=f"{FILE}:Echo", environment_workers=2)
+    hosts = Watched(settings)
+    try:
+        for trajectory in range(4):
+            placed = hosts.place(trajectory)
+            assert placed is not None
+            placed.stuck = True
+        assert hosts.place(4) is None
+        assert len(hosts.hosts) == 4
+        hosts.release(hosts.hosts[0], 0)
+        found = hosts.place(4)
+        assert found is not None
+        assert found not in hosts.started[:4]
+        assert len(hosts.hosts) == 4
+    finally:
+        hosts.close()
+    assert hosts.left() == []
+
+
+@pytest.mark.slow
+def test_many_stuck_threads_end_with_few_hosts(tokenizer: Any) -> None:
+    bugs = {str(row): ["step", "hangs"] for row in range(0, 24, 2)}
+    reasons, _, hosts = run(tokenizer, "Buggy", bugs, 24, step_timeout=0.5, max_concurrent=3)
+    assert [bool(reason) for reason in reasons] == [True, False] * 12
+    assert hosts.most <= 2
 
 
 def test_a_hanging_trajectory_delays_no_other(tokenizer: Any) -> None:
@@ -171,6 +213,42 @@ def test_a_host_that_dies_fails_its_trajectories_and_is_replaced(tokenizer: Any)
     reasons, _, hosts = run(tokenizer, "Buggy", {"1": ["step", "kills"]}, 3)
     assert "its process was killed (SIGKILL)" in reasons[1]
     assert len(hosts.started) == 2
+
+
+def test_a_host_that_cannot_be_started_again_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(tokenizer, "Buggy", environment_args={"bugs": {"0": ["step", "kills"]}}, max_concurrent=1)
+
+    def refused(*given: Any, **named: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    try:
+        monkeypatch.setattr("lockstep.launch.process_pool.subprocess.Popen", refused)
+        with pytest.raises(Refusal) as stopped:
+            generated(engine, tokenizer, 3)
+    finally:
+        engine.close()
+    (problem,) = stopped.value.problems
+    assert (problem.where, problem.code) == (f"rollout.environment {FILE}:Buggy", "process-lost")
+    assert "Resource temporarily unavailable" in problem.why
+    assert isinstance(engine.hosts, Watched)
+    assert engine.hosts.left() == []
+
+
+def test_no_trajectory_starts_on_a_host_that_has_died(tokenizer: Any) -> None:
+    """The run may not have handled the end of the host yet."""
+    hosts = Watched(RolloutSettings(environment=f"{FILE}:Echo", environment_workers=1))
+    try:
+        first = hosts.place(0)
+        assert first is not None
+        os.kill(first._process.pid, signal.SIGKILL)
+        wait_until(lambda: not first.alive)
+        second = hosts.place(1)
+        assert second is not first
+        assert second is not None
+        assert second.alive
+    finally:
+        hosts.close()
+    assert hosts.left() == []
 
 
 def test_an_interrupted_batch_leaves_no_process(tokenizer: Any) -> None:

@@ -18,6 +18,8 @@ from lockstep.environments.host import EnvironmentHosts
 from lockstep.environments.loop import EnvironmentEngine
 from lockstep.environments.running import environment_seed
 from lockstep.environments.setup import host_setup
+from lockstep.errors import Refusal
+from lockstep.kernels.sampling import turn_key
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.types import Completion, Origin, Question, Request, Sampling
@@ -443,6 +445,29 @@ def test_too_many_tool_calls_end_the_trajectory_before_they_run(caller: Any, too
     found = made.trajectory
     assert found is not None
     assert (found.stop, len(found.turns), found.info["calls"], made.stop) == ("max_tool_calls", 1, 0, "length")
+
+
+def test_stuck_tools_block_no_reset_and_no_score(caller: Any, tools_file: Path) -> None:
+    """The first trajectory fills the threads of a small host with stuck tools. Other trajectories start and end."""
+    tools = [f"{tools_file}:{name}" for name in ("add", "slow")]
+    settings = RolloutSettings(tools=tools, environment_workers=1, step_timeout=2.0, max_concurrent=2)
+
+    def say(request: Request, turn: int) -> str:
+        return CALL % ("slow", "{}") * 4 if turn == 0 and request.key == turn_key(100, 0) else "done"
+
+    engine = engine_with(caller, say, settings)
+    made = run(engine, requests_of(caller, 4), max_tokens=2000)
+    assert [(one.failure, one.trajectory and one.trajectory.stop) for one in made] == [("", "completed")] * 4
+
+
+@pytest.mark.parametrize("tools", [["python:seconds=5"], ["bash"], ["calculator", "python:seconds=7.5,memory_mb=99"]])
+def test_a_tool_that_may_take_longer_than_its_limit_is_refused(tools: list[str]) -> None:
+    with pytest.raises(Refusal) as refused:
+        host_setup(RolloutSettings(tools=tools, step_timeout=5.0))
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.code) == (f"rollout.tools {tools[-1]}", "out-of-range")
+    assert "rollout.step_timeout" in problem.remedy
+    host_setup(RolloutSettings(tools=tools, step_timeout=10.5))
 
 
 def test_a_tool_over_its_time_limit_is_a_message_and_its_host_is_replaced(caller: Any, tools_file: Path) -> None:

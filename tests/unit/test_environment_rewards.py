@@ -228,6 +228,14 @@ def test_steps_of_a_text_are_at_the_tokens_of_their_turns() -> None:
     assert rollout.token_rewards == ((4, 1.0), (len(rollout.ids) - 1, 2.0))
 
 
+@pytest.mark.parametrize("rewards", [(1e308, 1e308), (1e39, 0.0), (-2e38, -2e38)])
+def test_a_sum_that_overflows_is_a_failure(rewards: tuple[float, float]) -> None:
+    """Each reward is a finite number, but the trainer would compute with infinity."""
+    rollout = scored(Reward(), completion(MODEL, rewards=rewards))
+    assert isinstance(rollout.score, Failure)
+    assert rollout.score.part == "environment"
+
+
 def test_a_score_with_a_weight_must_exist() -> None:
     rollout = scored(Reward(weights={"group": 1.0}), completion(MODEL))
     assert rollout.score == Failure(

@@ -33,7 +33,7 @@ from lockstep.environments.sandbox import (
 from lockstep.environments.sandbox_process import descendants
 from lockstep.environments.setup import host_setup
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.scorer import RulePart
 from lockstep.types import Failure, Origin, Question, Request, Sampling

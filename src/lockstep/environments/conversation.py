@@ -146,6 +146,9 @@ class ChatFormat:
         words = sorted({word for word in (*added, *self.tokenizer.all_special_tokens) if word}, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
     def render(self, chat: Sequence[Message], inputs: TemplateInputs, origin: Origin, *, open_turn: bool) -> str:
         return ChatText(self.tokenizer, list(chat), origin, inputs).upto(len(chat), open_turn=open_turn)
 
@@ -276,7 +279,7 @@ class ChatConversation(TokenRow):
 
     def _held(self, reply: Reply) -> str:
         """Returns the text of the current row with the model's last turn."""
-        return self.text + str(self.chat.tokenizer.decode(list(reply.ids), skip_special_tokens=False))
+        return self.text + self.chat.decode(list(reply.ids))
 
     def _as_template(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns what the template renders after the text of the row; a new row if the template renders the row itself
@@ -288,7 +291,7 @@ class ChatConversation(TokenRow):
             return Suffix(token_ids(tokenizer, full), new_row=True, text=full)
         text = full[len(held) :]
         if not self.chat.end_ids.isdisjoint(self.ids[-1:]):
-            end = str(tokenizer.decode([self.ids[-1]], skip_special_tokens=False))
+            end = self.chat.decode([self.ids[-1]])
             return Suffix(self.chat.encode_after(end, text, self.origin)[1:], text=full)
         return Suffix(token_ids(tokenizer, text), text=full)
 
@@ -341,6 +344,18 @@ def with_ids(
 def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Returns the text of a tokenized prompt, with its special tokens."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def refuse_unknown(ids: Sequence[int], vocabulary: int) -> None:
+    """Raises `Refusal` if an environment wrote a token id that the model does not have."""
+    unknown = [token for token in ids if token >= vocabulary]
+    if unknown:
+        raise Refusal.at(
+            "token ids",
+            f"token id {unknown[0]}, but the model's vocabulary has {vocabulary} tokens",
+            "return token ids of this model's tokenizer",
+            code="unknown-token",
+        )
 
 
 def _marked(reply: Reply) -> Message:

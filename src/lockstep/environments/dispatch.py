@@ -23,7 +23,7 @@ WAITING_SECONDS = 1e8
 # What a call runs, for messages.
 _METHODS = {
     "run": "run neither asked the model nor returned",
-    "finish": "score or close did not return",
+    "finish": "score, info or close did not return",
     "group": "score_group did not return",
 }
 
@@ -139,6 +139,7 @@ class Dispatch:
             call = self.calls.pop(number)
             cancel = self.hosts.send(call.host, do="cancel", cancelled=number)
             self.cancels[cancel] = replace(call, deadline=now + ACKNOWLEDGE_SECONDS)
+            call.host.cancelling += 1
             if call.kind != "close":
                 what = _METHODS.get(call.kind, f"{call.kind} did not return")
                 self._handler.timed_out(call, f"{what} within {self._seconds:g} s (rollout.step_timeout)")
@@ -150,6 +151,7 @@ class Dispatch:
         """Handles the acknowledgement that a call is cancelled. A thread cannot be cancelled; its host gets no more
         trajectories and is killed when its other trajectories have ended."""
         session = -1 - call.group if call.running is None else call.running.session
+        call.host.cancelling -= 1
         if answer.fields.get("stuck"):
             call.host.stuck = True
         elif call.kind not in ("close", "group") and call.running is not None:

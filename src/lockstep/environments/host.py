@@ -70,8 +70,8 @@ class Host(SupervisedProcess):
         self.loaded: queue.SimpleQueue[HostAnswer] = queue.SimpleQueue()
         self.is_loaded = self.stuck = self.dead = False
         self.trajectories: set[int] = set()
-        self.calls: dict[int, float] = {}
-        """The calls without an answer, with the time at which they were sent."""
+        self.cancelling = 0
+        """The number of calls that are being cancelled. Any of them may turn out to be stuck."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for target in (self._read, self._write):
             threading.Thread(target=target, name=f"environment-host-{index}", daemon=True).start()
@@ -82,7 +82,6 @@ class Host(SupervisedProcess):
             pickled = pickle.dumps(fields)
         except Exception as error:
             raise ValueError(f"the row cannot be sent to the process of the environment: {error}") from error
-        self.calls[call] = time.monotonic()
         self._outbox.put(HEADER.pack(call, len(pickled)) + pickled)
 
     def end(self) -> None:
@@ -176,22 +175,39 @@ class EnvironmentHosts:
         """Whether the environment writes raw text, and gets the prompt as text."""
 
     def _start(self) -> Host:
-        host = Host(self._started % self.setup.workers, self.setup, self.inbox)
+        try:
+            host = Host(self._started % self.setup.workers, self.setup, self.inbox)
+        except OSError as error:
+            raise Refusal.at(
+                self.setup.where,
+                f"its process cannot be started: {error}",
+                "free memory, processes or files of this machine; the last checkpoint is untouched",
+                code="process-lost",
+            ) from error
         self._started += 1
         self.hosts.append(host)
         return host
 
-    def place(self, trajectory: int) -> Host:
+    def place(self, trajectory: int) -> Host | None:
         """Returns the host for a new trajectory: the one with the fewest trajectories. Starts a host if fewer hosts
-        than `workers` can take trajectories."""
+        than `workers` can take trajectories. Returns None if the trajectory must wait: until it is known whether a
+        call of a host is stuck, or until one of `workers` stuck hosts has ended."""
         for host in [host for host in self.hosts if not host.alive and not host.trajectories]:
             self.remove(host)
-        usable = [host for host in self.hosts if not host.stuck]
+        usable = [host for host in self.hosts if host.alive and not host.stuck and not host.cancelling]
         least = min(usable, key=lambda host: len(host.trajectories), default=None)
-        if least is None or (least.trajectories and len(usable) < self.setup.workers):
-            least = self._start()
-        least.trajectories.add(trajectory)
+        working = sum(host.alive and not host.stuck for host in self.hosts)
+        if (least is None or least.trajectories) and working < self.setup.workers:
+            least = self._start() if len(self.hosts) < 2 * self.setup.workers else least
+        if least is not None:
+            least.trajectories.add(trajectory)
         return least
+
+    def place_now(self, trajectory: int) -> Host:
+        """Returns the host for a call that cannot wait."""
+        found = self.place(trajectory) or self._start()
+        found.trajectories.add(trajectory)
+        return found
 
     def send(self, host: Host, **fields: Any) -> int:
         """Sends a call to a host. Returns the number of the call."""

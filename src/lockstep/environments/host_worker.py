@@ -29,7 +29,7 @@ from lockstep.environments.return_values import (
     checked_start,
     checked_turn,
     json_object,
-    json_or_empty,
+    state_of,
 )
 from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, check_signature, describe_error, run_file
@@ -41,6 +41,8 @@ HEADER = struct.Struct(">QQ")
 LONGEST_LINE = 2**24
 # The number of the line that reports whether the class was loaded. The numbers of calls start at 1.
 LOADING = 0
+# The smallest number of threads for tools and for `asyncio.to_thread` in user code. A thread starts when it is needed.
+TOOL_THREADS = 256
 # Seconds in which a cancelled coroutine must end.
 CANCEL_SECONDS = 0.5
 # The methods of each kind of environment with their arguments: start of a trajectory, answer to a turn.
@@ -132,30 +134,14 @@ _number: ContextVar[int] = ContextVar("number", default=LOADING)
 _method: ContextVar[str] = ContextVar("method", default="")
 
 
-class _Threads(ThreadPoolExecutor):
-    """Threads that know for which call they run. Threads that user code starts with `asyncio.to_thread` are counted
-    too."""
+class _CallThreads:
+    """The number of threads that run for each call."""
 
-    def __init__(self, threads: int):
-        super().__init__(threads, "environment")
+    def __init__(self) -> None:
         self._running: Counter[int] = Counter()
         self._count = threading.Lock()
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        return super().submit(self._counted, _number.get(), function, *arguments, **named)
-
-    def _counted(self, number: int, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        process = os.getpid()
-        self._add(number, 1)
-        try:
-            return function(*arguments, **named)
-        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
-            raise _Failed from error
-        finally:
-            exit_if_forked(process)
-            self._add(number, -1)
-
-    def _add(self, number: int, count: int) -> None:
+    def add(self, number: int, count: int) -> None:
         with self._count:
             self._running[number] += count
 
@@ -163,6 +149,28 @@ class _Threads(ThreadPoolExecutor):
         """Returns whether a thread of the call is running."""
         with self._count:
             return self._running[number] > 0
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that know for which call they run."""
+
+    def __init__(self, threads: int, name: str, counts: _CallThreads):
+        super().__init__(threads, name)
+        self._counts = counts
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        return super().submit(self._counted, _number.get(), function, *arguments, **named)
+
+    def _counted(self, number: int, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        process = os.getpid()
+        self._counts.add(number, 1)
+        try:
+            return function(*arguments, **named)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
+            raise _Failed from error
+        finally:
+            exit_if_forked(process)
+            self._counts.add(number, -1)
 
 
 class HostProcess:
@@ -174,11 +182,15 @@ class HostProcess:
         self._connection, self._created, self._arguments, self._file = connection, created, arguments, file
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._threads = _Threads(threads)
+        self._counts = _CallThreads()
+        # Methods of environments have threads of their own: tools that hang must not block them. An environment that is
+        # closed after a failure needs a thread besides those of `threads` trajectories.
+        self._methods = _Threads(2 * threads, "environment", self._counts)
+        self._tools = _Threads(max(TOOL_THREADS, 4 * threads), "tool", self._counts)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(self._threads)
+        loop.set_default_executor(self._tools)
         threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()  # the thread ends the process
 
@@ -209,14 +221,14 @@ class HostProcess:
         if task is not None:
             task.cancel()
             ended = bool((await asyncio.wait({task}, timeout=CANCEL_SECONDS))[0])
-        self._send(number, {"stuck": not ended or self._threads.runs(cancelled)})
+        self._send(number, {"stuck": not ended or self._counts.runs(cancelled)})
         self._tasks.pop(number, None)
 
     async def _answer(self, number: int, fields: dict[str, Any]) -> None:
         _number.set(number)
         try:
             answer = await self._call(fields)
-            self._send(number, {**answer, "stuck": True} if self._threads.runs(number) else answer)
+            self._send(number, {**answer, "stuck": True} if self._counts.runs(number) else answer)
         except _Invalid as error:
             self._send(number, {"raised": f"{_method.get()} {error.__cause__}", "code": "invalid-return"})
         except BaseException as error:  # noqa: BLE001 - whatever the environment raises is the reason
@@ -234,19 +246,19 @@ class HostProcess:
             level = level_of(environment)
             method, _ = METHODS[level]
             value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
-            return {**valid(lambda: checked_start(value, level)), "tokens": level != "messages"}
+            return {**await self.valid(lambda: checked_start(value, level)), "tokens": level != "messages"}
         if fields["do"] == "step":
             environment = self._environments[key]
             level = level_of(environment)
             _, method = METHODS[level]
             reply = list(fields["reply"].ids) if level == "tokens" else fields["reply"]
             value = await self._run(method, getattr(environment, method), {}, reply)
-            return valid(lambda: checked_turn(value, level))
+            return await self.valid(lambda: checked_turn(value, level))
         if fields["do"] == "group":
             trajectories = fields["trajectories"]
             scored = getattr(self._created, "score_group")  # noqa: B009 - the class is not known
             value = await self._run("score_group", scored, {}, trajectories)
-            return valid(lambda: {"scores": checked_scores(value, trajectories)})
+            return await self.valid(lambda: {"scores": checked_scores(value, trajectories)})
         return await self._finish(self._environments.pop(key, None), fields["finished"])
 
     async def _finish(self, environment: Any, finished: Any) -> dict[str, Any]:
@@ -255,12 +267,12 @@ class HostProcess:
         try:
             if finished is not None and callable(getattr(environment, "score", None)):
                 value = await self._run("score", environment.score, {}, finished)
-                answer["score"] = valid(lambda: checked_scores(value))
+                answer["score"] = await self.valid(lambda: checked_scores(value))
             if finished is not None:
                 _method.set("info")
-                answer["info"] = valid(lambda: json_object(getattr(environment, "info", {})))
+                answer["info"] = await self.valid(lambda: json_object(getattr(environment, "info", {})))
                 # Many classes have an attribute `state` of another kind, which is not meant for rewards.
-                answer["state"] = json_or_empty(getattr(environment, "state", {}))
+                answer["state"] = await self.valid(lambda: state_of(environment))
         finally:
             if callable(getattr(environment, "close", None)):
                 failed = _method.get()
@@ -273,8 +285,15 @@ class HostProcess:
         _method.set(method)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
-        value = await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
+        value = await asyncio.get_running_loop().run_in_executor(self._methods, partial(function, *arguments, **named))
         return await value if inspect.isawaitable(value) else value
+
+    async def valid(self, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Runs a check of a value in a thread: the value of a user's class may run any code, or have no end."""
+        try:
+            return dict(await asyncio.get_running_loop().run_in_executor(self._methods, check))
+        except Exception as error:
+            raise _Invalid from error
 
     def _send(self, number: int, fields: dict[str, Any]) -> None:
         try:
@@ -286,13 +305,6 @@ class HostProcess:
 
 class _Invalid(Exception):
     """A method returned a value that cannot be used. The cause is a ValueError."""
-
-
-def valid(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return check()
-    except Exception as error:
-        raise _Invalid from error
 
 
 def _raised(error: BaseException, method: str, file: str) -> dict[str, Any]:

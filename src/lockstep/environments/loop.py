@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import inf
 from typing import Any
@@ -22,13 +22,12 @@ from lockstep.environments.conversation import (
     Suffix,
     TokenConversation,
     prompt_text,
+    refuse_unknown,
     with_ids,
 )
 from lockstep.environments.dispatch import Dispatch, HostCall
-from lockstep.environments.environment import Reply
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
-from lockstep.environments.parsers import parse_reply
 from lockstep.environments.running import Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -64,8 +63,6 @@ class Pausing:
     """Returns the version of the weights."""
 
 
-# The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
-PROMPT_TOKENS = 64
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of
 # tokens, if the engine has room for it. For a longer one, the engine finishes its turns and starts again.
 LONGER, MORE = 1.25, 64
@@ -263,8 +260,13 @@ class TrajectoryBatch:
         """Waits until a trajectory is ready for a turn of the model or has ended. In rounds, waits until no trajectory
         waits for its environment. A pause ends the wait."""
         self._pump(block=False)
-        while self.dispatch.outstanding and (self.rounds or not (self.ready or self.done)) and not self._paused():
+        while self._waits and (self.rounds or not (self.ready or self.done)) and not self._paused():
             self._pump(block=True)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an answer of a host is needed to continue. Trajectories may wait for a host."""
+        return self.dispatch.outstanding or (bool(self.waiting) and not self.active)
 
     def _pump(self, *, block: bool) -> None:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
@@ -279,10 +281,14 @@ class TrajectoryBatch:
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.settings.max_concurrent:
-            running = self.waiting.pop(0)
+            running = self.waiting[0]
+            idle = not self.active and not self.dispatch.calls and not self.dispatch.cancels
+            host = self.hosts.place_now(running.session) if idle else self.hosts.place(running.session)
+            if host is None:
+                return
+            self.waiting.pop(0)
             self.active.add(running)
-            running.started = time.monotonic()
-            running.host = self.hosts.place(running.session)
+            running.started, running.host = time.monotonic(), host
             self._start(running)
 
     def _start(self, running: Running) -> None:
@@ -311,7 +317,7 @@ class TrajectoryBatch:
 
     def timed_out(self, call: HostCall, why: str) -> None:
         if call.running is None:
-            self._group_scored(call.group, HostAnswer(LOADING, why=why))
+            self._group_scored(call.group, HostAnswer(LOADING, why=why), TIMEOUT)
         else:
             self._fail(call.running, why, TIMEOUT)
 
@@ -331,8 +337,8 @@ class TrajectoryBatch:
         running.anchor = fields["anchor"]
         try:
             if fields["tokens"]:
-                running.conversation = TokenConversation(fields["ids"], self._decode)
-                self._refuse_unknown(fields["ids"])
+                running.conversation = TokenConversation(fields["ids"], self.engine.chat.decode)
+                refuse_unknown(fields["ids"], self.engine.vocabulary)
             else:
                 running.conversation = ChatConversation(
                     self.engine.chat, running.question, fields["messages"], fields["tools"]
@@ -351,10 +357,13 @@ class TrajectoryBatch:
     def _turn(self, running: Running, completion: Completion) -> None:
         """Handles a turn of the model: sends it to the environment, unless a limit is reached."""
         if running not in self.active:
-            return  # the host of its environment was lost during the turn
+            # The host of its environment was lost during the turn.
+            if self.continuous:
+                self.engine.inner.end_session(running.session)  # type: ignore[attr-defined]
+            return
         conversation = running.conversation
         assert conversation is not None
-        reply = self._reply(running, completion)
+        reply = running.read_turn(completion, self.engine.chat)
         start, stop = conversation.add_turn(completion)
         running.ended_by = completion.stop
         running.reply = reply = conversation.add_reply(reply)
@@ -366,27 +375,6 @@ class TrajectoryBatch:
             self._end(running, MAX_TOOL_CALLS)
             return
         self._call("step", running, reply=running.reply)
-
-    def _reply(self, running: Running, completion: Completion) -> Reply:
-        """Returns a turn of the model, before its tokens are added to the conversation."""
-        conversation, ids = running.conversation, list(completion.ids)
-        assert conversation is not None
-        while ids and ids[-1] in self.engine.chat.end_ids:
-            ids.pop()
-        finish = "length" if completion.stop == "length" else "stop"
-        if isinstance(conversation, TokenConversation):
-            text = self._decode(ids)
-            return Reply(text, text, finish=finish, ids=tuple(completion.ids))
-        reply = parse_reply(
-            ids,
-            self.engine.chat.tokenizer,
-            self.settings.parser,
-            conversation.tools,
-            prompt=self._decode(conversation.context[-PROMPT_TOKENS:]),
-            finish=finish,
-            first_call=running.tool_calls,
-        )
-        return replace(reply, ids=tuple(completion.ids))
 
     def _after_step(self, running: Running, fields: dict[str, Any]) -> None:
         running.answered(fields)
@@ -408,7 +396,7 @@ class TrajectoryBatch:
         conversation = running.conversation
         try:
             if isinstance(conversation, TokenConversation):
-                self._refuse_unknown(fields["ids"])
+                refuse_unknown(fields["ids"], self.engine.vocabulary)
                 extension = Suffix(fields["ids"])
             else:
                 assert conversation is not None
@@ -423,19 +411,6 @@ class TrajectoryBatch:
             return
         conversation.extend(extension, fields.get("messages", ()))
         self.ready.append(running)
-
-    def _refuse_unknown(self, ids: Sequence[int]) -> None:
-        unknown = [token for token in ids if token >= self.engine.vocabulary]
-        if unknown:
-            raise Refusal.at(
-                "token ids",
-                f"token id {unknown[0]}, but the model's vocabulary has {self.engine.vocabulary} tokens",
-                "return token ids of this model's tokenizer",
-                code="unknown-token",
-            )
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.engine.chat.tokenizer.decode(ids, skip_special_tokens=False))
 
     # The end of a trajectory.
 
@@ -488,15 +463,15 @@ class TrajectoryBatch:
             self.done += [one.completion() for one in group]
             return
         # The group has a number among the trajectories of the host that no session has.
-        host = self.hosts.place(-1 - number)
+        host = self.hosts.place_now(-1 - number)
         self.dispatch.send("group", host, None, number, trajectories=[one.trajectory() for one in whole])
 
-    def _group_scored(self, number: int, answer: HostAnswer) -> None:
+    def _group_scored(self, number: int, answer: HostAnswer, stop: str = TOOL_ERROR) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)
         whole = [one for one in group if not one.failure]
         for place, running in enumerate(whole):
             if answer.why:
-                running.failure, running.stop = f"{self.hosts.setup.shown}: {answer.why}", TOOL_ERROR
+                running.failure, running.stop = f"{self.hosts.setup.shown}: {answer.why}", stop
             else:
                 running.scores["group"] = answer.fields["scores"][place]
         self.done += [one.completion() for one in group]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, SupportsFloat
 
 from lockstep.environments.environment import Start, TextTurn, TokenTurn, Turn
@@ -13,6 +14,9 @@ from lockstep.environments.environment import Start, TextTurn, TokenTurn, Turn
 ROLES = ("system", "developer", "user", "tool")
 Level = Literal["messages", "text", "tokens"]
 """What an environment writes."""
+# The largest numbers of messages, of tools or stop strings, and of token ids in an answer. A longer answer is a bug of
+# the environment, maybe a sequence without an end.
+MOST_MESSAGES, MOST_TEXTS, MOST_IDS = 10_000, 1_000, 2**22
 
 
 def checked_start(value: Any, level: Level) -> dict[str, Any]:
@@ -96,10 +100,18 @@ def json_object(value: Any) -> dict[str, Any]:
 
 
 def json_or_empty(value: Any) -> dict[str, Any]:
-    """Returns a dict that JSON can represent, or an empty dict."""
+    """Returns a dict that JSON can represent, or an empty dict if the value is another one."""
     try:
         return json_object(value)
-    except ValueError:
+    except Exception:  # noqa: BLE001 - a value of a user's class may fail in any way
+        return {}
+
+
+def state_of(environment: Any) -> dict[str, Any]:
+    """Returns the attribute `state` of an environment, or an empty dict if it cannot be read or represented."""
+    try:
+        return json_or_empty(getattr(environment, "state", {}))
+    except Exception:  # noqa: BLE001 - a property of a user's class may fail in any way
         return {}
 
 
@@ -143,7 +155,7 @@ def _messages(value: Any, roles: Sequence[str]) -> list[dict[str, Any]]:
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         raise ValueError(f"returned {shown(value)} as messages, expected a list of messages")
     messages = []
-    for number, message in enumerate(value, 1):
+    for number, message in enumerate(_limited(value, MOST_MESSAGES, "messages"), 1):
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(role, str):
             raise ValueError(f"returned {shown(message)} as message {number}, expected a dict with role and content")
@@ -156,7 +168,8 @@ def _messages(value: Any, roles: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    tools = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    tools = _limited(value, MOST_TEXTS, "tools") if several else [value]
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -165,23 +178,28 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _texts(value: Any) -> list[str]:
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not all(isinstance(one, str) and one for one in value)
-    ):
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    texts: list[Any] = _limited(value, MOST_TEXTS, "stop strings") if several else [None]
+    if not all(isinstance(one, str) and one for one in texts):
         raise ValueError(f"returned {shown(value)} as stop, expected a list of strings")
-    return list(value)
+    return texts
 
 
 def _ids(value: Any, name: str) -> list[int]:
     try:
-        ids = [one.item() if hasattr(one, "item") else one for one in value]
+        ids = [one.item() if hasattr(one, "item") else one for one in _limited(value, MOST_IDS, f"token ids as {name}")]
     except TypeError:
         raise ValueError(f"returned {shown(value)} as {name}, expected a list of token ids") from None
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
         raise ValueError(f"returned {shown(value)} as {name}, expected token ids")
     return ids
+
+
+def _limited(values: Iterable[Any], most: int, what: str) -> list[Any]:
+    found = list(islice(values, most + 1))
+    if len(found) > most:
+        raise ValueError(f"returned more than {most:,} {what}")
+    return found
 
 
 def _number(value: Any, what: str) -> float:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.environments.conversation import ChatConversation, TokenConversation
+from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import Host
+from lockstep.environments.parsers import parse_reply
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord
@@ -32,6 +33,10 @@ class TurnEngine(Protocol):
     def release_memory(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+# The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
+PROMPT_TOKENS = 64
 
 
 def environment_seed(run: int, key: int, sample: int) -> int:
@@ -174,6 +179,27 @@ class Running:
             self.stop_strings = tuple(fields["stop"])
         if fields.get("stop_ids") is not None:
             self.stop_ids = tuple(fields["stop_ids"])
+
+    def read_turn(self, completion: Completion, chat: ChatFormat) -> Reply:
+        """Returns a turn of the model, before its tokens are added to the conversation."""
+        conversation, ids = self.conversation, list(completion.ids)
+        assert conversation is not None
+        while ids and ids[-1] in chat.end_ids:
+            ids.pop()
+        finish = "length" if completion.stop == "length" else "stop"
+        if isinstance(conversation, TokenConversation):
+            text = chat.decode(ids)
+            return Reply(text, text, finish=finish, ids=tuple(completion.ids))
+        reply = parse_reply(
+            ids,
+            chat.tokenizer,
+            self.settings.parser,
+            conversation.tools,
+            prompt=chat.decode(conversation.context[-PROMPT_TOKENS:]),
+            finish=finish,
+            first_call=self.tool_calls,
+        )
+        return replace(reply, ids=tuple(completion.ids))
 
     def answered(self, fields: Mapping[str, Any]) -> None:
         """Records the environment's answer to the last turn."""

@@ -477,7 +477,7 @@ def main() -> None:
     except OSError as error:
         result = {"failed": str(error)}
     kill_descendants()
-    if spec["group"]:
+    if spec.get("group"):
         result = {"stopped": "memory"} if out_of_memory(spec["group"]) and "stopped" not in result else result
         remove_group(spec["group"])
     if result.get("stopped") == "parent":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,10 @@ def host_setup(
         "parallel": settings.max_parallel_calls,
     }
     if settings.environment is None:
-        arguments: dict[str, Any] = {"tools": [_tool(tool) for tool in settings.tools], **limits}
+        arguments: dict[str, Any] = {
+            "tools": [_tool(tool, settings.step_timeout) for tool in settings.tools],
+            **limits,
+        }
         shown = ", ".join(settings.tools)
         workers = settings.environment_workers
         return HostSetup(TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, workers, threads, output, TOOL_SECONDS)
@@ -95,10 +99,22 @@ def _run_settings(
     }
 
 
-def _tool(tool: str) -> list[str]:
-    """Returns the text of a tool, the path of the function that makes it, if it is built in, and its argument."""
+def _tool(tool: str, limit: float) -> list[str]:
+    """Returns the text of a tool, the path of the function that makes it, if it is built in, and its argument. Refuses
+    a built-in tool that may take as long as `limit`: it would keep a thread of its host."""
     name, _, argument = tool.partition(":")
-    return [tool, TOOLS[name], argument] if name in TOOLS else [tool, "", ""]
+    if name not in TOOLS:
+        return [tool, "", ""]
+    where, module = f"rollout.tools {tool}", import_module(TOOLS[name].partition(":")[0])
+    seconds = module.longest_call(argument, where) if hasattr(module, "longest_call") else 0.0
+    if seconds >= limit:
+        raise Refusal.at(
+            where,
+            f"a call may take {seconds:g} s, which is not less than rollout.step_timeout={limit:g}",
+            f"set rollout.step_timeout above {seconds:g}, or write {name}:seconds=N with a smaller N",
+            code="out-of-range",
+        )
+    return [tool, TOOLS[name], argument]
 
 
 def open_environments(
@@ -127,7 +143,7 @@ def try_environment(
     chat = ChatFormat(tokenizer, history=settings.history)
     hosts = EnvironmentHosts(setup)
     try:
-        host = hosts.place(0)
+        host = hosts.place_now(0)
         text = prompt_text(tokenizer, prompt.ids) if hosts.writes_text else None
         row, start = row_of(question, text), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lockstep.environments.environment import Reply, Start, Turn
 from lockstep.environments.sandbox import SandboxFailed
-from lockstep.environments.tools import FunctionTool, InvalidArguments, ToolFailed, ToolServerLost, load_tool
+from lockstep.environments.tools import FunctionTool, InvalidArguments, ToolExit, ToolFailed, ToolServerLost, load_tool
 from lockstep.errors import Refusal
 from lockstep.functions import LONGEST_WHY
 from lockstep.trajectory import ToolCall
@@ -149,7 +149,9 @@ class ToolEnvironment:
             return f"error: {call.name} did not return within {self._timeout:g} s", True
         except SandboxFailed:
             raise  # the model is not the reason
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
+        except ToolExit as error:
+            return f"error: {error}"[:LONGEST_WHY], True
+        except Exception as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
             return f"error: {type(error).__name__}: {error}"[:LONGEST_WHY], True
         return self._shortened(text), False
 

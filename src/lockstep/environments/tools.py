@@ -34,6 +34,10 @@ class ToolServerLost(Exception):
     """The process of a tool has ended, so the trajectory cannot continue."""
 
 
+class ToolExit(Exception):
+    """A tool tried to end its process. The text names the exception."""
+
+
 @dataclass(frozen=True)
 class FunctionTool:
     """A tool: a Python function and its schema, in the form that chat templates take."""
@@ -73,10 +77,13 @@ class FunctionTool:
         """Calls the function and returns its result as text. A synchronous function runs in a thread, so that it does
         not stop other conversations."""
         made = self.arguments(given)
-        if _is_async(self.function):
-            return result_text(await self.function(**made))
-        result = await asyncio.to_thread(self.function, **made)
-        return result_text(await result if inspect.isawaitable(result) else result)
+        try:
+            if _is_async(self.function):
+                return result_text(await self.function(**made))
+            result = await asyncio.to_thread(_without_exit, self.function, made)
+            return result_text(await result if inspect.isawaitable(result) else result)
+        except (SystemExit, KeyboardInterrupt) as error:  # in a task, they would end the process
+            raise ToolExit(f"{type(error).__name__}: {error}") from error
 
 
 def load_tool(tool: str | Callable[..., Any], key: str = KEY) -> FunctionTool:
@@ -120,6 +127,13 @@ def result_text(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return str(result)
+
+
+def _without_exit(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ToolExit(f"{type(error).__name__}: {error}") from error
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -118,6 +118,8 @@ class FormatPart(RewardPart):
         return settled({self.name: 1.0 if self._pattern.fullmatch(text) else 0.0})
 
 
+# The largest number of fp32, in which the trainer computes.
+LARGEST = float(torch.finfo(torch.float32).max)
 PARTS = ("rule", "function", "model", "process", "remote", "format", *ENVIRONMENT_PARTS)
 
 
@@ -278,9 +280,17 @@ class Scorer:
                 steps += [(end, self._weights[part.name] * share) for end, share in outcome.steps]
         total = sum(self._weights[part.name] * parts[part.name] for part in self._parts if part not in unscored)
         if trajectory is None or STEPS not in self._weights:
-            return Score(total, parts, tuple(steps))
+            return _finite(Score(total, parts, tuple(steps)))
         shares = turn_rewards(trajectory, self._weights[STEPS])
-        return Score(total + weighted(given, self._weights), parts | given, tuple(steps), shares)
+        return _finite(Score(total + weighted(given, self._weights), parts | given, tuple(steps), shares))
+
+
+def _finite(score: Score) -> Score | Failure:
+    """Returns the score, or a failure if the weighted sum is too large for the trainer."""
+    if abs(score.total) <= LARGEST:
+        return score
+    largest = max(score.parts, key=lambda name: abs(score.parts[name]))
+    return Failure(largest, f"the weighted sum of the rewards is {score.total:g}, which fp32 cannot represent")
 
 
 def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart:

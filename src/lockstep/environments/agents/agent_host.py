@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lockstep.environments.host_worker import LOADING, HostProcess, as_line, load_object, valid
+from lockstep.environments.host_worker import LOADING, HostProcess, as_line, load_object
 from lockstep.environments.return_values import checked_result, shown
 from lockstep.functions import Unloadable, check_signature
 from lockstep.launch.supervisor import worker_socket
@@ -98,7 +98,7 @@ class _AgentHost(HostProcess):
         if fields["do"] != "run":
             return {}
         value = await self._run("run", self._created, {}, fields["row"], fields["base_url"], fields["seed"])
-        return valid(lambda: {"result": checked_result(value)})
+        return await self.valid(lambda: {"result": checked_result(value)})
 
 
 async def _run_program(words: list[str], row: Mapping[str, Any], base_url: str, seed: int) -> Any:

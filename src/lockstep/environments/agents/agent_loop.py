@@ -20,9 +20,9 @@ from lockstep.environments.conversation import ChatConversation
 from lockstep.environments.dispatch import ASKED
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import HostAnswer
-from lockstep.environments.loop import PROMPT_TOKENS, EnvironmentEngine, TrajectoryBatch
+from lockstep.environments.loop import EnvironmentEngine, TrajectoryBatch
 from lockstep.environments.parsers import parse_reply
-from lockstep.environments.running import Running, row_of
+from lockstep.environments.running import PROMPT_TOKENS, Running, row_of
 from lockstep.errors import Refusal
 from lockstep.http_server.http_api import ApiError
 from lockstep.kernels.sampling import turn_key
@@ -302,7 +302,7 @@ class _AgentBatch(TrajectoryBatch):
             replies.append(as_sent(turn.reply))
             if request.spec.logprobs:
                 pairs = zip(turn.completion.ids, turn.completion.logprobs, strict=True)
-                logprobs.append([(self._decode([token]), logprob) for token, logprob in pairs])
+                logprobs.append([(self.engine.chat.decode([token]), logprob) for token, logprob in pairs])
         running.answered_requests += 1
         number = f"{running.seed:08x}{running.answered_requests:04d}"
         request.answer(Answer(replies, prompt, number, int(time.time()), logprobs))
@@ -315,7 +315,7 @@ class _AgentBatch(TrajectoryBatch):
             ids.pop()
         text: str | list[int] = ids
         if completion.stop == "string":
-            text = self._decode(ids)
+            text = self.engine.chat.decode(ids)
             stops = [stop for stop in (*spec.stop, *self.sampling.stop_strings) if stop in text]
             text = text[: min((text.index(stop) for stop in stops), default=len(text))]
         reply = parse_reply(
@@ -323,7 +323,7 @@ class _AgentBatch(TrajectoryBatch):
             chat.tokenizer,
             self.settings.parser,
             turn.conversation.tools,
-            prompt=self._decode(turn.conversation.context[-PROMPT_TOKENS:]),
+            prompt=self.engine.chat.decode(turn.conversation.context[-PROMPT_TOKENS:]),
             finish="length" if completion.stop == "length" else "stop",
             first_call=turn.running.tool_calls,
         )

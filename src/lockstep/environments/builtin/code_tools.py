@@ -26,6 +26,11 @@ def read_limits(text: str, where: str) -> SandboxLimits:
     return SandboxLimits(**values)  # type: ignore[arg-type]
 
 
+def longest_call(argument: str, where: str) -> float:
+    """Returns the time limit of a tool in seconds."""
+    return read_limits(argument, where).seconds
+
+
 def python_tool(argument: str, where: str) -> Callable[..., str]:
     """Returns the tool `python`. Raises `Refusal` if this machine has no sandbox."""
     limits, isolation = read_limits(argument, where), chosen_isolation()
