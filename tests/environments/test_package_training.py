@@ -68,6 +68,6 @@ def test_the_tools_of_an_mcp_server_train(folder: Path, mcp_command: str) -> Non
         "def letters(data_source, solution_str, ground_truth, extra_info):\n    return len(set(solution_str)) / 20\n"
     )
     more = ["run.name=mcp", "rollout.environment=null", f"rollout.tools=['mcp:{mcp_command}']"]
-    lockstep(folder, "lockstep train games.yaml", *more, "reward.function=reward.py:letters", "run.resume=false")
+    lockstep(folder, "lockstep train games.yaml", *more, "reward.function=reward.py:letters", "run.resume=never")
     found = metrics(folder, "mcp")
     assert (found["reward/failed"], found["actor/grad_norm"] > 0) == (0, True)
