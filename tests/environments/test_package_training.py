@@ -64,10 +64,11 @@ def test_the_command_of_each_adapter_trains(command: str, name: str, folder: Pat
 
 
 def test_the_tools_of_an_mcp_server_train(folder: Path, mcp_command: str) -> None:
+    name = f"mcp-{'own' if sys.executable in mcp_command else 'server'}"
     (folder / "reward.py").write_text(
         "def letters(data_source, solution_str, ground_truth, extra_info):\n    return len(set(solution_str)) / 20\n"
     )
-    more = ["run.name=mcp", "rollout.environment=null", f"rollout.tools=['mcp:{mcp_command}']"]
-    lockstep(folder, "lockstep train games.yaml", *more, "reward.function=reward.py:letters", "run.resume=never")
-    found = metrics(folder, "mcp")
+    more = [f"run.name={name}", "rollout.environment=null", f"rollout.tools=['mcp:{mcp_command}']"]
+    lockstep(folder, "lockstep train games.yaml", *more, "reward.function=reward.py:letters")
+    found = metrics(folder, name)
     assert (found["reward/failed"], found["actor/grad_norm"] > 0) == (0, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import pytest
 from host_player import failed, played
 from lockstep.environments.adapters.gymnasium_env import GymnasiumEnvironment
 from lockstep.environments.environment import Reply, Turn
+from lockstep.environments.setup import open_environments
 from lockstep.errors import Refusal
+from lockstep.model.load import load_tokenizer
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.types import Origin, Question, Request, Sampling
+from scripted_engine import Scripted
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -107,3 +113,26 @@ def test_an_action_space_without_a_text_form_is_refused() -> None:
     with pytest.raises(Refusal) as refused:
         GymnasiumEnvironment("Pairs-v0")
     assert refused.value.problems[0].code == "unsupported-combination"
+
+
+def test_a_hung_game_fails_alone_and_is_killed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The game is in a module, which Gymnasium imports because the name says so."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    tokenizer = load_tokenizer(str(tiny_folder))
+    environment = "gymnasium:hanging_games:Hanging-v0"
+    settings = RolloutSettings(environment=environment, environment_workers=1, step_timeout=3.0)
+    inner = Scripted(tokenizer, lambda request, turn: "hi")
+    engine = open_environments(inner, settings, tokenizer, frozenset({tokenizer.eos_token_id}), len(tokenizer))
+    try:
+        requests = [
+            Request([1], row, question=Question("", asked()["prompt"], "", Origin("rows", row), columns={"seed": row}))
+            for row in range(3)
+        ]
+        found = engine.generate(requests, Sampling(200, stop_ids=(tokenizer.eos_token_id,)))
+        made = sorted(found, key=lambda one: one.request)
+        assert [one.trajectory and one.trajectory.stop for one in made] == ["completed", "timeout", "completed"]
+        assert environment in made[1].failure
+        assert "rollout.step_timeout" in made[1].failure
+        assert engine.hosts.hosts == []
+    finally:
+        engine.close()

@@ -28,6 +28,7 @@ def test_a_recipe_value_selects_an_adapter(name: str, monkeypatch: pytest.Monkey
     row = ADAPTERS[name]
     module, _, kind = row.path.partition(":")
     assert callable(getattr(import_module(module), kind))
+    assert hasattr(import_module(module), "import_package") == bool(row.package)
     settings = EnvironmentSettings(environment=f"{name}:a:b", environment_args={"size": 3}, step_timeout=7.0)
     monkeypatch.setattr(setup, "find_spec", lambda package: package)
     made = host_setup(settings)

@@ -19,6 +19,10 @@ from lockstep.types import ENVIRONMENT, Message
 LONGEST = 2**24
 
 
+def import_package() -> None:
+    import websockets.asyncio.client  # noqa: F401
+
+
 class InvalidAction(Exception):
     """The model's action cannot be read, or the server refused it. The text says why, for the model."""
 
