@@ -86,6 +86,8 @@ def load_object(environment: str, kind: str) -> tuple[Callable[..., Any], str]:
     else:
         try:
             module = import_module(where)
+            # An adapter imports its package here, where the time limit is that of a load and not of a step.
+            getattr(module, "import_package", lambda: None)()
         except BaseException as error:  # noqa: BLE001 - a module may raise anything when it is imported
             why = f"module {where} cannot be imported: {describe_error(error, where)}"
             raise Unloadable(why, "install the package, or fix the name", code="import-failed") from None

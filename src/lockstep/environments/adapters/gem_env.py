@@ -17,6 +17,10 @@ from lockstep.environments.environment import Reply, Start, Turn
 from lockstep.environments.return_values import json_or_empty
 
 
+def import_package() -> None:
+    import gem  # noqa: F401
+
+
 class GemEnvironment:
     """The conversation is the history, so GEM's wrappers of observations are not needed. All arguments go to
     `gem.make`."""

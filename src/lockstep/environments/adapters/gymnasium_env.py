@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from lockstep.environments.adapters.game import action_of, first_messages, refuse_unknown, row_seed, user
@@ -14,6 +15,10 @@ from lockstep.errors import Refusal
 from lockstep.types import ENVIRONMENT
 
 _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
+
+
+def import_package() -> None:
+    import gymnasium  # noqa: F401
 
 
 class GymnasiumEnvironment:
@@ -70,12 +75,16 @@ class GymnasiumEnvironment:
 
 
 def _refuse_unregistered(environment: str) -> None:
+    """Refuses a name that is not registered. A name such as my_package:Maze-v0 imports the module that registers it."""
     import gymnasium
 
+    module, _, name = environment.rpartition(":")
     try:
-        gymnasium.spec(environment)  # also imports the module of an id such as my_package:Maze-v0
+        if module:
+            import_module(module)
+        gymnasium.spec(name)
     except gymnasium.error.UnregisteredEnv:
-        refuse_unknown(environment, gymnasium.registry, "gymnasium")
+        refuse_unknown(name, gymnasium.registry, "gymnasium")
     except (ImportError, gymnasium.error.Error) as error:
         raise Refusal.at(ENVIRONMENT, f"{environment}: {error}", "fix the name", code="unknown-name") from error
 

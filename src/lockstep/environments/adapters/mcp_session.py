@@ -44,7 +44,7 @@ class McpSession:
             await session._send({"method": "notifications/initialized"})
             await session._list()
         except BaseException:
-            session.kill()
+            await session.kill()
             raise
         return session
 
@@ -76,11 +76,12 @@ class McpSession:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), END_SECONDS)
         finally:
-            self.kill()
+            await self.kill()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()
+        await self._process.wait()
 
     async def _list(self) -> None:
         cursor: dict[str, Any] = {}
@@ -117,7 +118,7 @@ class McpSession:
                 with suppress(ValueError):  # a line that is not JSON is output of the server's own code
                     await self._handle(json.loads(line))
         except ValueError:
-            self.kill()  # a message over the limit
+            await self.kill()  # a message over the limit
         finally:
             self._lose()
 

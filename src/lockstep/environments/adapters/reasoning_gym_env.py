@@ -10,6 +10,10 @@ from lockstep.environments.environment import Reply, Start, Turn
 from lockstep.environments.return_values import json_or_empty
 
 
+def import_package() -> None:
+    import reasoning_gym  # noqa: F401
+
+
 class ReasoningGymEnvironment:
     """The reward is the score of the task, from 0 to 1. The answer is the text in the last `<answer>` tag, or the whole
     turn if there is none. All arguments go to `reasoning_gym.create_dataset`."""

@@ -20,6 +20,10 @@ from lockstep.functions import load_user_function
 from lockstep.types import ENVIRONMENT
 
 
+def import_package() -> None:
+    import textarena  # noqa: F401
+
+
 class TextArenaEnvironment:
     """The model sees the messages of the game and of the other player that are new in each turn, because the
     conversation is the history. TextArena gives the reward at the end of a game."""
