@@ -10,7 +10,7 @@ WORKERS ?= 3
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-engines test-migration test-ray test-recorder test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-ray test-recorder test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -49,6 +49,10 @@ test-ray: $(VENV)/.ray
 test-engines: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_engines.sh
 
+# Not part of `make test`: the packages whose environments lockstep adapts take minutes to install and to import.
+test-environments: $(VENV)/.test
+	@VENV="$(VENV)" sh tools/test_environments.sh
+
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh tests/ascend -m slow
@@ -81,7 +85,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/parity.py
 
 clean:
-	rm -rf $(VENV) .venv-ascend .venv-peers .venv-recorder .venv-recorder-trl .venv-vllm .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-ascend .venv-peers .venv-recorder .venv-recorder-trl .venv-vllm .venv-environments .venv-openenv .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }

@@ -16,6 +16,7 @@ from lockstep.data.prepare.agent_rows import (
     call_chat,
     write_calculator,
     write_guess_number,
+    write_seeds,
 )
 from lockstep.environments.builtin.calculator import calculator
 from lockstep.environments.builtin.guess_number import GuessNumber
@@ -110,7 +111,18 @@ def test_halving_finds_every_number() -> None:
         assert turn.reward == 1.0
 
 
-@pytest.mark.parametrize("write", [write_calculator, write_guess_number])
+@pytest.mark.parametrize("write", [write_calculator, write_guess_number, write_seeds])
 def test_no_rows_are_refused(write: object, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="train_rows"):
         write(tmp_path, train_rows=0)  # type: ignore[operator]
+
+
+def test_no_two_rows_have_the_same_seed(tmp_path: Path) -> None:
+    write_seeds(tmp_path / "a", prompt="Play.", train_rows=500, val_rows=20)
+    write_seeds(tmp_path / "b", prompt="Play.", train_rows=500, val_rows=20, seed=1)
+    one, two = ([rows(tmp_path / name / f"{file}.parquet") for file in ("train", "val")] for name in ("a", "b"))
+    seeds = [row["seed"] for split in one for row in split]
+    assert len(set(seeds)) == 520
+    assert [len(split) for split in one] == [500, 20]
+    assert one[0][0]["prompt"] == [{"content": "Play.", "role": "user"}]
+    assert seeds != [row["seed"] for split in two for row in split]

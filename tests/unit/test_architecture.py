@@ -384,6 +384,11 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "datasets": ("data/sources/read.py",),
     "gguf": ("model/gguf.py",),
     "ray": ("launch/ray_*.py",),
+    "gymnasium": ("environments/adapters/gymnasium_env.py",),
+    "textarena": ("environments/adapters/textarena_env.py",),
+    "reasoning_gym": ("environments/adapters/reasoning_gym_env.py",),
+    "gem": ("environments/adapters/gem_env.py",),
+    "websockets": ("environments/adapters/openenv_client.py",),
     "vllm": ("rollout/servers/plugin/lockstep_vllm.py", "rollout/servers/plugin/lockstep_samples.py"),
     "sglang": ("rollout/servers/plugin/*.py",),
     "torch_npu": ("device/npu.py", "kernels/*_npu.py", "kernels/attention/npu_*.py"),
@@ -391,11 +396,6 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "trl": (),
     "starlette": ("serve/asgi.py",),
     "uvicorn": ("serve/asgi.py",),
-    "gymnasium": ("environments/adapters/gymnasium_env.py",),
-    "textarena": ("environments/adapters/textarena_env.py",),
-    "reasoning_gym": ("environments/adapters/reasoning_gym_env.py",),
-    "gem": ("environments/adapters/gem_env.py",),
-    "websockets": ("environments/adapters/openenv_client.py",),
 }
 # Adapters with an optional package at the top: other modules import them inside functions only.
 LAZY_ADAPTERS = ("serve/asgi.py",)

@@ -53,6 +53,20 @@ def guess_number(folder: Path, train_rows: int = 2000, val_rows: int = 60, seed:
 
 
 @data_app.command()
+def seeds(
+    folder: Path,
+    prompt: Annotated[str, typer.Option(help="Instruction before the first observation.")] = "Play the game.",
+    train_rows: int = 2000,
+    val_rows: int = 60,
+    seed: int = 0,
+) -> None:
+    """Write rows with a prompt and a seed, for environments of other packages, to FOLDER."""
+    from lockstep.data.prepare.agent_rows import write_seeds
+
+    _echo_counts(folder, write_seeds(folder, prompt=prompt, train_rows=train_rows, val_rows=val_rows, seed=seed))
+
+
+@data_app.command()
 def gsm8k(
     folder: Annotated[Path, typer.Argument(metavar="OUT")],
     source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,

@@ -16,7 +16,8 @@ class EnvironmentSettings(Section):
     environment: Annotated[str, Named(ENVIRONMENTS, allow_function=True)] | None = Field(
         None,
         description="Environment with which the model has a conversation (docs/environments.md): a class of your own "
-        "(`path/to/file.py:Class` or `package.module:Class`), or a built-in name.",
+        "(`path/to/file.py:Class` or `package.module:Class`), a built-in name, or an environment of another package, "
+        "such as `gymnasium:FrozenLake-v1`.",
         effect=_CODE,
     )
     environment_args: dict[str, Any] = Field(
@@ -35,7 +36,8 @@ class EnvironmentSettings(Section):
     tools: list[Annotated[str, Named(TOOLS, allow_function=True)]] = Field(
         default_factory=list,
         description="Tools that the model may call, without an environment class: Python functions "
-        "(`path/to/file.py:name`) or built-in names. The conversation ends with the first reply without a tool call.",
+        "(`path/to/file.py:name`), built-in names, or `mcp:COMMAND` for the tools of an MCP server. The conversation "
+        "ends with the first reply without a tool call.",
         effect=_CODE,
     )
     parser: str = Field(

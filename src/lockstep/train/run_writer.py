@@ -27,7 +27,7 @@ from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.registry import plugin_file
+from lockstep.recipe.registry import ADAPTERS, plugin_file
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
@@ -58,12 +58,18 @@ def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
         named["algorithm.advantage"] = recipe.algorithm.advantage
         named["algorithm.loss"] = recipe.algorithm.loss
     functions = {key: value for key, value in named.items() if value is not None and is_function_path(value)}
-    files = {key: (value, Path(value.rpartition(":")[0]).expanduser()) for key, value in functions.items()}
+    files = {key: (value, _file_of(value)) for key, value in functions.items()}
     plugins = {f"run.plugins.{word}": (word, plugin_file(word)) for word in recipe.run.plugins}
     return {
         key: {"name": name, "sha256": checksum(file) if file is not None and file.is_file() else None}
         for key, (name, file) in {**files, **plugins}.items()
     }
+
+
+def _file_of(function_path: str) -> Path:
+    """Returns the file of `path/to/file.py:name`, also after the name of an adapter, as in `trl:file.py:name`."""
+    name, _, inside = function_path.partition(":")
+    return Path((inside if name in ADAPTERS else function_path).rpartition(":")[0]).expanduser()
 
 
 def code_changes(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:

@@ -167,3 +167,17 @@ def _random_game(draw: random.Random) -> list[Message]:
             break
         chat += user_message("higher" if guess < number else "lower")
     return chat
+
+
+# Rows for the environments of other packages, which make their tasks from a seed.
+
+
+def write_seeds(
+    folder: Path, *, prompt: str = "Play the game.", train_rows: int = 2000, val_rows: int = 60, seed: int = 0
+) -> dict[str, int]:
+    """Writes rows with a prompt and the seed of a task. No two rows of both files have the same seed. Returns the
+    number of rows by file."""
+    refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
+    seeds = random.Random(f"seeds/{seed}").sample(range(2**31), train_rows + val_rows)
+    rows: list[Row] = [{"data_source": "environment", "prompt": user_message(prompt), "seed": one} for one in seeds]
+    return write_files(folder, {"train": rows[:train_rows], "val": rows[train_rows:]})

@@ -94,7 +94,7 @@ class OpenEnvEnvironment:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
                 result = await self._ask("step", action)
                 reward, done = reward + float(result.get("reward") or 0.0), bool(result.get("done"))
-                text = self._text(result)
+                text = _tool_text(result.get("observation") or {})
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
         return Turn([] if done else messages, reward, done)
 
@@ -118,7 +118,7 @@ class OpenEnvEnvironment:
         else:
             why = f"the observation has no field {self._observation!r}"
             raise Refusal.at(ENVIRONMENT, why, f"use one of {', '.join(observation)}", code="unknown-name")
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False) if shown != {} else ""
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -130,6 +130,16 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidAction("write a JSON object")
     return value
+
+
+def _tool_text(observation: Mapping[str, Any]) -> str:
+    """Returns the result of a tool call as text for the model."""
+    error, result = observation.get("error"), observation.get("result")
+    if error:
+        return f"error: {error.get('message') if isinstance(error, Mapping) else error}"
+    parts = result.get("content") if isinstance(result, Mapping) else None
+    texts = [one["text"] for one in parts if isinstance(one, Mapping) and "text" in one] if parts else []
+    return "\n".join(texts) if texts else result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Tests with the packages whose environments lockstep adapts. `make test-environments` makes their environment and runs
+them; they are collected nowhere else, because the packages are large."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from hang import HANG
+
+# The interpreter with OpenEnv's server: its dependencies do not fit into lockstep's constraints.
+OPENENV = os.environ.get("LOCKSTEP_OPENENV_PYTHON")
+collect_ignore_glob = [] if OPENENV else ["test_*.py"]
+
+
+def pytest_report_header() -> str:
+    return f"environments: {OPENENV or 'tests/environments is left out (make test-environments runs it)'}"
+
+
+@pytest.fixture(scope="session")
+def openenv_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real OpenEnv server with a guessing game at / and the same game as tools at /tools."""
+    assert OPENENV is not None
+    file = Path(__file__).with_name("openenv_games.py")
+    log = (tmp_path_factory.mktemp("openenv") / "server.log").open("w")
+    process = subprocess.Popen([OPENENV, str(file)], stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://"), Path(log.name).read_text()
+        given_up = time.monotonic() + HANG
+        while True:
+            try:
+                urlopen(f"{address}/health", timeout=10).close()
+                break
+            except (URLError, ConnectionError):
+                assert process.poll() is None, Path(log.name).read_text()
+                assert time.monotonic() < given_up
+                time.sleep(0.2)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session", params=["mcp", "fastmcp"])
+def mcp_command(request: pytest.FixtureRequest) -> str:
+    """The command of a real MCP server: of the package mcp 2, and of fastmcp 3 with mcp 1."""
+    python = sys.executable if request.param == "mcp" else OPENENV
+    return f"{python} {Path(__file__).with_name('mcp_sums.py')}"
