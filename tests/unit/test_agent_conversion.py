@@ -11,6 +11,9 @@ from lockstep.compat.conversion_output import checked, report
 from lockstep.compat.key_table import Conversion
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.verl.convert_verl import convert_verl
+from lockstep.recipe import load_recipe
+from lockstep.run.files import checksum
+from lockstep.train.run_writer import user_code
 from refusals import has_problem
 
 R = "actor_rollout_ref.rollout"
@@ -170,3 +173,12 @@ def test_partial_rollouts_are_what_asynchronous_generation_does() -> None:
     assert outcome(done, "train.partial_rollout_enable") == "changed"
     alone = convert_openrlhf("train_ppo_ray", [*AGENT, partial])
     assert outcome(alone, "train.partial_rollout_enable") == "ignored"
+
+
+@pytest.mark.parametrize("key", ["environment=openrlhf:{}", "environment=verl:{}", "tools=[verl:{}]"])
+def test_the_file_of_an_agent_or_tool_is_recorded_as_user_code(online_file: Path, tmp_path: Path, key: str) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text("tools: []", encoding="utf-8")
+    recorded = user_code(load_recipe(str(online_file), [f"rollout.{key.format(file)}"]))
+    (found,) = [one for name, one in recorded.items() if name.startswith(f"rollout.{key.partition('=')[0]}")]
+    assert found["sha256"] == checksum(file)
