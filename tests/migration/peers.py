@@ -25,7 +25,7 @@ FOLDER = Path(os.environ.get("LOCKSTEP_PEERS", "nowhere"))
 VERL, OPENRLHF = ("0.4.1", "0.9.1"), ("0.7.5", "0.11.2")
 ABSENT = (
     "ray", "deepspeed", "vllm", "flash_attn", "datasets", "torchdata", "codetiming", "orjson", "aiohttp", "pylatexenc",
-    "hydra", "loralib", "optimum", "bitsandbytes",
+    "pandas", "cachetools", "fastapi", "uvicorn", "PIL", "zmq", "sglang", "hydra", "loralib", "optimum", "bitsandbytes",
 )  # fmt: skip
 
 
@@ -83,6 +83,14 @@ def module(peer: str, version: str, name: str) -> Any:
     """`name` without the peer's own, as in `trainer.ppo.core_algos`."""
     with _entered(peer, version):
         return importlib.import_module(f"{peer}.{name}")
+
+
+@cache
+def agent_module(version: str, name: str) -> Any:
+    """A module of verl that imports names from the package itself, which has no `__init__` here."""
+    with _entered("verl", version):
+        vars(importlib.import_module("verl"))["DataProto"] = importlib.import_module("verl.protocol").DataProto
+        return importlib.import_module(f"verl.{name}")
 
 
 def openrlhf_arguments(version: str, program: str, words: Sequence[str]) -> Namespace:

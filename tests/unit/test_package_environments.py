@@ -6,6 +6,7 @@ import random
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from lockstep.environments.setup import host_setup
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ADAPTERS
 from lockstep.train.run_writer import user_code
 
@@ -29,11 +31,16 @@ def test_a_recipe_value_selects_an_adapter(name: str, monkeypatch: pytest.Monkey
     module, _, kind = row.path.partition(":")
     assert callable(getattr(import_module(module), kind))
     assert hasattr(import_module(module), "import_package") == bool(row.package)
-    settings = EnvironmentSettings(environment=f"{name}:a:b", environment_args={"size": 3}, step_timeout=7.0)
+    settings = RolloutSettings(environment=f"{name}:a:b", environment_args={"size": 3}, step_timeout=7.0)
+    tokenizer: Any = SimpleNamespace(name_or_path="m", chat_template="t", model_max_length=64)
     monkeypatch.setattr(setup, "find_spec", lambda package: package)
-    made = host_setup(settings)
-    limits: dict[str, Any] = {"result_chars": settings.result_chars, "timeout": 7.0} if row.tools else {}
-    assert (made.environment, made.arguments) == (row.path, {"environment": "a:b", "size": 3, **limits})
+    made = host_setup(settings, None, tokenizer)
+    arguments = dict(made.arguments)
+    run = arguments.pop("run", None)
+    limits: dict[str, Any] = {"result_chars": settings.result_chars, "timeout": 7.0}
+    limits = {**limits, "truncation": "middle", "parallel": None} if row.tools else {}
+    assert (made.environment, arguments) == (row.path, {"environment": "a:b", "size": 3, **limits})
+    assert (run is not None) == row.tokenizer
     assert made.where == f"rollout.environment {name}:a:b"
 
 

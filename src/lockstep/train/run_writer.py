@@ -27,7 +27,7 @@ from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.registry import ADAPTERS, plugin_file
+from lockstep.recipe.registry import ADAPTERS, TOOLS, plugin_file
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
@@ -68,9 +68,11 @@ def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def _file_of(function_path: str) -> Path:
-    """Returns the file of `path/to/file.py:name`, also after the name of an adapter, as in `trl:file.py:name`."""
+    """Returns the file of `path/to/file.py:name`, also after the name of an adapter, as in `trl:file.py:name` and
+    `verl:tools.yaml`."""
     name, _, inside = function_path.partition(":")
-    return Path((inside if name in ADAPTERS else function_path).rpartition(":")[0]).expanduser()
+    path = inside if name in ADAPTERS or name in TOOLS else function_path
+    return Path(path.rpartition(":")[0] or path).expanduser()
 
 
 def code_changes(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:

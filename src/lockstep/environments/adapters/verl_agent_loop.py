@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from lockstep.environments.adapters.verl_loop_stand_in import LOOPS, SingleTurn, TokenOutput, ToolListWrap, loop_modules
+from lockstep.environments.adapters.verl_loop_stand_in import LOOPS, SingleTurn, TokenOutput, ToolListWrap
 from lockstep.environments.adapters.verl_stand_in import install_verl
 from lockstep.environments.adapters.verl_tools import SINGLE, find_in_working_folder, verl_tools
 from lockstep.environments.environment import TokenTurn
@@ -200,7 +200,7 @@ def loops_of(source: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     if not path.is_file():
         raise Refusal.at(ENVIRONMENT, f"file {source} does not exist", "give the path of the file", code="no-such-file")
     find_in_working_folder()
-    install_verl(**loop_modules())
+    install_verl()
     if path.suffix == ".py":
         return _registered(path)
     import yaml

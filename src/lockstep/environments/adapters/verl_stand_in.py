@@ -17,6 +17,7 @@ from uuid import uuid4
 from pydantic import BaseModel, Field, field_validator
 
 from lockstep.environments.adapters.stand_in import install_stand_ins
+from lockstep.environments.adapters.verl_loop_stand_in import loop_modules
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
@@ -167,8 +168,8 @@ def simple_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
     yield
 
 
-def install_verl(**more: dict[str, Any]) -> None:
-    """Makes verl's modules importable, if verl is not installed. `more` has the names of agent loops."""
+def install_verl() -> None:
+    """Makes verl's modules importable, if verl is not installed."""
     schemas = [one for one in globals().values() if inspect.isclass(one) and issubclass(one, BaseModel)]
     install_stand_ins(
         "verl",
@@ -186,6 +187,6 @@ def install_verl(**more: dict[str, Any]) -> None:
             },
             "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
             "verl.utils.profiler": {"simple_timer": simple_timer},
-            **more,
+            **loop_modules(),
         },
     )
