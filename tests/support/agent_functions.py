@@ -198,7 +198,7 @@ def endless(row: Mapping[str, Any], base_url: str) -> float:
 
 def abandoned(row: Mapping[str, Any], base_url: str) -> float:
     """Disconnects before an answer, and asks again."""
-    impatient = openai.OpenAI(base_url=base_url, max_retries=0, timeout=0.3)
+    impatient = openai.OpenAI(base_url=base_url, max_retries=0, timeout=1.0)
     with contextlib.suppress(openai.APITimeoutError):
         ask(impatient, [user("slow")])
     ask(client_of(base_url), [user("a")])
@@ -264,11 +264,3 @@ def any_agent(row: Mapping[str, Any], base_url: str, seed: int) -> Any:
     agent = globals()[row["extra_info"]["agent"]]
     keys = {"seed": seed} if agent is subagents else {}
     return agent(row, base_url, **keys, **row["extra_info"]["keys"])
-
-
-class NotAFunction:
-    pass
-
-
-def no_url(row: Mapping[str, Any]) -> float:
-    return 0.0
