@@ -205,13 +205,14 @@ def test_the_policy_learns(tiny_folder: Path, tmp_path: Path) -> None:
     """The reward is the share of vowels in the text of all rows."""
     keys: dict[str, Any] = {
         "rollout": {"n": 8, "turn_tokens": 12},
-        "run": {"steps": 25},
-        "batch": {"prompts": 4, "tokens": 8192},
-        "optim": {"lr": 5e-3, "schedule": "constant"},
+        "run": {"steps": 9},
+        "batch": {"prompts": 2, "tokens": 8192},
+        "optim": {"lr": 1e-2, "schedule": "constant"},
     }
     folder = run_recipe(load_recipe(str(write_recipe(tmp_path, tiny_folder, **keys))))
     rewards = [metrics["reward/score/mean"] for _, metrics in read_metrics(folder / "metrics.jsonl")]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert max(rewards[:2]) < 0.2
+    assert min(rewards[-2:]) > 0.6
 
 
 REFUSED = [
