@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.environments.agents.agent_requests import TurnSpec, chat_turn, responses_turn
-from lockstep.environments.agents.agent_rows import AgentRows, message_key
+from lockstep.environments.agents.conversation_rows import AgentRows, message_key
 from lockstep.environments.conversation import ChatFormat
 from lockstep.environments.parsers import parse_reply
 from lockstep.http_server.http_api import ApiError

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from lockstep.environments.agents.agent_replies import Answer, as_sent
+from lockstep.environments.agents.agent_replies import AgentAnswer, as_sent
 from lockstep.environments.agents.agent_requests import TurnSpec
-from lockstep.environments.agents.agent_rows import AgentRow, AgentRows, Continuation
 from lockstep.environments.agents.agent_server import AgentRequest, AgentServer, AgentSession
+from lockstep.environments.agents.conversation_rows import AgentRow, AgentRows, Continuation
 from lockstep.environments.conversation import ChatConversation
 from lockstep.environments.dispatch import ASKED
 from lockstep.environments.environment import Reply
@@ -305,7 +305,7 @@ class _AgentBatch(TrajectoryBatch):
                 logprobs.append([(self._decode([token]), logprob) for token, logprob in pairs])
         running.answered_requests += 1
         number = f"{running.seed:08x}{running.answered_requests:04d}"
-        request.answer(Answer(replies, prompt, number, int(time.time()), logprobs))
+        request.answer(AgentAnswer(replies, prompt, number, int(time.time()), logprobs))
 
     def _agent_reply(self, turn: AgentTurn, completion: Completion) -> Reply:
         """Returns a turn as the agent gets it: without end tokens, and without the stop string that ended it."""
