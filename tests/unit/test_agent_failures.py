@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import lockstep.http_server
 from agent_engines import FILE, Watched, engine_of, question, repeats, run
 from lockstep.environments.agents.agent_setup import try_agent
 from lockstep.errors import Refusal
@@ -186,6 +187,17 @@ def test_an_agent_that_cannot_be_loaded_is_refused(
     assert problem.where.startswith("rollout.agent ")
     assert problem.code == code
     assert why in problem.why
+
+
+def test_an_agent_needs_the_extra_of_the_server(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "lockstep.http_server.asgi", raising=False)
+    monkeypatch.delattr(lockstep.http_server, "asgi", raising=False)
+    with pytest.raises(Refusal) as refused:
+        try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer, 100, 0)
+    (problem,) = refused.value.problems
+    assert problem.code == "missing-package"
+    assert "serve" in problem.remedy
 
 
 def test_the_trial_loads_the_agent(tokenizer: Any) -> None:

@@ -23,7 +23,7 @@ from lockstep.environments.host import HostAnswer
 from lockstep.environments.loop import PROMPT_TOKENS, EnvironmentEngine, TrajectoryBatch
 from lockstep.environments.parsers import parse_reply
 from lockstep.environments.running import Running, row_of
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, first_line
 from lockstep.http_server.http_api import ApiError
 from lockstep.kernels.sampling import turn_key
 from lockstep.trajectory import (
@@ -200,6 +200,9 @@ class _AgentBatch(TrajectoryBatch):
             place = rows.find(spec)
         except Refusal as refusal:
             raise ApiError(400, f"messages: {refusal.problems[0].why}", param="messages") from refusal
+        except Exception as error:  # a template is code of the model, and an agent may send any message
+            why = f"messages: the chat template does not accept them: {type(error).__name__}: {first_line(error)}"
+            raise ApiError(400, why, param="messages") from error
         most = self._room(running, place)
         most = min(most, spec.max_tokens or most)
         running.limit = ""
