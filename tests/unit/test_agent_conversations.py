@@ -219,6 +219,19 @@ def test_a_template_that_forgets_reasoning(tiny_folder: Path) -> None:
         assert ("hm" in text) == (history == "keep")
 
 
+def test_other_tools_start_a_new_row(tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_folder))
+    tokenizer.chat_template = ORIGINALS["qwen3"]
+    talk = Talk(tokenizer)
+    more = [*talk.ask([USER], "yes"), {"role": "user", "content": "more"}]
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+    place = talk.rows.find(TurnSpec(more, tools))
+    assert place.row is None
+    assert place.suffix is None
+    assert "Adds." in tokenizer.decode(place.context)
+    assert talk.rows.find(TurnSpec(more)).row is talk.rows.rows[0]
+
+
 def test_an_unanswered_request_leaves_no_trace(tokenizer: Any) -> None:
     talk = Talk(tokenizer)
     told = talk.ask([USER], "yes")
