@@ -11,7 +11,7 @@ import torch
 
 import lockstep
 from commands import torchrun
-from conftest import question_rows, write_jsonl
+from conftest import question_rows, run, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.parity.replay.replay_command import replay
 from lockstep.recipe import load_recipe
@@ -189,6 +189,20 @@ def test_validation_has_its_own_agent(tiny_folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_eval_and_sample_run_the_agent(recorded: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = recorded.parent.parent
+    words = ["--agent", f"{folder}/agent.py:run", "--device", "cpu", "--max-new-tokens", 200]
+    out = tmp_path / "eval.jsonl"
+    assert run("eval", tiny_folder, folder / "val.jsonl", *words, "--out", out) == 0
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(told) == 2
+    assert all("score/vowels" in one["parts"] for one in told if one["score"] is not None)
+    sampled = tmp_path / "samples.parquet"
+    assert run("sample", tiny_folder, folder / "val.jsonl", sampled, "-n", 2, *words, "--max-failures", 1) == 0
+    assert run("eval", tiny_folder, folder / "val.jsonl", *words, "--tool", "calculator") == 2
+
+
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_two_ranks(tiny_folder: Path, tmp_path: Path) -> None:
     file = write_recipe(tmp_path, tiny_folder, run={"steps": 1})
@@ -205,13 +219,14 @@ def test_the_policy_learns(tiny_folder: Path, tmp_path: Path) -> None:
     """The reward is the share of vowels in the text of all rows."""
     keys: dict[str, Any] = {
         "rollout": {"n": 8, "turn_tokens": 12},
-        "run": {"steps": 25},
-        "batch": {"prompts": 4, "tokens": 8192},
-        "optim": {"lr": 5e-3, "schedule": "constant"},
+        "run": {"steps": 9},
+        "batch": {"prompts": 2, "tokens": 8192},
+        "optim": {"lr": 1e-2, "schedule": "constant"},
     }
     folder = run_recipe(load_recipe(str(write_recipe(tmp_path, tiny_folder, **keys))))
     rewards = [metrics["reward/score/mean"] for _, metrics in read_metrics(folder / "metrics.jsonl")]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert max(rewards[:2]) < 0.2
+    assert min(rewards[-2:]) > 0.6
 
 
 REFUSED = [

@@ -17,6 +17,7 @@ from typing import Any
 import openai
 
 FOREVER = 10_000
+PATIENCE = 1.0  # seconds that an impatient agent waits for an answer
 MODEL = "any-name"
 TOOLS: list[Any] = [
     {
@@ -198,7 +199,7 @@ def endless(row: Mapping[str, Any], base_url: str) -> float:
 
 def abandoned(row: Mapping[str, Any], base_url: str) -> float:
     """Disconnects before an answer, and asks again."""
-    impatient = openai.OpenAI(base_url=base_url, max_retries=0, timeout=0.3)
+    impatient = openai.OpenAI(base_url=base_url, max_retries=0, timeout=PATIENCE)
     with contextlib.suppress(openai.APITimeoutError):
         ask(impatient, [user("slow")])
     ask(client_of(base_url), [user("a")])
@@ -264,11 +265,3 @@ def any_agent(row: Mapping[str, Any], base_url: str, seed: int) -> Any:
     agent = globals()[row["extra_info"]["agent"]]
     keys = {"seed": seed} if agent is subagents else {}
     return agent(row, base_url, **keys, **row["extra_info"]["keys"])
-
-
-class NotAFunction:
-    pass
-
-
-def no_url(row: Mapping[str, Any]) -> float:
-    return 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.environments.agents.agent_requests import TurnSpec, chat_turn, responses_turn
-from lockstep.environments.agents.agent_rows import AgentRows, message_key
+from lockstep.environments.agents.conversation_rows import AgentRows, message_key
 from lockstep.environments.conversation import ChatFormat
 from lockstep.environments.parsers import parse_reply
 from lockstep.http_server.http_api import ApiError
@@ -217,6 +217,19 @@ def test_a_template_that_forgets_reasoning(tiny_folder: Path) -> None:
         assert len(talk.rows.rows) == count
         text = tokenizer.decode(talk.contexts[1])
         assert ("hm" in text) == (history == "keep")
+
+
+def test_other_tools_start_a_new_row(tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_folder))
+    tokenizer.chat_template = ORIGINALS["qwen3"]
+    talk = Talk(tokenizer)
+    more = [*talk.ask([USER], "yes"), {"role": "user", "content": "more"}]
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+    place = talk.rows.find(TurnSpec(more, tools))
+    assert place.row is None
+    assert place.suffix is None
+    assert "Adds." in tokenizer.decode(place.context)
+    assert talk.rows.find(TurnSpec(more)).row is talk.rows.rows[0]
 
 
 def test_an_unanswered_request_leaves_no_trace(tokenizer: Any) -> None:

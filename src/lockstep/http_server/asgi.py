@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("h11", "starlette", "uvicorn"):
         raise
-    raise missing_extra(package, "serve", "`lockstep serve` and `lockstep view`") from error
+    raise missing_extra(package, "serve", "`lockstep serve`, `lockstep view` and `rollout.agent`") from error
 
 HEAD_BYTES = 2**16
 # The time to read and drop the rest of a rejected request. If the server closed the connection with unread data, TCP

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from lockstep.environments.agents.agent_replies import Answer, as_sent
+from lockstep.environments.agents.agent_replies import AgentAnswer, as_sent
 from lockstep.environments.agents.agent_requests import TurnSpec
-from lockstep.environments.agents.agent_rows import AgentRow, AgentRows, Continuation
 from lockstep.environments.agents.agent_server import AgentRequest, AgentServer, AgentSession
+from lockstep.environments.agents.conversation_rows import AgentRow, AgentRows, Continuation
 from lockstep.environments.conversation import ChatConversation
 from lockstep.environments.dispatch import ASKED
 from lockstep.environments.environment import Reply
@@ -23,7 +23,7 @@ from lockstep.environments.host import HostAnswer
 from lockstep.environments.loop import EnvironmentEngine, TrajectoryBatch
 from lockstep.environments.parsers import parse_reply
 from lockstep.environments.running import PROMPT_TOKENS, Running, row_of
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, first_line
 from lockstep.http_server.http_api import ApiError
 from lockstep.kernels.sampling import turn_key
 from lockstep.trajectory import (
@@ -200,6 +200,9 @@ class _AgentBatch(TrajectoryBatch):
             place = rows.find(spec)
         except Refusal as refusal:
             raise ApiError(400, f"messages: {refusal.problems[0].why}", param="messages") from refusal
+        except Exception as error:  # a template is code of the model, and an agent may send any message
+            why = f"messages: the chat template does not accept them: {type(error).__name__}: {first_line(error)}"
+            raise ApiError(400, why, param="messages") from error
         most = self._room(running, place)
         most = min(most, spec.max_tokens or most)
         running.limit = ""
@@ -305,7 +308,7 @@ class _AgentBatch(TrajectoryBatch):
                 logprobs.append([(self.engine.chat.decode([token]), logprob) for token, logprob in pairs])
         running.answered_requests += 1
         number = f"{running.seed:08x}{running.answered_requests:04d}"
-        request.answer(Answer(replies, prompt, number, int(time.time()), logprobs))
+        request.answer(AgentAnswer(replies, prompt, number, int(time.time()), logprobs))
 
     def _agent_reply(self, turn: AgentTurn, completion: Completion) -> Reply:
         """Returns a turn as the agent gets it: without end tokens, and without the stop string that ended it."""

@@ -19,7 +19,7 @@ _THINK_END = "</think>"
 
 
 @dataclass(frozen=True)
-class Answer:
+class AgentAnswer:
     """The turns that answer a request, with the number of tokens before them."""
 
     replies: Sequence[Reply]
@@ -70,7 +70,7 @@ def _finish(reply: Reply) -> str:
 # -- chat completions
 
 
-def chat_body(spec: TurnSpec, answer: Answer) -> dict[str, Any]:
+def chat_body(spec: TurnSpec, answer: AgentAnswer) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -83,7 +83,7 @@ def chat_body(spec: TurnSpec, answer: Answer) -> dict[str, Any]:
     return {**_chat(spec, answer, "chat.completion"), "choices": choices, "usage": answer.usage}
 
 
-def chat_events(spec: TurnSpec, answer: Answer) -> Iterator[dict[str, Any]]:
+def chat_events(spec: TurnSpec, answer: AgentAnswer) -> Iterator[dict[str, Any]]:
     base = {**_chat(spec, answer, "chat.completion.chunk"), **({"usage": None} if spec.usage else {})}
     for index, reply in enumerate(answer.replies):
         message = message_of(reply)
@@ -102,7 +102,7 @@ def chat_events(spec: TurnSpec, answer: Answer) -> Iterator[dict[str, Any]]:
         yield {**base, "choices": [], "usage": answer.usage}
 
 
-def _chat(spec: TurnSpec, answer: Answer, kind: str) -> dict[str, Any]:
+def _chat(spec: TurnSpec, answer: AgentAnswer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": spec.model}
 
 
@@ -119,7 +119,7 @@ def _logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
 # -- responses
 
 
-def response_body(spec: TurnSpec, answer: Answer) -> dict[str, Any]:
+def response_body(spec: TurnSpec, answer: AgentAnswer) -> dict[str, Any]:
     reply = answer.replies[0]
     cut = reply.finish == "length"
     usage = answer.usage
@@ -149,7 +149,7 @@ def response_body(spec: TurnSpec, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
+def _items(answer: AgentAnswer) -> list[dict[str, Any]]:
     reply = answer.replies[0]
     status = "incomplete" if reply.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
@@ -167,7 +167,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def response_events(spec: TurnSpec, answer: Answer) -> Iterator[dict[str, Any]]:
+def response_events(spec: TurnSpec, answer: AgentAnswer) -> Iterator[dict[str, Any]]:
     number = iter(range(10**9))
 
     def event(kind: str, **fields: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.environments.agents.agent_replies import (
-    Answer,
+    AgentAnswer,
     as_sent,
     chat_body,
     chat_events,
@@ -61,11 +61,11 @@ class AgentRequest:
     session: AgentSession
     spec: TurnSpec
     loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Answer]
+    future: asyncio.Future[AgentAnswer]
     gone: bool = False
     received: float = field(default_factory=time.monotonic)
 
-    def answer(self, answer: Answer | ApiError) -> None:
+    def answer(self, answer: AgentAnswer | ApiError) -> None:
         """Answers the request from another thread."""
 
         def deliver() -> None:
@@ -151,7 +151,7 @@ class AgentServer:
             return HttpReply(_typed_events(response_events(spec, answer)), content_type="text/event-stream")
         return as_json(body)
 
-    async def _asked(self, session: AgentSession, spec: TurnSpec) -> Answer:
+    async def _asked(self, session: AgentSession, spec: TurnSpec) -> AgentAnswer:
         loop = asyncio.get_running_loop()
         request = AgentRequest(session, spec, loop, loop.create_future())
         session.post(request)
