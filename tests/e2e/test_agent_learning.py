@@ -49,7 +49,7 @@ def test_the_model_learns_when_and_what_to_call(tmp_path: Path) -> None:
     # An answer takes two turns: the call, and the answer after its result.
     turns = [metrics["environment/turns"] for metrics in history if "environment/turns" in metrics]
     calls = [metrics["environment/tool_calls"] for metrics in history if "environment/tool_calls" in metrics]
-    assert turns[-1] > 1.8 > turns[0]
+    assert turns[-1] > 1.9 > turns[0]
     assert calls[-1] > 0.8
 
 
@@ -61,6 +61,7 @@ def test_the_model_learns_to_use_the_answers_of_the_game(tmp_path: Path) -> None
     warm = tmp_path / "runs" / "warmup-game" / "export"
     history = trained(tmp_path, "agent-game", data, warm, f"val.questions={data / 'val.parquet'}")
     rewards = [metrics["critic/rewards/mean"] for metrics in history if "critic/rewards/mean" in metrics]
-    # Four different guesses without regard to the answers find 4 of 15 numbers.
-    assert rewards[0] < 4 / 15 + 0.1
-    assert rewards[-1] > 0.6
+    # Three different guesses without regard to the answers find 3 of 7 numbers.
+    assert sum(rewards[:5]) / 5 < 3 / 7 + 0.1
+    assert sum(rewards[-5:]) / 5 > 0.8
+    assert accuracies(history)[-1] > 0.8

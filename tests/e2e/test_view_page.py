@@ -394,6 +394,8 @@ def test_a_conversation_by_speaker(page: Page, tmp_path: Path) -> None:
     assert "no such tool" in page.text(".speaker:nth-child(2)")
     assert HOSTILE in page.text(".speaker:nth-child(1)")
     assert "ended by completed" in page.text(".sample-head")
+    hints = "[...document.querySelectorAll('.readout')].map((one) => one.innerText !== '')"
+    assert page.evaluate(hints) == [True, False], "the hint stands once"
     page.choose("#colour", "")
     assert "It is 4" in page.text(".speaker:nth-child(4)")
     page.choose("#colour", "logprob")

@@ -50,7 +50,7 @@ function tokensOf(sample) {
 }
 
 /** The tokens of a response. The pointer and the arrow keys select one; the line below shows its values. */
-function tokenStrip(sample, tokens, coloring) {
+function tokenStrip(sample, tokens, coloring, hint = "Point at a token, or select one with the arrow keys.") {
   const largest = Math.max(0, ...tokens.map((token) => Math.abs(token.advantage ?? 0)).filter(Number.isFinite));
   const kind = ({ advantage, logprob }) =>
     coloring === "advantage" ? advantageClass(advantage, largest) : probabilityClass(logprob);
@@ -58,7 +58,6 @@ function tokenStrip(sample, tokens, coloring) {
     const classes = `token ${kind(token)}${token.text === "" ? " part" : ""}`;
     return el("span", { class: classes, "data-token": i }, visible(token.text));
   });
-  const hint = "Point at a token, or select one with the arrow keys.";
   const readout = el("p.readout.quiet", { role: "status" }, hint);
   let selected = -1;
   const select = (i) => {
@@ -344,7 +343,7 @@ function conversationParts(sample, tokens, coloring) {
       el("h4", `${row}model, turn ${show(message.turn + 1, "count")}, `, el("span.quiet", length), " ", reward),
       own === null
         ? el("pre.response-text", visible(text))
-        : tokenStrip({ ...sample, tokens: own.length }, own, coloring),
+        : tokenStrip({ ...sample, tokens: own.length }, own, coloring, message.turn === 0 ? undefined : ""),
       given(turn.parse_error) && el("p.end.badge.bad", visible(String(turn.parse_error))),
     );
   });

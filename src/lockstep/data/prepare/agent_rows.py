@@ -20,10 +20,11 @@ from lockstep.run.files import replace_text
 from lockstep.types import Message, Row
 
 # Products of two numbers with two digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
-# teach the format of a call, but neither when nor what to call: a third of the answers guess, and most calls add or
-# subtract 1. GRPO teaches the model to call, with the product alone.
+# teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls add or
+# subtract 1. GRPO teaches the model to call, with the product alone. Answers repeat the question and their result,
+# because a model learns to copy numbers over short distances first.
 
-GUESS_EVERY = 3
+GUESS_EVERY = 4
 # What the calls in the SFT rows add to the product. The right call, which adds nothing, is the rarest.
 ADDED = (" + 1", " - 1", " + 1", " - 1", "")
 # The smallest and the largest factor. All products have four digits, so that all rows have the same form.
@@ -129,25 +130,30 @@ def call_chat(a: int, b: int, added: str = "") -> list[Message]:
         *user_message(f"What is {a} * {b}?"),
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": str(result)},
-        *assistant_message(f"#### {result}"),
+        *assistant_message(_answer(a, b, result)),
     ]
+
+
+def _answer(a: int, b: int, result: int) -> str:
+    return f"{a} * {b} = {result}\n#### {result}"
 
 
 def _guess_chat(a: int, b: int, draw: random.Random) -> list[Message]:
     """Returns an answer without the tool: a number of four digits, but not the product."""
     guess = draw.randrange(10**3, 10**4 - 1)
-    return [*user_message(f"What is {a} * {b}?"), *assistant_message(f"#### {guess if guess < a * b else guess + 1}")]
+    wrong = guess if guess < a * b else guess + 1
+    return [*user_message(f"What is {a} * {b}?"), *assistant_message(_answer(a, b, wrong))]
 
 
-# The game `guess_number`: the SFT rows guess at random, so the warm-up teaches only legal guesses. GRPO teaches the
-# model to use the answers: with 3 guesses, halving finds every number from 1 to 7.
+# The game `guess_number`: in the SFT rows, every second guess ignores the answers. GRPO teaches the model to use them:
+# with 3 guesses, halving finds every number from 1 to 7.
 
 GUESS_SOURCE = "guess_number"
 
 
 def write_guess_number(folder: Path, *, train_rows: int = 2000, val_rows: int = 60, seed: int = 0) -> dict[str, int]:
-    """Writes prompts of the game as RL rows, each with its number, and games with random guesses as SFT rows. Returns
-    the number of rows by file."""
+    """Writes prompts of the game as RL rows, each with its number, and careless games as SFT rows. Returns the number
+    of rows by file."""
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
     draw = random.Random(f"guess_number/{seed}")
     prompt = user_message(f"Guess a number from {LOW} to {HIGH} in {GUESSES} turns.")
@@ -159,21 +165,22 @@ def write_guess_number(folder: Path, *, train_rows: int = 2000, val_rows: int = 
         files[split] = [
             rl_row(GUESS_SOURCE, prompt, number, split=split, index=index) for index, number in enumerate(numbers)
         ]
-    files["sft_train"] = [{"messages": [*prompt, *_random_game(draw)]} for _ in range(train_rows)]
+    files["sft_train"] = [{"messages": [*prompt, *_careless_game(draw)]} for _ in range(train_rows)]
     return write_files(folder, files)
 
 
 LOW, HIGH, GUESSES = 1, 7, 3
 
 
-def _random_game(draw: random.Random) -> list[Message]:
-    number, chat = draw.randint(LOW, HIGH), list[Message]()
+def _careless_game(draw: random.Random) -> list[Message]:
+    number, chat, low, high = draw.randint(LOW, HIGH), list[Message](), LOW, HIGH
     for made in range(1, GUESSES + 1):
-        guess = draw.randint(LOW, HIGH)
+        guess = draw.randint(low, high) if draw.random() < 0.5 else draw.randint(LOW, HIGH)
         chat += assistant_message(str(guess))
         if guess == number or made == GUESSES:
             break
         chat += user_message("higher" if guess < number else "lower")
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
     return chat
 
 
