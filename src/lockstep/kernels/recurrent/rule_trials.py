@@ -50,11 +50,10 @@ def sizes_of(name: str, module: Any) -> tuple[int, ...] | None:
         parts = [module, getattr(module, "conv1d", None), getattr(module, "conv", None)]
         found = next((part for part in parts if isinstance(part, nn.Conv1d)), None)
         return None if found is None else (*found.weight.shape[::2], int(found.bias is not None))
-    names = ("num_v_heads", "head_k_dim", "head_v_dim")
-    if name.startswith("mamba2"):
-        names = ("num_heads", "n_groups", "ssm_state_size", "head_dim")
-    sizes = tuple(getattr(module, each, None) for each in names)
-    return sizes if all(isinstance(size, int) for size in sizes) else None
+    mamba = ("num_heads", "n_groups", "ssm_state_size", "head_dim")
+    names = mamba if name.startswith("mamba2") else ("num_v_heads", "head_k_dim", "head_v_dim")
+    sizes = tuple(size for each in names if isinstance(size := getattr(module, each, None), int))
+    return sizes if len(sizes) == len(names) else None
 
 
 def passes(
