@@ -24,9 +24,8 @@ from lockstep.kernels.triton_math import runs_on
 
 CHUNK = 64
 # Columns of keys and values that a program multiplies at once, and columns of the states of one program of a scan.
-BLOCK, COLUMNS = 32, 16
-# With more stages, the registers of a program of a scan do not suffice for head size 128.
-WARPS, STAGES, SCAN_STAGES = 2, 2, 1
+BLOCK, COLUMNS = 32, 32
+WARPS, STAGES = 2, 2
 LARGEST_KEY = 256
 
 
@@ -257,7 +256,7 @@ def scan(
     _states[(lines, triton.cdiv(width, COLUMNS))](
         key, value, key if w is None else w, sums, last if first is None else first, starts, updates, last, tokens,
         chunks, **sizes_of(key, value), PADDED_KEY=padded(size), COLUMNS=COLUMNS, FIRST=first is not None,
-        DELTA=w is not None, num_warps=WARPS, num_stages=SCAN_STAGES,
+        DELTA=w is not None, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return starts, updates, last
 
@@ -292,7 +291,7 @@ def gradients(
     ends, grad_first = torch.empty_like(starts), torch.empty_like(grad_last)
     _grad_states[(lines, triton.cdiv(width, COLUMNS))](
         query, key, key if w is None else w, sums, upstream, grad_last, ends, grad_updates, grad_first, tokens, chunks,
-        scale, **sizes, PADDED_KEY=padded(size), COLUMNS=COLUMNS, DELTA=delta, num_warps=WARPS, num_stages=SCAN_STAGES,
+        scale, **sizes, PADDED_KEY=padded(size), COLUMNS=COLUMNS, DELTA=delta, **run,
     )  # fmt: skip
     grad_query = torch.empty(rows, tokens, heads, size, dtype=key.dtype, device=key.device)
     grad_key = torch.empty_like(grad_query, dtype=torch.float32 if delta else key.dtype)
