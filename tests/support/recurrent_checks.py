@@ -85,8 +85,8 @@ def delta_steps(device: str) -> None:
 
 
 def linear_rules(device: str) -> None:
-    """Chunks against tokens one by one, for the gated delta rule and for linear attention (Mamba-2): outputs, last
-    states and all gradients, with and without a first state."""
+    """Chunks against tokens one by one in fp32, for the gated delta rule and for linear attention (Mamba-2): outputs,
+    last states and all gradients. The sizes of models are tried in `trials_of_sizes`."""
     from lockstep.kernels.recurrent import chunks_triton, delta_triton
 
     torch.manual_seed(0)
@@ -113,8 +113,7 @@ def linear_rules(device: str) -> None:
             key[:, 5:] = key[:, 5:6].expand_as(key[:, 5:])
             beta = drawn(2, tokens, heads, device=device, dtype=torch.float32).sigmoid()
             ours, twin = joined(delta_triton.delta_rule), joined(delta_triton.plain_delta_rule)
-            for more in ([], [first])[device == "cpu" :]:
-                with_gradients(ours, twin, [query, key, value, decay, beta, *more], 2e-5)
+            with_gradients(ours, twin, [query, key, value, decay, beta, first], 2e-5)
 
 
 @contextmanager
@@ -256,10 +255,11 @@ USED = {
 
 
 def recurrent_models(device: str) -> None:
-    """A packed pass with all gradients, and generation: kernels against the model's own functions."""
+    """A packed pass with all gradients, and generation: kernels against the model's own functions, in fp32."""
     with small_chunks(device):
         for name, kernels in USED.items():
-            _compared_model(name, kernels, device)
+            whole = {"delta_rule", "linear_attention"} if device != "cpu" else set()
+            _compared_model(name, kernels - whole, device)
 
 
 def _compared_model(name: str, names: set[str], device: str) -> None:
@@ -324,6 +324,26 @@ def _side(name: str, device: str, functions: int) -> tuple[list[Completion], tor
     return made, states.detach(), grads
 
 
+def trials_of_sizes(device: str) -> None:
+    """On a device, the trials of all functions with the heads of real models in bf16."""
+    import inspect
+
+    from transformers.models.bamba import modeling_bamba
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    from lockstep.kernels.recurrent import rule_functions as rules
+    from lockstep.kernels.recurrent import rule_trials
+
+    delta, mamba, channels = (4, 128, 128), (8, 2, 128, 64), (512, 4, 1)
+    sizes = {name: delta if "delta" in name else mamba if "mamba2" in name else channels for name in rules.FUNCTIONS}
+    like = torch.zeros(1, device=device, dtype=torch.bfloat16)
+    for name in rules.FUNCTIONS if device != "cpu" else ():
+        plain = inspect.unwrap(getattr(modeling_bamba if "mamba2" in name else modeling_qwen3_5, name))
+        plain = getattr(plain, rules.ORIGINAL, plain)
+        ours = rules.running(name, partial(rules.FUNCTIONS[name][0], plain))
+        assert rule_trials.passes(name, name, "Triton", plain, ours, sizes[name], like), name
+
+
 def failed_trials(device: str) -> None:
     """A kernel, ours or that of a package, that gives other numbers than plain torch is not used."""
     import functools
@@ -378,6 +398,7 @@ CHECKS = {
         mamba_steps,
         convolutions,
         gated_norms,
+        trials_of_sizes,
         failed_trials,
         recurrent_models,
     )

@@ -36,7 +36,8 @@ engine ({generated_share} %). For each of them the numbers equal those of transf
 - context: the values of `parallel.context_layout` with which two ranks give the log-probs and gradients of one.
 - LoRA: adapters on all linear layers (or on all but the named ones) train like each sequence alone.
 - kernels: the attention, and the operators that Triton kernels replace on CUDA. "dense attention" computes the scores
-  of all tokens. "recurrence" runs transformers' code, which uses flash-linear-attention, causal-conv1d and mamba-ssm.
+  of all tokens. "recurrence" is the code of transformers, in which "gated delta rule", "Mamba-2" and "convolution" are
+  Triton kernels; other recurrences are plain torch. "experts" are kernels for generation.
 
 ## How models are checked
 
@@ -60,9 +61,10 @@ exported without towers, as the classifier of the text config; if transformers h
 
 Hybrid models (gated delta rule, Mamba, lightning attention, short convolutions): in a packed row every sequence starts
 with an empty state, and the built-in engine keeps one state per sequence next to the KV cache. The modules' own code
-runs on grids of sequences of similar length, so transformers uses flash-linear-attention, causal-conv1d and mamba-ssm
-if they are installed; without them it uses plain torch, which is slower. Context parallelism is rejected, and tensor
-parallelism leaves the recurrent layers undivided.
+runs on grids of sequences of similar length. On CUDA in bf16, Triton kernels compute the gated delta rule, Mamba-2 and
+convolutions. If flash-linear-attention, mamba-ssm or causal-conv1d are installed, transformers uses their kernels
+instead. A kernel is used only if a trial gives the outputs and gradients of plain torch. Context parallelism is
+rejected, and tensor parallelism leaves the recurrent layers undivided.
 
 Models that select or compress tokens (DeepSeek-V3.2, DeepSeek-V4, GLM-5, MiniMax-M3, Doge) run on right-padded rows
 with dense masks, also if rows are packed: their memory grows with the number of sequences times the longest of them.

@@ -337,9 +337,11 @@ def linear_attention(
 
 
 def chunks_fit(key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Returns whether the kernels of this file support keys and values of this size."""
+    """Returns whether the kernels of this file support keys and values of this size. In fp32 they would run without
+    matrix instructions, and their compilation takes minutes."""
     sized = key.shape[-1] <= LARGEST_KEY and key.dtype == value.dtype and key.numel() > 0 and value.numel() > 0
-    return runs_on(key) and sized and value.shape[2] % key.shape[2] == 0 and len(key) * value.shape[2] < 2**16
+    fast = key.dtype != torch.float32 or not key.is_cuda
+    return runs_on(key) and sized and fast and value.shape[2] % key.shape[2] == 0 and len(key) * value.shape[2] < 2**16
 
 
 def plain_linear_attention(

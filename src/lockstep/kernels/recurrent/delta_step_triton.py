@@ -14,8 +14,8 @@ import triton.language as tl
 
 from lockstep.kernels.triton_math import runs_on
 
-# Columns of a state that one Triton program updates. More columns need more registers than a program has.
-COLUMNS = 32
+# Columns of a state that one Triton program updates, and its warps.
+COLUMNS, WARPS = 32, 4
 LARGEST_KEY = 256
 # The epsilon of transformers under the root of a vector's length.
 LENGTH_EPSILON = 1e-6
@@ -112,7 +112,7 @@ def delta_step_(
         COLUMNS=COLUMNS,
         UNIT=unit,
         EPSILON=LENGTH_EPSILON,
-        num_warps=4,
+        num_warps=WARPS,
     )
     return out
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from lockstep.kernels.triton_math import log1p, runs_on
 
-# Rows of a state that one Triton program updates.
-ROWS = 32
+# Rows of a state that one Triton program updates, and its warps.
+ROWS, WARPS = 32, 4
 LARGEST_STATE = 256
 
 
@@ -72,7 +72,7 @@ def mamba_step_(
         x_BHV, dt_BH, decay_H.contiguous(), key_BGK, query_BGK, skip_H.contiguous(), bias_H.contiguous(), states,
         slots_B, out, x_BHV.stride(0), dt_BH.stride(0), key_BGK.stride(0), query_BGK.stride(0), states.stride(0),
         HEADS=heads, SHARED=heads // groups, SIZE=width, STATE=size, PADDED=triton.next_power_of_2(size), ROWS=ROWS,
-        num_warps=4,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 

@@ -44,6 +44,8 @@ SCAN, SCAN_STEP, WHOLE_SCAN = (
     "mamba2_selective_state_update",
     "mamba2_split_conv1d_scan_combined",
 )
+# Functions of whole sequences, which have no kernels in fp32 on a device.
+SEQUENCES = (RULE, SCAN)
 
 
 def _recurrent_rule(
@@ -279,16 +281,23 @@ def _plug(file: Any, name: str, what: str, module: nn.Module, like: torch.Tensor
         original = plain
     ours = partial(function, original)
     setattr(ours, ORIGINAL, original)
-
-    def kernel(*args: Any, **named: Any) -> Any:
-        running = _RUNNING.set(frozenset({name}))
-        try:
-            return ours(*args, **named)
-        finally:
-            _RUNNING.reset(running)
-
     setattr(file, name, ours)
-    return passes(name, what, "Triton", plain, kernel, sizes, like)
+    if name in SEQUENCES and like.is_cuda and like.dtype == torch.float32:
+        return False
+    return passes(name, what, "Triton", plain, running(name, ours), sizes, like)
+
+
+def running(name: str, function: Function) -> Function:
+    """Returns the replaced function as a module calls it that uses its kernel."""
+
+    def run(*args: Any, **named: Any) -> Any:
+        before = _RUNNING.set(frozenset({name}))
+        try:
+            return function(*args, **named)
+        finally:
+            _RUNNING.reset(before)
+
+    return run
 
 
 def _use_kernels(module: nn.Module, names: frozenset[str]) -> None:

@@ -18,7 +18,7 @@ from lockstep.kernels.fused_modules import KernelTrial, drawn
 
 Function = Callable[..., Any]
 # Runs a function on the input of a trial, and returns what is compared.
-Run = Callable[[Function], Sequence[torch.Tensor]]
+TrialRun = Callable[[Function], Sequence[torch.Tensor]]
 # More tokens than a chunk has.
 TOKENS = 70
 ROWS = 2
@@ -50,11 +50,10 @@ def sizes_of(name: str, module: Any) -> tuple[int, ...] | None:
         parts = [module, getattr(module, "conv1d", None), getattr(module, "conv", None)]
         found = next((part for part in parts if isinstance(part, nn.Conv1d)), None)
         return None if found is None else (*found.weight.shape[::2], int(found.bias is not None))
-    names = ("num_v_heads", "head_k_dim", "head_v_dim")
-    if name.startswith("mamba2"):
-        names = ("num_heads", "n_groups", "ssm_state_size", "head_dim")
-    sizes = tuple(getattr(module, each, None) for each in names)
-    return sizes if all(isinstance(size, int) for size in sizes) else None
+    mamba = ("num_heads", "n_groups", "ssm_state_size", "head_dim")
+    names = mamba if name.startswith("mamba2") else ("num_v_heads", "head_k_dim", "head_v_dim")
+    sizes = tuple(size for each in names if isinstance(size := getattr(module, each, None), int))
+    return sizes if len(sizes) == len(names) else None
 
 
 def passes(
@@ -98,7 +97,7 @@ def _delta_inputs(like: torch.Tensor, tokens: int, heads: int, size: int, width:
     return [query, key, value, decay, beta, drawn(ROWS, heads, size, width, like=exact, seed=7)]
 
 
-def _rule(like: torch.Tensor, heads: int, size: int, width: int) -> Run:
+def _rule(like: torch.Tensor, heads: int, size: int, width: int) -> TrialRun:
     given = _delta_inputs(like, TOKENS, heads, size, width)
 
     def run(function: Function) -> Sequence[torch.Tensor]:
@@ -112,7 +111,7 @@ def _rule(like: torch.Tensor, heads: int, size: int, width: int) -> Run:
     return run
 
 
-def _rule_step(like: torch.Tensor, heads: int, size: int, width: int) -> Run:
+def _rule_step(like: torch.Tensor, heads: int, size: int, width: int) -> TrialRun:
     given = _delta_inputs(like, 1, heads, size, width)
 
     @torch.no_grad()
@@ -125,7 +124,7 @@ def _rule_step(like: torch.Tensor, heads: int, size: int, width: int) -> Run:
     return run
 
 
-def _convolution(like: torch.Tensor, channels: int, length: int, biased: int) -> Run:
+def _convolution(like: torch.Tensor, channels: int, length: int, biased: int) -> TrialRun:
     given = [drawn(ROWS, TOKENS, channels, like=like, seed=1), drawn(channels, length, like=like, seed=2)]
     given += [drawn(channels, like=like, seed=3)] if biased else []
 
@@ -138,7 +137,7 @@ def _convolution(like: torch.Tensor, channels: int, length: int, biased: int) ->
     return run
 
 
-def _convolution_step(like: torch.Tensor, channels: int, length: int, biased: int) -> Run:
+def _convolution_step(like: torch.Tensor, channels: int, length: int, biased: int) -> TrialRun:
     x, state = drawn(ROWS, channels, 1, like=like, seed=1), drawn(ROWS, channels, length, like=like, seed=2)
     weight = drawn(channels, length, like=like, seed=3)
     bias = drawn(channels, like=like, seed=4) if biased else None
@@ -168,7 +167,7 @@ def _scan_inputs(
     }
 
 
-def _scan(like: torch.Tensor, heads: int, groups: int, size: int, width: int) -> Run:
+def _scan(like: torch.Tensor, heads: int, groups: int, size: int, width: int) -> TrialRun:
     given = _scan_inputs(like, TOKENS, heads, groups, size, width)
 
     def run(function: Function) -> Sequence[torch.Tensor]:
@@ -184,7 +183,7 @@ def _scan(like: torch.Tensor, heads: int, groups: int, size: int, width: int) ->
     return run
 
 
-def _scan_step(like: torch.Tensor, heads: int, groups: int, size: int, width: int) -> Run:
+def _scan_step(like: torch.Tensor, heads: int, groups: int, size: int, width: int) -> TrialRun:
     given = _scan_inputs(like, 1, heads, groups, size, width)
     x, dt, key, query = (given[name][:, 0] for name in ("hidden_states", "dt", "B", "C"))
     decay = given["A"][:, None, None].expand(-1, width, size)
@@ -200,7 +199,7 @@ def _scan_step(like: torch.Tensor, heads: int, groups: int, size: int, width: in
     return run
 
 
-EXAMPLES: dict[str, Callable[..., Run]] = {
+EXAMPLES: dict[str, Callable[..., TrialRun]] = {
     "torch_chunk_gated_delta_rule": _rule,
     "torch_recurrent_gated_delta_rule": _rule_step,
     "causal_conv1d_fn": _convolution,
