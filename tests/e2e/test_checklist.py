@@ -215,6 +215,7 @@ def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
     assert "neither with the new weights" in items["weight sync"].means
 
 
+@pytest.mark.slow
 def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         wrap(

@@ -125,7 +125,7 @@ def test_a_fault_in_bf16_is_named_for_an_fp32_tape(name: str, tape: Callable[[st
 def test_without_a_fault_nothing_is_named(recipe: str, inject: Inject, tape: Callable[[str], Path]) -> None:
     """Neither the other rounding nor the plain attention that faults are injected into raises an alarm.
 
-    Such replays of GRPO and DPO are among the clean repeats.
+    Such replays of other methods are among the clean repeats.
     """
     found = replay_with(tape(recipe), inject, OTHER_BATCHES)
     assert found is not None
@@ -266,6 +266,7 @@ def test_a_matrix_unit_of_less_precision_is_found_in_a_module_with_a_product(tap
     assert found.module.module in (ROTARY, "model.layers.0.self_attn.q_proj")
 
 
+@pytest.mark.slow
 def test_a_kto_replay_continues_if_the_first_loss_is_wrong(tape: Callable[[str], Path]) -> None:
     """Training is refused before the first step. A replay names the stage."""
     run = tape("kto")
