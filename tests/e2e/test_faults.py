@@ -221,7 +221,7 @@ def test_there_are_enough_library_faults() -> None:
     assert len(LIBRARY) >= 8 + len(REFUSED)
 
 
-@pytest.mark.daily("linear")
+@pytest.mark.daily("silu backwards")
 @pytest.mark.parametrize("name", library())
 def test_a_replay_with_a_wrong_library_is_the_wrong_side_and_its_operator_is_named(
     name: str, tape: Callable[[str], Path]
@@ -239,7 +239,7 @@ def test_a_replay_with_a_wrong_library_is_the_wrong_side_and_its_operator_is_nam
     assert found.operator.script is not None
 
 
-@pytest.mark.daily("silu backwards")
+@pytest.mark.daily("linear")
 @pytest.mark.parametrize("name", library(left_out=REFUSED))
 def test_a_recorded_run_with_a_wrong_library_is_the_wrong_side(
     name: str, tape: Callable[[str], Path], tmp_path: Path
