@@ -16,9 +16,11 @@ quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
 
 # All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them.
+# In a fresh clone all modules are compiled before the workers start, so that not every worker compiles them.
 test: $(VENV)/.test browser
 	@failed=; \
 	$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	test -d tests/unit/__pycache__ || $(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --durations=25 || failed="$$failed pytest"; \
 	wait $$lint || failed="$$failed lint"; \
 	cat $(VENV)/lint.log; \

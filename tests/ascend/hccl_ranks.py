@@ -1,6 +1,6 @@
-"""What each rank of test_emulator_hccl.py does: `hccl_ranks.py FOLDER collectives | training`.
+"""What each rank of test_emulator_hccl.py does: `hccl_ranks.py FOLDER`.
 
-Rank 0 writes what it found to FOLDER/result.json.
+Rank 0 writes what it found to FOLDER/collectives.json and FOLDER/training.json.
 """
 
 from __future__ import annotations
@@ -146,15 +146,17 @@ def train(wrap: Callable[[torch.nn.Module, torch.device], torch.nn.Module], devi
     return losses
 
 
-def main(folder: Path, what: str) -> None:
-    backends = {"collectives": "hccl", "training": "cpu:gloo,npu:hccl"}
+def main(folder: Path) -> None:
     torch_npu.npu.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backends[what])
-    found = collectives() if what == "collectives" else training()
-    if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    parts: tuple[tuple[Callable[[], dict[str, Any]], str], ...]
+    parts = (collectives, "hccl"), (training, "cpu:gloo,npu:hccl")
+    for part, backend in parts:
+        dist.init_process_group(backend)
+        found = part()
+        if dist.get_rank() == 0:
+            (folder / f"{part.__name__}.json").write_text(json.dumps(found))
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -11,30 +11,31 @@ import pytest
 
 from .processes import torchrun
 
-pytestmark = [pytest.mark.ascend, pytest.mark.torchrun]
+pytestmark = [pytest.mark.ascend, pytest.mark.torchrun, pytest.mark.xdist_group("hccl")]
 
 RANKS = Path(__file__).with_name("hccl_ranks.py")
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def result_of(what: str, folder: Path) -> dict[str, Any]:
-    done = torchrun(RANKS, folder, what, PYTHONPATH=os.pathsep.join([str(SUPPORT), os.environ["PYTHONPATH"]]))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One start of the ranks for both parts, because each process imports for seconds."""
+    folder = tmp_path_factory.mktemp("hccl")
+    done = torchrun(RANKS, folder, PYTHONPATH=os.pathsep.join([str(SUPPORT), os.environ["PYTHONPATH"]]))
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    return {part: json.loads((folder / f"{part}.json").read_text()) for part in ("collectives", "training")}
 
 
 @pytest.fixture(scope="module")
-def collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return result_of("collectives", tmp_path_factory.mktemp("collectives"))
+def collectives(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return found["collectives"]
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    return result_of("training", tmp_path_factory.mktemp("training"))
+def losses(found: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    return found["training"]
 
 
-@pytest.mark.xdist_group("hccl collectives")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -52,7 +53,6 @@ def test_collectives(collectives: dict[str, Any], name: str, expected: object) -
     assert collectives[name] == expected
 
 
-@pytest.mark.xdist_group("hccl collectives")
 @pytest.mark.parametrize(("operator", "expected"), [("SUM", 5), ("MAX", 3), ("MIN", 2), ("PRODUCT", 6)])
 def test_reductions_of_two_and_three(collectives: dict[str, Any], operator: str, expected: int) -> None:
     assert collectives["reduce"][operator] == dict.fromkeys(
@@ -60,7 +60,6 @@ def test_reductions_of_two_and_three(collectives: dict[str, Any], operator: str,
     )
 
 
-@pytest.mark.xdist_group("hccl collectives")
 def test_what_process_group_hccl_refuses(collectives: dict[str, Any]) -> None:
     assert all("Cannot use ReduceOp.BAND with HCCL" in answer for answer in collectives["reduce"]["BAND"].values())
     average = collectives["reduce"]["AVG"]
@@ -69,7 +68,6 @@ def test_what_process_group_hccl_refuses(collectives: dict[str, Any]) -> None:
     assert "No backend type associated with device type cpu" in collectives["host tensor"]
 
 
-@pytest.mark.xdist_group("hccl training")
 @pytest.mark.parametrize(
     ("way", "tolerance"), [("ddp", 1e-5), ("fsdp2", 1e-5), ("fsdp2 offload", 1e-5), ("fsdp2 bf16", 2e-2)]
 )
@@ -80,7 +78,6 @@ def test_training_goes_as_with_gloo(losses: dict[str, list[float]], way: str, to
     assert on_device == pytest.approx(on_host, abs=tolerance)
 
 
-@pytest.mark.xdist_group("hccl collectives")
 def test_divided_attention_is_whole_attention(collectives: dict[str, Any]) -> None:
     """By the device's kernel for parts, forward and backward; each rank compares its own tokens."""
     operators = ["npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"]

@@ -47,7 +47,12 @@ def test_every_operator_is_right_with_and_without_a_mask(
     assert out.splitlines()[0].split()[3:5] == ["mean", "%"]
 
 
-@pytest.mark.parametrize("damage", [lambda out: out * 1.1, lambda out: out.flip(0), lambda out: out * float("nan")])
+@pytest.mark.daily("scaled")
+@pytest.mark.parametrize(
+    "damage",
+    [lambda out: out * 1.1, lambda out: out.flip(0), lambda out: out * float("nan")],
+    ids=["scaled", "flipped", "nan"],
+)
 def test_an_operator_that_is_wrong_beyond_512_keys_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

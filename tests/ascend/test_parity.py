@@ -24,25 +24,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lively(tmp_path_factory.mktemp("model") / "model")
 
 
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A run on the CPU, which replays only read."""
+    return record(tmp_path_factory.mktemp("sft"), model, "sft", steps=1)
+
+
 def on_device(run: Path, *words: str) -> Replayed:
     found = replay(run, "forced", ["device=npu", *words], Console.silent())
     assert found is not None
     return found
 
 
+# Of sft every day the replay in bf16 below.
+@pytest.mark.daily("grpo")
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
 def test_the_device_is_in_step_with_the_cpu(tmp_path: Path, model: Path, name: str) -> None:
     found = on_device(record(tmp_path, model, name, steps=1))
     assert found.in_step, first_divergence(found)
 
 
-def test_half_precision_is_in_step_too(tmp_path: Path, model: Path) -> None:
-    found = on_device(record(tmp_path, model, "sft", steps=1), "model.dtype=bf16")
+def test_half_precision_is_in_step_too(sft: Path) -> None:
+    found = on_device(sft, "model.dtype=bf16")
     assert found.in_step, first_divergence(found)
 
 
-def test_a_fault_on_the_device_is_named(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = record(tmp_path, model, "sft", steps=1)
+@pytest.mark.slow
+def test_a_fault_on_the_device_is_named(sft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every day the wrong kernels below are named."""
     restore = Replay.restore
 
     def broken(self: Replay, training: Training, step: int) -> None:
@@ -51,7 +60,7 @@ def test_a_fault_on_the_device_is_named(tmp_path: Path, model: Path, monkeypatch
         proj.forward = lambda x: torch.nn.functional.linear(x.half(), proj.weight.half()).float()
 
     monkeypatch.setattr(Replay, "restore", broken)
-    found = on_device(run)
+    found = on_device(sft)
     assert found.stage == "log-probs"
     assert found.module is not None
     assert found.module.module == "model.layers.1.mlp.down_proj"
@@ -59,13 +68,10 @@ def test_a_fault_on_the_device_is_named(tmp_path: Path, model: Path, monkeypatch
     assert (found.operator.side, found.operator.operator) == ("replay", "aten._to_copy")
 
 
-def test_a_wrong_fused_norm_is_held_against_the_whole_norm(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_fused_norm_is_held_against_the_whole_norm(sft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right when it is tried at load, wrong afterwards; the operator is named, not the first part of a plain norm."""
     import torch_npu
 
-    run = record(tmp_path, model, "sft", steps=1)
     restore, right = Replay.restore, torch_npu.npu_rms_norm
 
     def broken(self: Replay, training: Training, step: int) -> None:
@@ -74,7 +80,7 @@ def test_a_wrong_fused_norm_is_held_against_the_whole_norm(
         monkeypatch.setattr(torch_npu, "npu_rms_norm", lambda x, w, epsilon: right(x, w, epsilon=1e4 * epsilon))
 
     monkeypatch.setattr(Replay, "restore", broken)
-    found = on_device(run)
+    found = on_device(sft)
     assert found.module is not None
     assert found.module.module == "model.layers.0.input_layernorm"
     where = found.operator
@@ -86,12 +92,11 @@ def test_a_wrong_fused_norm_is_held_against_the_whole_norm(
 
 
 def test_a_wrong_attention_kernel_is_named_by_the_replay(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong from the start, so that the check at load sees it."""
     import torch_npu
 
-    run = record(tmp_path, model, "sft", steps=1)
     right = torch_npu.npu_fusion_attention
 
     def strong(*args: Any, scale: float, **more: Any) -> Any:
@@ -100,11 +105,11 @@ def test_a_wrong_attention_kernel_is_named_by_the_replay(
     monkeypatch.setattr(torch_npu, "npu_fusion_attention", strong)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     trials._verified_here.cache_clear()
-    found = on_device(run)
+    found = on_device(sft)
     trials._verified_here.cache_clear()
     assert "its attention kernel npu_fusion is wrong" in found.remarks[0]
     assert found.module is not None
     assert found.module.module == "model.layers.0.self_attn"
     assert found.operator is not None
     assert found.operator.operator == "npu.npu_fusion_attention"
-    assert on_device(run, "model.attention=sdpa").in_step
+    assert on_device(sft, "model.attention=sdpa").in_step

@@ -56,7 +56,6 @@ def test_a_hole_in_the_metrics_is_said_with_its_steps(recipe_file: Path, tmp_pat
     assert [step for step, _ in read_metrics(folder / "metrics.jsonl")] == [1, 4, 6, 7, 8]
 
 
-@pytest.mark.daily("7")
 @pytest.mark.parametrize("steps", [6, 7])
 def test_missing_metrics_are_said(recipe_file: Path, tmp_path: Path, capsys: Capture, steps: int) -> None:
     """Of a run that is done already, too."""

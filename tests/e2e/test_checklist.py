@@ -91,7 +91,6 @@ def test_other_micro_batches_and_half_precision_pass(grpo: Path) -> None:
     assert having(checked(grpo, None, "model.dtype=bf16", "batch.tokens=null", "batch.micro_batch_size=3"), False) == []
 
 
-@pytest.mark.slow
 def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(sft, run, ignore=shutil.ignore_patterns("weights_*", "replays", "checkpoints"))
@@ -172,7 +171,6 @@ def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
     assert "train loss and train gradient norm" in items["first loss and gradient"].means
 
 
-@pytest.mark.slow
 def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def norm(original: Any, scale: float = 1.0) -> Any:
@@ -237,7 +235,6 @@ def test_weights_that_move_at_rate_0(sft: Path) -> None:
     assert "learning rate 0: master weights" in items["learning rate 0"].means
 
 
-@pytest.mark.slow
 def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def step(original: Any, lr: float, norm: Any) -> None:

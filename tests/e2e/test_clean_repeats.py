@@ -36,7 +36,7 @@ REPEATS = [
 # Daily: the second step of these, from recorded weights.
 QUICK = {"sft-small-micro-batches"}
 # Daily: all steps of these, each from the weights of the step before.
-QUICK_CHAINED = {"grpo-other-rounding"}
+QUICK_CHAINED = {"sft-other-rounding"}
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,8 @@ def several_updates(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path)
     [
         # Every day all of them at once; one by one they tell which it was.
         ["batch.tokens=96", "rollout.max_sequences=2", "rollout.prefill_tokens=5", *SMALL_CACHE, "reward.workers=3"],
-        ["batch.tokens=null", "batch.micro_batch_size=5", "rollout.engine=hf"],
+        # Also of invariance/test_recipes.py.
+        pytest.param(["batch.tokens=null", "batch.micro_batch_size=5", "rollout.engine=hf"], marks=pytest.mark.slow),
         pytest.param(["batch.tokens=96"], marks=pytest.mark.slow),
         pytest.param(["batch.tokens=null", "batch.micro_batch_size=5"], marks=pytest.mark.slow),
         pytest.param(["rollout.max_sequences=2"], marks=pytest.mark.slow),

@@ -71,13 +71,11 @@ RESUMED = {
     "prm": [],
     "distill": ["distill.top_k=6"],
 }
-# These carry nothing from step to step but what every method does; a head that is trained is like an adapter.
-PLAIN = ("kto", "prm", "rm", "distill")
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=pytest.mark.slow if method in PLAIN else ()) for method in RESUMED]
-)
+# Every day test_resume.py and test_online.py kill runs, and invariance/test_recipes.py resumes preference runs.
+@pytest.mark.slow
+@pytest.mark.parametrize("method", RESUMED)
 def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teacher: Path, method: str) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=7", "checkpoint.every=3", "val.every=4", *RESUMED[method], *taught(method, teacher)]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
@@ -57,13 +59,15 @@ def rotated(names: Sequence[str], seed: int, count: int) -> list[str]:
     return [*names[first:], *names[:first]][:count]
 
 
-def daily_plan(folder: Path, seeds: Sequence[int], processes: int, most: int, times: int) -> dict[int, list[str]]:
+@cache
+def daily_plan(seeds: Sequence[int], processes: int, most: int, times: int) -> dict[int, list[str]]:
     """At most `most` variations of each daily recipe, each at most `times`: rare ones and those used least first."""
     options = {}
-    for seed in seeds:
-        file = folder / f"{seed}.yaml"
-        file.write_text(draw(seed).yaml(folder), encoding="utf-8")
-        options[seed] = list(applicable(draw(seed), file, [processes]))
+    with TemporaryDirectory() as folder:
+        for seed in seeds:
+            file = Path(folder) / f"{seed}.yaml"
+            file.write_text(draw(seed).yaml(Path(folder)), encoding="utf-8")
+            options[seed] = list(applicable(draw(seed), file, [processes]))
     frequency = Counter(name for names in options.values() for name in names)
     used: Counter[str] = Counter()
     plan: dict[int, list[str]] = {}
@@ -154,7 +158,7 @@ def check_ranks(
 @pytest.mark.parametrize("seed", DAILY)
 def test_a_recipe_keeps_its_trajectory(seed: int, tmp_path: Path) -> None:
     drawn = draw(seed)
-    names = daily_plan(tmp_path, DAILY, *ALONE_DAILY)[seed]
+    names = daily_plan(DAILY, *ALONE_DAILY)[seed]
     file = trained(drawn, tmp_path / "recipe")
     failures = check_alone(drawn, file, names)
     assert not failures, explained(drawn, failures, file)
@@ -162,7 +166,7 @@ def test_a_recipe_keeps_its_trajectory(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.torchrun
 def test_two_ranks_keep_the_trajectory_of_one(tmp_path: Path) -> None:
-    plan = daily_plan(tmp_path, RANKED, *RANKS_DAILY)
+    plan = daily_plan(RANKED, *RANKS_DAILY)
     files = {seed: trained(draw(seed), tmp_path / str(seed)) for seed in RANKED}
     failures = check_ranks(files, plan, 2, tmp_path)
     assert not any(failures.values()), "\n".join(
@@ -170,13 +174,13 @@ def test_two_ranks_keep_the_trajectory_of_one(tmp_path: Path) -> None:
     )
 
 
-def test_the_daily_recipes_cover_every_family_and_every_variation(tmp_path: Path) -> None:
+def test_the_daily_recipes_cover_every_family_and_every_variation() -> None:
     methods = [draw(seed).method for seed in DAILY]
     for family, members in METHOD_FAMILIES.items():
         assert set(members) & set(methods), family
     assert {draw(seed).family for seed in DAILY} == set(FAMILIES)
     assert {bool(draw(seed).get("model.lora")) for seed in DAILY} == {True, False}
-    alone, ranks = daily_plan(tmp_path, DAILY, *ALONE_DAILY), daily_plan(tmp_path, RANKED, *RANKS_DAILY)
+    alone, ranks = daily_plan(DAILY, *ALONE_DAILY), daily_plan(RANKED, *RANKS_DAILY)
     used = Counter(name for plan in (alone, ranks) for names in plan.values() for name in names)
     assert set(used) == {name for name, one in VARIATIONS.items() if one.processes <= 2}
     # Responses of an engine are compared with several methods, and packing with every kind of row.

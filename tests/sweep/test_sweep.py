@@ -19,16 +19,13 @@ of_this_version = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was m
 # One of each kind; the others run under `make test-slow`.
 SAMPLE = (
     "llama",
-    "llama+yarn",
     "phi3+longrope",
     "qwen2_moe+window",
     "gpt_oss",
     "granite+scaled_logits",
     "deepseek_v3",
     "gemma4_text+shared_kv",
-    "mimo_v2_flash",
     "doge",
-    "llama4_text",
     "falcon",
     "bert",
     "qwen2_5_vl",

@@ -144,6 +144,7 @@ def test_gradients_are_bit_for_bit_those_without(
     assert travelled.back == len(travelled.out)  # each comes back once, however many have kept it
 
 
+@pytest.mark.slow
 def test_a_critic_in_bf16_is_the_same_too(folder: Path, batches: dict[bool, MicroBatch], travelled: Travelled) -> None:
     found = []
     for offload in (False, True):
@@ -319,10 +320,9 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.daily("dpo")
-@pytest.mark.parametrize(
-    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "grpo")), "dpo", "ppo"]
-)
+# Every day the variation "activations-host" of invariance/test_recipes.py runs.
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "grpo", "dpo", "ppo"])
 def test_a_run_is_the_same_run(folder: Path, tmp_path: Path, travelled: Travelled, method: str) -> None:
     if method == "dpo":
         recipe = write_recipe(tmp_path, folder, method)

@@ -127,6 +127,7 @@ def test_a_frozen_model_is_there_during_its_passes_only() -> None:
     assert torch.equal(kept, model[2].weight)
 
 
+@pytest.mark.slow
 def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(tmp_path: Path, tiny_folder: Path) -> None:
     recipe = write_sft_recipe(tmp_path, tiny_folder)
     words = ["model.dtype=bf16", "run.steps=4", "checkpoint.every=2", "checkpoint.keep_last=9"]
@@ -143,7 +144,8 @@ def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(tmp_path: Path, ti
     train_offline(load_recipe(str(recipe), [*words, *more]), Console.silent())
 
 
-@pytest.mark.daily("dpo-offload_reference")
+# Every day the variations of invariance/test_recipes.py run with the optimizer, frozen models and activations there.
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "key"), [("dpo", "offload_reference"), ("distill", "offload_teacher")])
 def test_a_frozen_model_on_the_host_says_the_same(tmp_path: Path, tiny_folder: Path, method: str, key: str) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)

@@ -144,7 +144,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.daily("sft", "dpo", "prompts", "prm")
+@pytest.mark.daily("sft", "dpo", "kto of pairs", "prompts", "prm")
 @pytest.mark.parametrize("name", METHODS)
 def test_off_cold_and_warm_are_what_a_reader_gives_row_by_row(name: str, tokenizer: Any, tmp_path: Path) -> None:
     _, reader, rows = METHODS[name]

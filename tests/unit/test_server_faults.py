@@ -57,7 +57,14 @@ def server(tiny_folder: Path) -> Iterator[Server]:
 # -- every answer
 
 
-@pytest.mark.daily("answer_of_another_prompt-", "infinite_logprob-", "one_logprob_too_few-", "outside_the_vocabulary-")
+@pytest.mark.daily(
+    "answer_of_another_prompt-",
+    "infinite_logprob-",
+    "one_logprob_too_few-",
+    "outside_the_vocabulary-",
+    "positive_logprob-",
+    "goes_on_after_its_end-",
+)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [

@@ -141,10 +141,9 @@ def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str,
 
 
 def _stored_values(recipe: Path) -> dict[str, Any]:
-    # The C loader is ten times as fast; a wheel of PyYAML has it.
-    values: dict[str, Any] = yaml.load(
-        recipe.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    )
+    text = recipe.read_text(encoding="utf-8")
+    # The C loader is ten times as fast. Wheels of PyYAML include it.
+    values: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return values
 
 
