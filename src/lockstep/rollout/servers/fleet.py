@@ -76,8 +76,11 @@ class Arrivals(Protocol):
     """A source of requests. `poll_seconds` is the time after which it is asked again if nothing happens."""
 
     poll_seconds: float
-    more: bool
-    """Whether requests may follow, after a call has returned none."""
+
+    @property
+    def more(self) -> bool:
+        """Whether requests may follow, after a call has returned none."""
+        ...
 
     def __call__(self, pending: int) -> Sequence[WantedSample]:
         """Returns the requests that have arrived, while `pending` earlier ones are unfinished."""
