@@ -36,6 +36,7 @@ class Watched(EnvironmentHosts):
 
     def _start(self) -> Host:
         self.started.append(super()._start())
+        assert len(self.hosts) <= 2 * self.setup.workers
         return self.started[-1]
 
 
@@ -123,6 +124,15 @@ def test_every_method_without_an_end(tiny_folder: Path, name: str, method: str, 
     check(name, (method, how), made[1])
     if name == "EveryBug" or how != "spins" or method == "info":
         assert made[0].failure == made[-1].failure == ""
+
+
+@pytest.mark.slow
+def test_many_groups_that_hang_end_with_few_hosts(tiny_folder: Path) -> None:
+    cases = [("score_group", "hangs") if i % 2 else ("step", "spins") for i in range(10)]
+    made = buggy(tiny_folder, "EveryBug", cases, max_concurrent=4)
+    assert made[0].failure == made[-1].failure == ""
+    for case, one in zip(cases, made[1:-1], strict=True):
+        check("EveryBug", case, one)
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs", pytest.param("exits", marks=pytest.mark.slow)])

@@ -150,6 +150,8 @@ class TrajectoryBatch:
         self.done: list[Completion] = []
         self.dispatch = Dispatch(self.hosts, self.settings.step_timeout, self)
         self.groups: dict[int, list[Running]] = {}
+        self.unscored: list[int] = []
+        """The groups that wait for a host that scores them."""
         self.asked: list[Running] = []
         """The trajectory of each request that the inner engine has got."""
         self.longest_prompt = max((len(request.ids) for request in requests), default=0)
@@ -172,7 +174,7 @@ class TrajectoryBatch:
 
     def run(self) -> Iterator[Completion]:
         inner, continuous = self.engine.inner, self.continuous
-        while self.waiting or self.active or self.done or self.dispatch.outstanding:
+        while self.waiting or self.active or self.done or self.unscored or self.dispatch.outstanding:
             self._wait()
             yield from self._finished()
             if self._between() or not self.ready:
@@ -266,7 +268,7 @@ class TrajectoryBatch:
     @property
     def _waits(self) -> bool:
         """Whether an answer of a host is needed to continue. Trajectories may wait for a host."""
-        return self.dispatch.outstanding or (bool(self.waiting) and not self.active)
+        return self.dispatch.outstanding or (bool(self.waiting or self.unscored) and not self.active)
 
     def _pump(self, *, block: bool) -> None:
         """Starts trajectories, and handles the answers that have arrived. With `block`, waits for one answer or for the
@@ -280,11 +282,11 @@ class TrajectoryBatch:
         return self.pausing is not None and self.pausing.wanted()
 
     def _admit(self) -> None:
+        while self.unscored and (host := self._place(-1 - self.unscored[0])) is not None:
+            self._send_group(host, self.unscored.pop(0))
         while self.waiting and len(self.active) < self.settings.max_concurrent:
             running = self.waiting[0]
-            idle = not self.active and not self.dispatch.calls and not self.dispatch.cancels
-            host = self.hosts.place_now(running.session) if idle else self.hosts.place(running.session)
-            if host is None:
+            if (host := self._place(running.session)) is None:
                 return
             self.waiting.pop(0)
             self.active.add(running)
@@ -294,6 +296,11 @@ class TrajectoryBatch:
     def _start(self, running: Running) -> None:
         text = prompt_text(self.engine.chat.tokenizer, running.request.ids) if self.hosts.writes_text else None
         self._call("reset", running, row=row_of(running.question, text), seed=running.seed)
+
+    def _place(self, trajectory: int) -> Host | None:
+        """Returns the host for a trajectory or a group; None if it must wait for an answer of a host."""
+        idle = not self.active and not self.dispatch.calls and not self.dispatch.cancels
+        return self.hosts.place_now(trajectory) if idle else self.hosts.place(trajectory)
 
     # Calls of the environments.
 
@@ -463,8 +470,16 @@ class TrajectoryBatch:
             self.done += [one.completion() for one in group]
             return
         # The group has a number among the trajectories of the host that no session has.
-        host = self.hosts.place_now(-1 - number)
-        self.dispatch.send("group", host, None, number, trajectories=[one.trajectory() for one in whole])
+        host = self._place(-1 - number)
+        if host is None:
+            self.unscored.append(number)
+        else:
+            self._send_group(host, number)
+
+    def _send_group(self, host: Host, number: int) -> None:
+        group = sorted(self.groups[number], key=lambda one: one.order)
+        trajectories = [one.trajectory() for one in group if not one.failure]
+        self.dispatch.send("group", host, None, number, trajectories=trajectories)
 
     def _group_scored(self, number: int, answer: HostAnswer, stop: str = TOOL_ERROR) -> None:
         group = sorted(self.groups[number], key=lambda one: one.order)
