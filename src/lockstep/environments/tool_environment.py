@@ -35,14 +35,14 @@ class ToolSession(Protocol):
 CallReport = tuple[float | None, Mapping[str, float]]
 # The reports of the call that a task runs.
 _reports: ContextVar[list[CallReport] | None] = ContextVar("reports", default=None)
-Report = Callable[[float | None, Mapping[str, float]], None]
+ReportCall = Callable[[float | None, Mapping[str, float]], None]
 """Takes the reward of a call, or None, and its metrics."""
 
 
 class ToolSource(Protocol):
     """Tools of another process or framework. `open` returns a session for one trajectory."""
 
-    async def open(self, row: Mapping[str, Any], report: Report) -> ToolSession: ...
+    async def open(self, row: Mapping[str, Any], report: ReportCall) -> ToolSession: ...
 
 
 class ToolEnvironment:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from lockstep.environments.tool_environment import Report
+from lockstep.environments.tool_environment import ReportCall
 from lockstep.environments.tools import FunctionTool, ToolFailed, ToolServerLost
 from lockstep.errors import Refusal
 from lockstep.version import __version__
@@ -179,7 +179,7 @@ class McpServer:
         self._one: McpSession | None = None
         self._starting = asyncio.Lock() if shared else None
 
-    async def open(self, row: Mapping[str, Any], report: Report) -> Any:
+    async def open(self, row: Mapping[str, Any], report: ReportCall) -> Any:
         if self._starting is None:
             return await McpSession.start(self._command, self._shown)
         async with self._starting:

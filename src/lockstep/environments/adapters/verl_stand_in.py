@@ -112,7 +112,7 @@ class BaseTool:
 
 
 @dataclass
-class FunctionTool:
+class RegisteredFunction:
     """A function that `@function_tool` registered."""
 
     name: str
@@ -126,7 +126,7 @@ class FunctionTool:
         return await asyncio.to_thread(self.fn, **parameters)
 
 
-FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
+FUNCTION_TOOL_REGISTRY: dict[str, RegisteredFunction] = {}
 
 
 def function_tool(
@@ -140,7 +140,9 @@ def function_tool(
         known = FUNCTION_TOOL_REGISTRY.get(called)
         if known is not None and known.fn is not function:
             raise ValueError(f"two functions are registered as the tool {called!r}")
-        FUNCTION_TOOL_REGISTRY[called] = FunctionTool(called, function, made, inspect.iscoroutinefunction(function))
+        FUNCTION_TOOL_REGISTRY[called] = RegisteredFunction(
+            called, function, made, inspect.iscoroutinefunction(function)
+        )
         return function
 
     return register(name) if callable(name) else register
@@ -182,7 +184,7 @@ def install_verl() -> None:
             },
             "verl.tools.function_tool": {
                 "function_tool": function_tool,
-                "FunctionTool": FunctionTool,
+                "FunctionTool": RegisteredFunction,
                 "FUNCTION_TOOL_REGISTRY": FUNCTION_TOOL_REGISTRY,
             },
             "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},

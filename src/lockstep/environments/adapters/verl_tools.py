@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.environments.adapters.verl_stand_in import install_verl
 from lockstep.environments.return_values import shown
-from lockstep.environments.tool_environment import Report
+from lockstep.environments.tool_environment import ReportCall
 from lockstep.environments.tools import FunctionTool
 from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, describe_error, run_file
@@ -44,7 +44,7 @@ class VerlTools:
     def __init__(self, tools: Mapping[str, Any]):
         self.tools = tools
 
-    async def open(self, row: Mapping[str, Any], report: Report) -> VerlSession:
+    async def open(self, row: Mapping[str, Any], report: ReportCall) -> VerlSession:
         """Returns the tools for one trajectory. A row selects its agent with `agent_name`, and its tools with
         `extra_info.tool_selection`."""
         agent = row.get("agent_name", "tool_agent")
@@ -63,7 +63,7 @@ class VerlTools:
 class VerlSession:
     """The tools of one trajectory."""
 
-    def __init__(self, tools: Mapping[str, Any], data: AgentData, report: Report):
+    def __init__(self, tools: Mapping[str, Any], data: AgentData, report: ReportCall):
         self._data, self._report = data, report
         self.tools = [FunctionTool(partial(self._call, tool), schema_of(tool)) for tool in tools.values()]
 
