@@ -1,7 +1,8 @@
 """Checks every case of the sweep, stores the outcomes in tests/sweep/outcomes.json and writes docs/models.md.
 
 All cases take many minutes. `--only llama qwen3+yarn` checks some of them again, `--missing` those without an outcome,
-and `--page` none: it prints the page from the stored outcomes. `--kernels` checks only the column of kernels again.
+and `--page` none: it prints the page from the stored outcomes. `--kernels` checks only the column of kernels again, of
+the given cases or of all that have columns.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen.add_argument("--only", nargs="+", default=[], metavar="CASE")
     chosen.add_argument("--missing", action="store_true")
     chosen.add_argument("--page", action="store_true")
-    chosen.add_argument("--kernels", action="store_true")
+    chosen.add_argument("--kernels", nargs="*", metavar="CASE")
     given = parser.parse_args(arguments)
     from sweep_cases import all_cases
     from sweep_table import STORED, page, store, stored
 
     cases = {str(case): case for case in all_cases()}
-    if not (given.only or given.missing or given.page or given.kernels):
+    if not (given.only or given.missing or given.page or given.kernels is not None):
         STORED.unlink(missing_ok=True)
     known = stored() if STORED.exists() else {}
-    names = given.only or [name for name in cases if name not in known and not (given.page or given.kernels)]
+    names = given.only or [name for name in cases if name not in known and not given.page and given.kernels is None]
     checked = {}
-    if given.kernels:
-        for name in (name for name, one in known.items() if one.columns):
+    if given.kernels is not None:
+        for name in given.kernels or [name for name, one in known.items() if one.columns]:
             store({name: _with_kernels(cases[name], known[name])}, cases)
     for number, name in enumerate(names, 1):
         checked[name] = one = _checked(cases[name])

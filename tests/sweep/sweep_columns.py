@@ -33,6 +33,7 @@ from lockstep.parallel.context_split import LAYOUTS, Division, refuse_undivided
 from lockstep.parallel.tensor import TensorGroup
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import Example, MicroBatch, Origin
+from recurrent_checks import small_chunks
 from thread_group import on_every_rank
 
 YES, NO = "yes", "no"
@@ -154,7 +155,8 @@ def kernels(folder: Path) -> str:
     """Returns the attention of a model, and which of its operators Triton kernels replace. Each kernel is compared with
     the operator on the spot, by Triton's interpreter."""
     policy = load_policy(Model(path=str(folder)), CPU, "sdpa", 0)
-    fuse(policy.causal_lm, "flash_varlen")
+    with small_chunks("cpu"):
+        fuse(policy.causal_lm, "flash_varlen")
     words = {word for entry in replaced(policy.causal_lm) for word in entry.split()}
     labels = dict.fromkeys(label for name, label in FUSED_NAMES.items() if name in words)
     return ", ".join([*_attention(policy), *labels]) or NO

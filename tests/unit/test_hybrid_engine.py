@@ -83,6 +83,21 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
             assert one.ids == theirs[0, len(request.ids) :].tolist()
 
 
+def test_a_decode_step_multiplies_all_sequences_at_once(policy: Policy) -> None:
+    """With the strides of a transposed view, torch multiplies each sequence alone with the weights of a projection."""
+    strides: set[tuple[int, ...]] = set()
+    mixer = next(mixer.module for mixer in policy.decoder.mixers if hasattr(mixer.module, "in_proj"))
+    width = mixer.in_proj.in_features
+    hook = mixer.in_proj.register_forward_pre_hook(
+        lambda _, given: strides.add(given[0].stride()) if given[0].shape[:2] == (6, 1) else None
+    )
+    try:
+        run(engine_of(policy), asked(), SAMPLING)
+    finally:
+        hook.remove()
+    assert strides == {(width, width, 1)}
+
+
 @pytest.mark.daily
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 4}, {"max_sequences": 2, "prefill_tokens": 3}])
