@@ -118,11 +118,11 @@ HARMLESS = {
 
 
 def _cases() -> Iterator[object]:
-    """For every day each verb meets each file that it reads with one kind of damage; the kinds take turns. `compare`,
-    which is quick and has a remark for each kind, meets all of them."""
+    """For every day each verb meets each file that it reads with one kind of damage; the kinds take turns. `compare`
+    and `replay`, which are quick and have a remark for each kind, meet all of them."""
     for number, (file, verbs) in enumerate(READ.items()):
         for (place, verb), (kind, way) in product(enumerate(verbs), enumerate(WAYS)):
-            daily = verb == "compare" or kind == (number + place) % len(WAYS)
+            daily = verb in ("compare", "replay") or kind == (number + place) % len(WAYS)
             yield pytest.param(file, verb, way, marks=() if daily else pytest.mark.slow)
 
 

@@ -37,11 +37,14 @@ pytestmark = pytest.mark.xdist_group("tapes")
 # For every day: one of each stage, and those that only one check can see. The others are slow.
 DAILY = {
     "norm epsilon 1e-5",
+    "packed sequences see each other",
+    "bf16 softmax",
     "MLP detached",
     "packing shifts by one",
     "stale weights in the engine",
     "clip range",
     "decay on norms and biases",
+    "moments reset",
     "masters not copied",
     "weights lost after the update",
     "bf16: projection's gradient x 1.1",
@@ -221,7 +224,6 @@ def test_there_are_enough_library_faults() -> None:
     assert len(LIBRARY) >= 8 + len(REFUSED)
 
 
-@pytest.mark.daily("silu backwards")
 @pytest.mark.parametrize("name", library())
 def test_a_replay_with_a_wrong_library_is_the_wrong_side_and_its_operator_is_named(
     name: str, tape: Callable[[str], Path]
@@ -266,7 +268,6 @@ def test_a_matrix_unit_of_less_precision_is_found_in_a_module_with_a_product(tap
     assert found.module.module in (ROTARY, "model.layers.0.self_attn.q_proj")
 
 
-@pytest.mark.slow
 def test_a_kto_replay_continues_if_the_first_loss_is_wrong(tape: Callable[[str], Path]) -> None:
     """Training is refused before the first step. A replay names the stage."""
     run = tape("kto")

@@ -364,7 +364,7 @@ def small(memory: int, each: int = 1, **keys: Any) -> tuple[Outlook, TargetClust
     )
 
 
-@pytest.mark.daily("6000000-1", "2500000-2")
+@pytest.mark.daily("6000000-1", "1500000-4")
 @pytest.mark.parametrize(("memory", "each"), [(6_000_000, 1), (3_000_000, 1), (2_500_000, 2), (1_500_000, 4)])
 def test_what_is_proposed_fits_and_may_be_said(memory: int, each: int) -> None:
     outlook, cluster = small(memory, each)

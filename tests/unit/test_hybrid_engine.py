@@ -208,7 +208,19 @@ def test_the_empty_state_stays_empty_and_all_slots_are_free_at_the_end(
     assert states.nbytes == (states.slots + RESERVED) * mixer_states.slot_bytes(policy.decoder.state_shapes())
 
 
-@pytest.mark.daily("kimi_linear", "qwen3_next", "mamba2", "jamba", "lfm2", "zamba2")
+@pytest.mark.daily(
+    "kimi_linear",
+    "qwen3_next",
+    "mamba2",
+    "jamba",
+    "lfm2",
+    "zamba2",
+    "minimax",
+    "bailing_hybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "recurrent_gemma",
+)
 @pytest.mark.parametrize("family", [*DAILY, *FURTHER])
 def test_the_size_of_states_is_known_before_weights_load(family: str) -> None:
     small = build_miniature(hybrid_config(family), "sdpa", CPU)

@@ -64,7 +64,7 @@ STARTS = {
 }
 
 
-@pytest.mark.daily("dpo", "kto model.lora.rank=4", "ipo", "dpo preference.precompute=true")
+@pytest.mark.daily("dpo", "dpo preference.loss=hinge", "kto model.lora.rank=4", "ipo", "dpo preference.precompute=true")
 @pytest.mark.parametrize("words", STARTS)
 def test_the_first_loss_is_the_number_of_equal_models(recipe_of, tmp_path: Path, capsys, words: str) -> None:
     method, *overrides = words.split()

@@ -42,7 +42,7 @@ def test_data_show_reads_it_and_says_how(case: Published, tiny_folder: Path, cap
     assert case.said in " ".join((told.out + told.err).split())
 
 
-@pytest.mark.daily("plain_prompts", "math_shepherd")
+@pytest.mark.daily("plain_prompts", "openai_tools", "math_shepherd")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if case.name in DAILY else pytest.mark.slow, id=case.name) for case in EVERY],

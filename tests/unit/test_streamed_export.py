@@ -31,7 +31,7 @@ class OneByOne(StoredTensors):
         return tensor
 
 
-@pytest.mark.daily
+@pytest.mark.daily("100000-fp32", "1000000000-bf16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("file_bytes", [10**9, 100_000])
 def test_it_is_what_save_pretrained_writes(
