@@ -48,10 +48,7 @@ def test_few_calls_are_right_and_all_guesses_are_wrong(tmp_path: Path) -> None:
         if turns:
             expression = turns[0]["tool_calls"][0]["function"]["arguments"]["expression"]
             result = calculator(expression)
-            assert (turns[1]["content"], answer["content"]) == (
-                result,
-                f"{question['content'][8:-1]} = {result}\n#### {result}",
-            )
+            assert (turns[1]["content"], answer["content"]) == (result, f"#### {result}")
             assert right == (result == truth)
             added[expression.partition("*")[2].strip()[2:]] += 1
         else:
@@ -83,7 +80,7 @@ def test_the_template_is_append_only_and_marks_the_turns_of_the_model(tmp_path: 
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
     trained = tokenizer.decode([token for token, mask in pairs if mask])
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "48 * 60"}}</tool_call>'
-    assert trained == f"{call}<|im_end|>48 * 60 = 2880\n#### 2880<|im_end|>"
+    assert trained == f"{call}<|im_end|>#### 2880<|im_end|>"
 
 
 def test_games_follow_the_rules(tmp_path: Path) -> None:

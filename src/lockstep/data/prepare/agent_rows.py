@@ -21,8 +21,7 @@ from lockstep.types import Message, Row
 
 # Products of two numbers with two digits. A tiny model cannot compute them, so it needs the calculator. The SFT rows
 # teach the format of a call, but neither when nor what to call: a quarter of the answers guess, and most calls add or
-# subtract 1. GRPO teaches the model to call, with the product alone. Answers repeat the question and their result,
-# because a model learns to copy numbers over short distances first.
+# subtract 1. GRPO teaches the model to call, with the product alone.
 
 GUESS_EVERY = 4
 # What the calls in the SFT rows add to the product. The right call, which adds nothing, is the rarest.
@@ -130,19 +129,15 @@ def call_chat(a: int, b: int, added: str = "") -> list[Message]:
         *user_message(f"What is {a} * {b}?"),
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": str(result)},
-        *assistant_message(_answer(a, b, result)),
+        *assistant_message(f"#### {result}"),
     ]
-
-
-def _answer(a: int, b: int, result: int) -> str:
-    return f"{a} * {b} = {result}\n#### {result}"
 
 
 def _guess_chat(a: int, b: int, draw: random.Random) -> list[Message]:
     """Returns an answer without the tool: a number of four digits, but not the product."""
     guess = draw.randrange(10**3, 10**4 - 1)
     wrong = guess if guess < a * b else guess + 1
-    return [*user_message(f"What is {a} * {b}?"), *assistant_message(_answer(a, b, wrong))]
+    return [*user_message(f"What is {a} * {b}?"), *assistant_message(f"#### {wrong}")]
 
 
 # The game `guess_number`: in the SFT rows, every second guess ignores the answers. GRPO teaches the model to use them:
