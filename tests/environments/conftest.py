@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import URLError
@@ -14,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from hang import HANG
+from hang import HANG, wait_until
 
 # The interpreter with OpenEnv's server: its dependencies do not fit into lockstep's constraints.
 OPENENV = os.environ.get("LOCKSTEP_OPENENV_PYTHON")
@@ -36,15 +35,16 @@ def openenv_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         assert address.startswith("http://"), Path(log.name).read_text()
-        given_up = time.monotonic() + HANG
-        while True:
+
+        def responds() -> bool:
+            assert process.poll() is None, Path(log.name).read_text()
             try:
-                urlopen(f"{address}/health", timeout=10).close()
-                break
+                urlopen(f"{address}/health", timeout=HANG).close()
             except (URLError, ConnectionError):
-                assert process.poll() is None, Path(log.name).read_text()
-                assert time.monotonic() < given_up
-                time.sleep(0.2)
+                return False
+            return True
+
+        wait_until(responds)
         yield address
     finally:
         process.kill()

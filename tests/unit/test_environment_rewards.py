@@ -245,7 +245,14 @@ def test_a_score_with_a_weight_must_exist() -> None:
 
 def test_a_failed_environment_is_a_failed_response() -> None:
     failed = Completion(
-        0, 0, [], [], "failed", failure="game.py:Game: step raised KeyError", trajectory=completion(MODEL).trajectory
+        0,
+        0,
+        [],
+        [],
+        "failed",
+        failure="game.py:Game: step raised KeyError",
+        failure_key="rollout.environment",
+        trajectory=completion(MODEL).trajectory,
     )
     rollout = scored(Reward(), failed)
     assert isinstance(rollout.score, Failure)

@@ -75,6 +75,8 @@ def names(column: Column) -> tuple[str, ...]:
 def test_a_whole_online_line_fits_a_terminal() -> None:
     """Set closer where it would not: reward, divergence, entropy, length, speed and the times of the phases."""
     metrics = {name: 0.5 for column in ONLINE_COLUMNS for name in names(column)} | {"perf/throughput": 12345.0}
+    assert show(ONLINE_COLUMNS, metrics, 80).endswith("turns 0.50 tok/s 12,345 gen 0.5 upd 0.5")
+    del metrics["environment/turns"]
     assert show(ONLINE_COLUMNS, metrics, 80).endswith("tok/s 12,345  gen 0.5  upd 0.5")
     assert show(ONLINE_COLUMNS, metrics, 66).endswith("tok/s 12,345 gen 0.5 upd 0.5")
 

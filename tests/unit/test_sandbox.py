@@ -168,7 +168,7 @@ HIDDEN = {
     "shared pages": "for _ in range(2):\n"
     "    if not os.fork(): break\n"
     "own = mmap.mmap(-1, 100 << 20)\n"
-    "own.write(bytes(100 << 20))\n",
+    "for _ in range(100): own.write(bytes(1 << 20))\n",
 }
 
 

@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ SCHEMA = """
             answer: {{type: string, description: The answer., items: dropped}}
           required: [answer]
 """
-CONFIG = "tools:\n  - class_name: my_tools.CheckTool\n    config: {type: native}" + SCHEMA.format(name="check")
+CONFIG = "tools:\n  - class_name: ck_tools.CheckTool\n    config: {type: native}" + SCHEMA.format(name="check")
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"answer": "%s"}}\n</tool_call>'
 KWARGS = {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "5"}}}}
 
@@ -107,9 +108,10 @@ def tokenizer(tiny_folder: Path) -> Any:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    sys.modules.pop("my_tools", None)
-    (tmp_path / "my_tools.py").write_text(CLASSES, encoding="utf-8")
+    sys.modules.pop("ck_tools", None)
+    (tmp_path / "ck_tools.py").write_text(CLASSES, encoding="utf-8")
     (tmp_path / "tools.yaml").write_text(CONFIG, encoding="utf-8")
+    invalidate_caches()
     monkeypatch.chdir(tmp_path)  # verl finds classes in the working directory
     return tmp_path / "tools.yaml"
 
@@ -119,7 +121,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Removes the stand-ins for verl, which otherwise only host processes install."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] in ("verl", "my_tools", "functions")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("verl", "ck_tools", "functions")]:
         del sys.modules[name]
 
 
@@ -186,7 +188,7 @@ def test_calls_above_the_limit_of_a_turn_do_not_run(tools: Path, stand_ins: None
 
 def test_rows_select_tools_and_agents(tools: Path, stand_ins: None) -> None:
     more = SCHEMA.format(name="other")
-    tools.write_text(CONFIG + "  - class_name: my_tools.CheckTool\n    config: {type: native}" + more, encoding="utf-8")
+    tools.write_text(CONFIG + "  - class_name: ck_tools.CheckTool\n    config: {type: native}" + more, encoding="utf-8")
 
     def names(extra: dict[str, Any], **columns: Any) -> list[str]:
         row = {"prompt": question().prompt, "extra_info": extra, **columns}
@@ -265,7 +267,7 @@ BAD = {
     "no list": ("tools: {}", "wrong-type", "tools.yaml: tools"),
     "nothing": ("", "wrong-type", "tools.yaml: tools"),
     "no class": ("tools: [{config: {type: native}}]", "invalid-function", "tools[0].class_name"),
-    "no config": ("tools: [{class_name: my_tools.CheckTool}]", "not-set", "tools[0].config"),
+    "no config": ("tools: [{class_name: ck_tools.CheckTool}]", "not-set", "tools[0].config"),
     "mcp": ("tools: [{class_name: a.B, config: {type: mcp}}]", "unsupported-setting", "tools[0].config.type"),
     "unknown key": ("tools: [{klass: a.B}]", "unknown-key", "tools[0].klass"),
     "no module": (
@@ -273,10 +275,18 @@ BAD = {
         "import-failed",
         "tools[0].class_name",
     ),
-    "no attribute": ("tools: [{class_name: my_tools.No, config: {type: native}}]", "import-failed", "class_name"),
-    "raises": ("tools: [{class_name: my_tools.NoName, config: {type: native}}]", "function-raised", "class_name"),
-    "no schema": ("tools: [{class_name: my_tools.CheckTool, config: {type: native}}]", "function-raised", "class_name"),
-    "not a class": ("tools: [{class_name: my_tools.CALLS, config: {type: native}}]", "invalid-function", "class_name"),
+    "no attribute": ("tools: [{class_name: ck_tools.No, config: {type: native}}]", "import-failed", "class_name"),
+    "raises": ("tools: [{class_name: ck_tools.NoName, config: {type: native}}]", "function-raised", "class_name"),
+    "no schema": (
+        "tools: [{class_name: ck_tools.CheckTool, config: {type: native}}]",
+        "function-raised",
+        "class_name",
+    ),
+    "not a class": (
+        "tools: [{class_name: ck_tools.CALLS, config: {type: native}}]",
+        "invalid-function",
+        "class_name",
+    ),
     "bad schema": (CONFIG.replace("type: string, ", ""), "invalid-tool", "properties.answer.type"),
     "twice": (CONFIG + CONFIG.removeprefix("tools:\n"), "duplicate-name", "tools[1]"),
 }
@@ -291,7 +301,7 @@ def test_bad_files_are_refused_with_their_key(tools: Path, stand_ins: None, name
 
 
 def test_a_class_of_verl_itself_needs_verl(tools: Path, stand_ins: None) -> None:
-    tools.write_text(CONFIG.replace("my_tools.CheckTool", "verl.tools.gsm8k_tool.Gsm8kTool"), encoding="utf-8")
+    tools.write_text(CONFIG.replace("ck_tools.CheckTool", "verl.tools.gsm8k_tool.Gsm8kTool"), encoding="utf-8")
     with refuses("class_name", "import-failed", remedy="pip install verl"):
         verl_tools(str(tools), "rollout.tools")
 

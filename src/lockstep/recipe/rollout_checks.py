@@ -114,7 +114,8 @@ def _agent_problems(recipe: Recipe) -> Iterator[Problem]:
     agents = [agent for agent in (rollout.agent, val.agent) if agent is not None]
     if not agents:
         for key in ("agent_host", "agent_limit_reward"):
-            if key in rollout.model_fields_set:
+            # A stored recipe has all keys, so a key with its default is not a contradiction.
+            if getattr(rollout, key) != type(rollout).model_fields[key].default:
                 yield needs(f"rollout.{key}", "applies only to agents", f"set rollout.agent, or remove {key}")
     for part in ("environment", "group"):
         if rollout.agent is not None and part in recipe.reward.weights:
