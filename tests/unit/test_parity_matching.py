@@ -68,8 +68,7 @@ def test_means_are_detected_if_the_format_does_not_say() -> None:
     assert (result.figures.steps, result.figures.worst) == (10, 0)
     errors = [abs(MEANS[end] - NOISY[end]) for end in MEANS]
     words = re.fullmatch(
-        r"B's values look like means of 10 steps \(mean error 0 % against means, (\d+) % against single steps\): "
-        "A is averaged over the same steps",
+        r"B's values look like means of 10 steps \(.* 0 % .* (\d+) % .*\): A is averaged over the same steps",
         result.matching,
     )
     assert words is not None

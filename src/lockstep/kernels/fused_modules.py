@@ -106,8 +106,9 @@ def adds_one(norm: nn.Module) -> bool:
 
 
 def gates_first(norm: nn.Module) -> bool:
-    """Returns whether a norm with a gate gates its input, as Mamba-2 does, so that a gate that is 3 everywhere changes
-    nothing. A gate on its output multiplies it by silu(3)."""
+    """Returns whether a gated norm multiplies its input by the gate, as Mamba-2 does, and not its output. This function
+    tries the norm with a constant gate of 3. A constant factor of the input does not change the normalized output, and
+    a gate on the output multiplies it by silu(3)."""
     weight: Any = norm.weight
     ones = torch.ones_like(weight)[None, None]
     try:

@@ -225,8 +225,8 @@ class Pieces(dict[str, bytes]):
 
     def _agrees(self, letter: str) -> bool:
         """Returns whether the tokenizer and Python agree on whether the character is white space. The Unicode versions
-        of Python and the tokenizer may differ. A character is white space for the tokenizer if its word pattern starts
-        a new word at the character after "!", and does not end a word between the character and a newline."""
+        of Python and the tokenizer may differ. A character is white space for the tokenizer if the tokenizer puts the
+        character and a following newline into one word, but "!" and the character into two words."""
         if letter in "\r\n":
             return True
         words = self._backend.pre_tokenizer.pre_tokenize_str

@@ -189,7 +189,7 @@ def _averaged_run(run: Curve, coarse: Series) -> Series:
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
     """Tests whether the values of `coarse` are means of several steps of `fine`. If the values are means, returns a
-    text with the errors of `coarse` against means and against single steps of `fine`; otherwise returns None."""
+    text with the errors of `coarse` compared with means of `fine` and with single steps; otherwise returns None."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
@@ -197,7 +197,8 @@ def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
     errors = [float(np.abs(pair.a - pair.b)[np.isin(pair.steps, steps)].mean()) for pair in pairs]
     if errors[0] * CLEARLY > errors[1] or errors[1] == 0:
         return None
-    return f"mean error {100 * errors[0]:.3g} % against means, {100 * errors[1]:.3g} % against single steps"
+    of_means, of_steps = (f"{100 * error:.3g} %" for error in errors)
+    return f"the mean error is {of_means} compared with such means, and {of_steps} compared with single steps"
 
 
 def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarray:
