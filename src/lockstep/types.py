@@ -184,8 +184,7 @@ class MicroBatch:
     teacher: Callable[[MicroBatch], Any] | None = None
     """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
     local_index_K: torch.Tensor | None = None
-    """The indices of the targets among this rank's targets of the update, or None if this rank has all targets of the
-    update."""
+    """The indices of the targets among this rank's targets of the update; None if this rank has all of them."""
     token_grads: Callable[..., Any] | None = None
     """Computes the gradient of the loss with respect to the log-prob of each target, up to a constant factor (see
     `kernels/logprob.py`)."""
@@ -245,8 +244,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 means greedy decoding. `seed` is the seed of the run (see
-    `kernels/sampling.py`)."""
+    """Sampling parameters. Temperature 0 means greedy decoding. `seed` is the run's seed (`kernels/sampling.py`)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -338,8 +336,7 @@ class Completion:
     trajectory: Trajectory | None = None
     """The conversation with the environment. None without an environment."""
     rows: tuple[TrajectoryRow, ...] = ()
-    """The rows of the trajectory, if it has several rows. `ids`, `logprobs` and `loss_mask` are then the concatenation
-    of the rows."""
+    """The rows of the trajectory, if it has several. `ids`, `logprobs` and `loss_mask` then concatenate the rows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))

@@ -127,7 +127,7 @@ def test_every_method_without_an_end(tiny_folder: Path, name: str, method: str, 
 
 
 @pytest.mark.slow
-def test_many_groups_that_hang_end_with_few_hosts(tiny_folder: Path) -> None:
+def test_many_groups_that_hang_fail_only_themselves(tiny_folder: Path) -> None:
     cases = [("score_group", "hangs") if i % 2 else ("step", "spins") for i in range(10)]
     made = buggy(tiny_folder, "EveryBug", cases, max_concurrent=4)
     assert made[0].failure == made[-1].failure == ""

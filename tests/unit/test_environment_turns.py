@@ -17,8 +17,8 @@ from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
 from lockstep.environments.conversation import ChatFormat
 from lockstep.environments.host import EnvironmentHosts
-from lockstep.environments.loop import EnvironmentEngine, Pausing
-from lockstep.environments.running import spread_versions
+from lockstep.environments.loop import EnvironmentEngine
+from lockstep.environments.running import Pausing, spread_versions
 from lockstep.environments.setup import host_setup
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy, evaluating

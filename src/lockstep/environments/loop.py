@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from math import inf
 from typing import Any
@@ -28,7 +27,7 @@ from lockstep.environments.conversation import (
 from lockstep.environments.dispatch import Dispatch, HostCall
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
-from lockstep.environments.running import Running, TurnEngine, row_of
+from lockstep.environments.running import Pausing, Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import (
@@ -47,20 +46,6 @@ from lockstep.types import Completion, Request, Sampling
 # While trajectories wait for their environments, a pause is noticed after LOOK_SECONDS, and progress is reported after
 # PROGRESS_SECONDS. Every call of an environment has a time limit, so a wait is no stall of the run.
 LOOK_SECONDS, PROGRESS_SECONDS = 0.1, 1.0
-
-
-@dataclass(frozen=True)
-class Pausing:
-    """What a rollout worker does when it pauses: turns that have started continue with newer weights. The engine for
-    the turns must pause by the same `wanted`."""
-
-    wanted: Callable[[], bool]
-    """Returns whether the turns shall pause."""
-    between: Callable[[], Sequence[tuple[Request, bool]]]
-    """Called when no turn is being generated: loads newer weights, and returns more requests. A request with True
-    starts before those that wait."""
-    version: Callable[[], int]
-    """Returns the version of the weights."""
 
 
 # A later trajectory may have a prompt that is longer than those at the start of the engine by this factor and number of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +37,20 @@ class TurnEngine(Protocol):
 
 # The parser of a turn sees this many tokens before it: chat templates may open the reasoning in the generation prompt.
 PROMPT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Pausing:
+    """What a rollout worker does when it pauses: turns that have started continue with newer weights. The engine for
+    the turns must pause by the same `wanted`."""
+
+    wanted: Callable[[], bool]
+    """Returns whether the turns shall pause."""
+    between: Callable[[], Sequence[tuple[Request, bool]]]
+    """Called when no turn is being generated: loads newer weights, and returns more requests. A request with True
+    starts before those that wait."""
+    version: Callable[[], int]
+    """Returns the version of the weights."""
 
 
 def environment_seed(run: int, key: int, sample: int) -> int:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import Refusal
+
+
+def settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: Any) -> None:
+    """Completes a future of the server's event loop from another thread; an `ApiError` becomes its exception."""
+
+    def complete() -> None:
+        if future.done():
+            return
+        if isinstance(outcome, ApiError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(complete)
 
 
 class ApiError(Exception):

@@ -15,14 +15,13 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
 
 from lockstep.errors import first_line
-from lockstep.http_server.http_api import ApiError, Handler, HttpReply, HttpRequest, ServeLimits, as_json
+from lockstep.http_server.http_api import ApiError, Handler, HttpReply, HttpRequest, ServeLimits, as_json, settle
 from lockstep.http_server.request_body import BodyReader, bad_value, check_model, valid_text
 from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
@@ -202,16 +201,7 @@ class RewardWorker:
             self._settle(batch, why)
 
     def _settle(self, batch: _Batch, outcome: list[float] | ApiError) -> None:
-        def settle() -> None:
-            if batch.scores.done():
-                return
-            if isinstance(outcome, ApiError):
-                batch.scores.set_exception(outcome)
-            else:
-                batch.scores.set_result(outcome)
-
-        with suppress(RuntimeError):  # the loop is closed
-            batch.loop.call_soon_threadsafe(settle)
+        settle(batch.loop, batch.scores, outcome)
 
 
 class RewardModelApp:

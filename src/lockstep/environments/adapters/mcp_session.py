@@ -1,5 +1,5 @@
-"""Tools of MCP servers: `rollout.tools: ["mcp:python server.py"]`. The server is a command that speaks the Model
-Context Protocol on its standard input and output. This client needs no package."""
+"""Tools of MCP servers: `rollout.tools: ["mcp:python server.py"]`. The server is a command that uses the Model
+Context Protocol over its standard input and output. This client needs no package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.environments.tools import FunctionTool, ToolFailed, ToolServerLost
 from lockstep.errors import Refusal
 from lockstep.version import __version__
 
-# The protocol version that this client asks for. A server answers with a version that it speaks.
+# The protocol version of the request. The server replies with a version that it supports.
 PROTOCOL = "2025-06-18"
 # Maximum length of a message in bytes, and maximum number of pages of tools.
 LONGEST, PAGES = 2**24, 100

@@ -1,5 +1,5 @@
-"""The HTTP server of agents: each trajectory has its own base URL, which speaks OpenAI's chat completions and responses
-API. The server runs in a thread; the thread of the engine answers the requests."""
+"""The HTTP server of agents: each trajectory has its own base URL, with OpenAI's chat completions and responses API.
+The server runs in a thread; the thread of the engine answers the requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from lockstep.http_server.http_api import (
     ServeLimits,
     as_events,
     as_json,
+    settle,
 )
 from lockstep.types import Message
 
@@ -67,17 +68,7 @@ class AgentRequest:
 
     def answer(self, answer: AgentAnswer | ApiError) -> None:
         """Answers the request from another thread."""
-
-        def deliver() -> None:
-            if self.future.done():
-                return
-            if isinstance(answer, ApiError):
-                self.future.set_exception(answer)
-            else:
-                self.future.set_result(answer)
-
-        with suppress(RuntimeError):  # the server has ended
-            self.loop.call_soon_threadsafe(deliver)
+        settle(self.loop, self.future, answer)
 
 
 class AgentServer:

@@ -19,7 +19,8 @@ import torch
 
 from lockstep.data.encode.chat_template import with_template
 from lockstep.device.select import select
-from lockstep.environments.loop import EnvironmentEngine, Pausing
+from lockstep.environments.loop import EnvironmentEngine
+from lockstep.environments.running import Pausing
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.parallel.world import World
