@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 TOOL_ENVIRONMENT = "lockstep.environments.tool_environment:ToolEnvironment"
 # The environment of tools limits each tool itself, so its own calls get this many seconds more.
 TOOL_SECONDS = 10.0
-_REMEDY = "fix the environment, or use another one (rollout.environment)"
+_REMEDIES = {
+    ENVIRONMENT: "fix the environment, or use another one (rollout.environment)",
+    "rollout.tools": "fix the tool, remove it from rollout.tools, or raise rollout.step_timeout if it is slow",
+}
 
 
 def host_setup(
@@ -148,7 +151,7 @@ def try_environment(
         row, start = row_of(question, text), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
-            remedy = answer.remedy or _REMEDY
+            remedy = answer.remedy or _REMEDIES[setup.key]
             raise Refusal.at(setup.where, f"{answer.why}, for {question.origin}", remedy, code=answer.code)
         fields = with_ids(tokenizer, answer.fields, prompt.ids)
         conversation: ChatConversation | TokenConversation
@@ -169,7 +172,9 @@ def try_environment(
             raise Refusal.at(setup.where, why, remedy, code="row-too-long")
         closed = _answered(hosts, hosts.send(host, do="finish", trajectory=0, finished=None), settings)
         if closed.why:
-            raise Refusal.at(setup.where, f"{closed.why}, for {question.origin}", _REMEDY, code=closed.code)
+            raise Refusal.at(
+                setup.where, f"{closed.why}, for {question.origin}", _REMEDIES[setup.key], code=closed.code
+            )
         count = len(fields.get("tools") or ())
         tools = f", {count} tool{'' if count == 1 else 's'}" if count else ""
         return f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"
