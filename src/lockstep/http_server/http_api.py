@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import Refusal
+
+if TYPE_CHECKING:
+    import asyncio  # `lockstep view` uses these types and must start fast
 
 
 def settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: Any) -> None:
