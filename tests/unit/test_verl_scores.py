@@ -14,7 +14,7 @@ from refusals import refuses
 LONG = "so " * 100
 
 
-@pytest.mark.parametrize("rule, text, truth, score", [
+@pytest.mark.parametrize(("rule", "text", "truth", "score"), [
     ("gsm8k@0.9", "#### 18", "18", 1.0),
     ("gsm8k@0.9", "#### 1,234", "1234", 1.0),
     ("gsm8k@0.9", "####18", "18", 0.0),
@@ -52,7 +52,7 @@ def test_lockstep_s_own_rule_stays_the_default() -> None:
     assert gsm8k_score("####18", "18") == 1.0
 
 
-@pytest.mark.parametrize("name, remedy", [
+@pytest.mark.parametrize(("name", "remedy"), [
     ("verl/gsm8@0.9", "verl/gsm8k@0.9"),
     ("verl/gsm8k", "verl/gsm8k@0.9"),
     ("verl/gsm8k@1.2", "0.3 to 0.9"),

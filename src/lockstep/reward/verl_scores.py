@@ -1,8 +1,8 @@
 r"""The reward rules of verl (`default_compute_score`), for recipes that were converted from verl commands.
 
-A rule is named `verl/NAME@VERSION`, for example `verl/gsm8k@0.9`. Scores are equal to those of that verl version, also
-where a rule of lockstep would judge better: verl gives 0 for `####18` and for `\boxed{3.0}` with the ground truth 3. The
-versions differ in these points:
+A rule is named `verl/NAME@VERSION`, for example `verl/gsm8k@0.9`. Scores equal those of that verl version, also where a
+rule of lockstep judges better: verl gives 0 for `####18` and for `\boxed{3.0}` with the ground truth 3. The versions
+differ in these points:
 
 - gsm8k: from 0.5 on, only the last 300 characters are read.
 - math_dapo: from 0.9.1 on, `\boxed{...}` counts if the response has no line `Answer: ...`.
