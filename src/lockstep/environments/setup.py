@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,32 @@ _REMEDIES = {
 }
 
 
+@dataclass(frozen=True)
+class TrajectoryEngineSetup:
+    """What an engine of environments or agents needs: the engine `inner` for the turns, the recipe keys, the tokenizer
+    and the limits. `output` is the path of the logs of the host processes without its ending."""
+
+    inner: TurnEngine
+    settings: EnvironmentSettings
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    vocabulary: int
+    prompt_limit: int | None = None
+    output: Path | None = None
+
+    @property
+    def chat(self) -> ChatFormat:
+        return ChatFormat(self.tokenizer, self.end_ids, self.settings.history)
+
+
+def named_arguments(settings: EnvironmentSettings) -> dict[str, Any]:
+    """Returns `rollout.environment_args` with the values of the secrets that they name."""
+    return {
+        name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
+        for name, value in settings.environment_args.items()
+    }
+
+
 def host_setup(
     settings: EnvironmentSettings,
     output: Path | None = None,
@@ -60,10 +87,7 @@ def host_setup(
         shown = ", ".join(settings.tools)
         workers = settings.environment_workers
         return HostSetup(TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, workers, threads, output, TOOL_SECONDS)
-    arguments = {
-        name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
-        for name, value in settings.environment_args.items()
-    }
+    arguments = named_arguments(settings)
     path, more = ENVIRONMENTS.get(settings.environment, settings.environment), 0.0
     name, _, inside = settings.environment.partition(":")
     if name in ADAPTERS:
@@ -120,19 +144,11 @@ def _tool(tool: str, limit: float) -> list[str]:
     return [tool, TOOLS[name], argument]
 
 
-def open_environments(
-    inner: TurnEngine,
-    settings: EnvironmentSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: frozenset[int],
-    vocabulary: int,
-    prompt_limit: int | None = None,
-    output: Path | None = None,
-) -> EnvironmentEngine:
+def open_environments(setup: TrajectoryEngineSetup) -> EnvironmentEngine:
     """Starts the host processes and returns the engine. Raises `Refusal` if the environment cannot be loaded."""
-    chat = ChatFormat(tokenizer, end_ids, settings.history)
-    hosts = EnvironmentHosts(host_setup(settings, output, tokenizer, prompt_limit))
-    return EnvironmentEngine(inner, hosts, settings, chat, vocabulary, prompt_limit)
+    chat = setup.chat
+    hosts = EnvironmentHosts(host_setup(setup.settings, setup.output, setup.tokenizer, setup.prompt_limit))
+    return EnvironmentEngine(setup.inner, hosts, setup.settings, chat, setup.vocabulary, setup.prompt_limit)
 
 
 def try_environment(
