@@ -269,7 +269,12 @@ def test_a_request_that_waits_for_tokens_can_be_abandoned(
 ) -> None:
     """All three requests arrive during the first turn. One of the others is cancelled during the second turn."""
     called, seen, handle = list[str](), list[AgentRequest](), AgentBatch.requested
-    monkeypatch.setattr(AgentBatch, "requested", lambda self, request: (seen.append(request), handle(self, request)))
+
+    def requested(self: AgentBatch, request: AgentRequest) -> None:
+        seen.append(request)
+        handle(self, request)
+
+    monkeypatch.setattr(AgentBatch, "requested", requested)
 
     def say(request: Request, turn: int) -> str:
         called.append(repeats(tokenizer)(request, turn))
