@@ -57,6 +57,16 @@ class TrajectoryEngineSetup:
         return ChatFormat(self.tokenizer, self.end_ids, self.settings.history)
 
 
+@dataclass(frozen=True)
+class EnvironmentTrial:
+    """The result of a trial before training."""
+
+    line: str
+    """A summary for the user."""
+    prompt_tokens: int = 0
+    """The number of tokens of the tried prompt, with tools and the environment's messages. 0 if it is unknown."""
+
+
 def named_arguments(settings: EnvironmentSettings) -> dict[str, Any]:
     """Returns `rollout.environment_args` with the values of the secrets that they name."""
     return {
@@ -153,9 +163,9 @@ def open_environments(setup: TrajectoryEngineSetup) -> EnvironmentEngine:
 
 def try_environment(
     settings: EnvironmentSettings, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_limit: int, seed: int
-) -> str:
-    """Loads the environment and starts a trajectory for one row. Returns a summary line. Raises `Refusal` if the
-    environment or its first prompt cannot be used."""
+) -> EnvironmentTrial:
+    """Loads the environment and starts a trajectory for one row. Raises `Refusal` if the environment or its first
+    prompt cannot be used."""
     setup, question = host_setup(settings, None, tokenizer, prompt_limit), prompt.question
     if settings.parser != "auto":
         format_named(settings.parser, "rollout.parser")
@@ -193,7 +203,8 @@ def try_environment(
             )
         count = len(fields.get("tools") or ())
         tools = f", {count} tool{'' if count == 1 else 's'}" if count else ""
-        return f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"
+        line = f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"
+        return EnvironmentTrial(line, length)
     finally:
         hosts.close()
 

@@ -11,7 +11,12 @@ from lockstep.environments.agents.agent_server import AgentServer
 from lockstep.environments.conversation import ChatFormat, probe_template
 from lockstep.environments.host import EnvironmentHosts, HostSetup
 from lockstep.environments.parsers import format_named
-from lockstep.environments.setup import TrajectoryEngineSetup, named_arguments, refuse_no_template
+from lockstep.environments.setup import (
+    EnvironmentTrial,
+    TrajectoryEngineSetup,
+    named_arguments,
+    refuse_no_template,
+)
 from lockstep.errors import with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.types import AGENT, Prompt
@@ -48,8 +53,8 @@ def open_agents(setup: TrajectoryEngineSetup) -> AgentEngine:
 
 def try_agent(
     settings: EnvironmentSettings, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_limit: int, seed: int
-) -> str:
-    """Loads the agent and starts its server. Returns a summary line. Raises `Refusal` if the agent cannot be used."""
+) -> EnvironmentTrial:
+    """Loads the agent and starts its server. Raises `Refusal` if the agent cannot be used."""
     setup = agent_setup(settings)
     if settings.parser != "auto":
         format_named(settings.parser, "rollout.parser")
@@ -60,4 +65,4 @@ def try_agent(
     report = probe_template(chat, prompt.question.template_arguments, tools=False)
     tools = probe_template(chat, prompt.question.template_arguments, tools=True)
     without = "; the chat template has no tools" if tools.refuses else ""
-    return f"{setup.where}: loaded; {report.sentence(settings.history)}{without}"
+    return EnvironmentTrial(f"{setup.where}: loaded; {report.sentence(settings.history)}{without}")
