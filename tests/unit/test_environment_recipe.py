@@ -10,7 +10,9 @@ import pytest
 import environment_classes
 from environment_classes import Echo
 from lockstep.device.cpu import Cpu
+from lockstep.environments.agents.agent_setup import agent_setup
 from lockstep.environments.builtin.calculator import calculator_tool
+from lockstep.environments.setup import host_setup
 from lockstep.environments.tools import FunctionTool
 from lockstep.functions import class_path
 from lockstep.preflight.prepared import PreparedOnline
@@ -68,6 +70,20 @@ def test_limits_within_the_response_length_are_accepted(online_file: Path) -> No
 def test_an_offline_method_has_no_environment(recipe_file: Path, word: str) -> None:
     with refuses(word.partition("=")[0], "unused-key"):
         load_recipe(str(recipe_file), [word])
+
+
+def test_secrets_of_tools_environments_and_agents_are_references(
+    online_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the value")
+    tool = "rollout.tools=['mcp:https://host/mcp \"Authorization: Bearer ${env:THE_KEY}\"']"
+    rollout = load_recipe(str(online_file), [tool]).rollout
+    assert "${env:THE_KEY}" in rollout.tools[0]
+    assert host_setup(rollout).arguments["tools"][0][2] == 'https://host/mcp "Authorization: Bearer the value"'
+    words = ["rollout.environment=guess_number", "rollout.environment_args={token: '${env:THE_KEY}'}"]
+    assert host_setup(load_recipe(str(online_file), words).rollout).arguments == {"token": "the value"}
+    agent = load_recipe(str(online_file), ["rollout.agent='command:true ${env:THE_KEY}'"]).rollout
+    assert agent_setup(agent).environment == "command:true the value"
 
 
 def test_a_class_is_named_by_its_file() -> None:

@@ -151,7 +151,7 @@ def _tool(tool: str, limit: float) -> list[str]:
             f"set rollout.step_timeout above {seconds:g}, or write {name}:seconds=N with a smaller N",
             code="out-of-range",
         )
-    return [tool, TOOLS[name], argument]
+    return [tool, TOOLS[name], with_secrets(argument, where)]
 
 
 def open_environments(setup: TrajectoryEngineSetup) -> EnvironmentEngine:
