@@ -171,11 +171,11 @@ def run_vllm(
     shape: AnyShape, device: Device, work: tuple[int, int, int, int], args: argparse.Namespace
 ) -> dict[str, Any]:
     """The same work by vLLM on weights of its own drawing: the median of warm calls."""
-    from vllm_side import Vllm
+    from vllm_side import Vllm, write_config
 
     prompts, n, prompt, response = work
     with tempfile.TemporaryDirectory() as folder:
-        shape.config().save_pretrained(folder)
+        write_config(shape.config(), folder)
         vllm = Vllm(folder, args.dtype, prompts * n, prompt + response + 8, share=0.85, dummy=True)
     seconds = []
     for turn in range(args.repeats + 1):

@@ -30,6 +30,15 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def write_config(config: Any, folder: str) -> None:
+    """Writes what vLLM needs of a model with random weights. Without the name of a class, it would take `gemma3_text`
+    for a model that embeds."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+
+
 class Vllm:
     """Log-probabilities of the sampled tokens on, detokenising off, as our engine has them.
 
@@ -55,6 +64,7 @@ class Vllm:
         self.llm = vllm.LLM(
             model=folder,
             dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype],
+            runner="generate",
             skip_tokenizer_init=True,
             load_format="dummy" if dummy else "auto",
             gpu_memory_utilization=share,
