@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 from lockstep.optimizers.adamw8bit import BLOCK, dequantize_blocks, dynamic_map, quantize_blocks
 from lockstep.optimizers.muon import orthogonalised
 from lockstep.optimizers.roles import roles_of
-from lockstep.optimizers.rules import RULES, state_bytes_of
+from lockstep.optimizers.rule_table import RULES, state_bytes_of
 from lockstep.optimizers.stochastic_rounding import element_index, round_to_bf16, rounding_key
 from lockstep.optimizers.update_rule import Roles, ShardLayout
 from lockstep.recipe.keys_optim import Optim

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.optimizers.roles import Roles
-from lockstep.optimizers.rules import rule_of
+from lockstep.optimizers.rule_table import rule_of
 from lockstep.optimizers.stochastic_rounding import element_index, round_to_bf16, rounding_key
 from lockstep.optimizers.update_rule import ParameterStep, ShardLayout
 from lockstep.parallel.sharded_files import fill_all
