@@ -123,7 +123,7 @@ def check_division(ranks: int, name: str) -> None:
 
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(f"tensor-{name}",))
     for dimension in (0, 1):
-        full = torch.randn(16, 512, generator=torch.Generator().manual_seed(3))
+        full = torch.randn(16, 256 * ranks, generator=torch.Generator().manual_seed(3))
         results = []
         for divided in (False, True):
             value = distribute_tensor(full.clone(), mesh, [Shard(dimension)]) if divided else full.clone()
@@ -132,7 +132,7 @@ def check_division(ranks: int, name: str) -> None:
             roles = Roles(matrices=frozenset({"weight"}))
             optimizer = RuleOptimizer([("weight", parameter)], settings, masters=False, device=CPU, roles=roles)
             for step in range(3):
-                gradient = torch.randn(16, 512, generator=torch.Generator().manual_seed(step))
+                gradient = torch.randn(full.shape, generator=torch.Generator().manual_seed(step))
                 layout = optimizer.layouts["weight"]
                 parameter.grad = layout.sharded(layout.own_part(gradient).contiguous(), layout.shape)
                 optimizer.step(0.01, optimizer.gradient_norm())
