@@ -258,6 +258,12 @@ class Streamed:
             if before in self.places:
                 self.places[now] = self.places.pop(before)
 
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Returns the full values of a parameter on the host, in the dtype of the model."""
+        target = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        fill_from(self.stored, [(self.places[parameter], target)])
+        return target
+
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their
         values."""

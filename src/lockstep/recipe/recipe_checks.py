@@ -9,6 +9,7 @@ from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.recipe.algorithm_checks import algorithm_problems
 from lockstep.recipe.data_checks import data_problems
 from lockstep.recipe.keys_data import Data
+from lockstep.recipe.lora_checks import lora_problems
 from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
@@ -89,7 +90,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _optim_problems(recipe)
     yield from _validation_problems(recipe)
     yield from measure_problems(recipe)
-    yield from _adapter_problems(recipe)
+    yield from lora_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
     yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
@@ -188,27 +189,6 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
         yield needs("val.question_rows", "val.questions is not set", "set val.questions, or remove this key")
     if val.rules and not val.questions:
         yield needs("val.rules", "val.questions is not set", "set val.questions, or remove this key")
-
-
-def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
-    lora = recipe.model.lora
-    if lora and lora.adapter is None and lora.rank is None:
-        yield Problem(
-            "model.lora.rank",
-            "must be set",
-            "set a rank, for example 8, or set model.lora.adapter to start from an adapter",
-            code="not-set",
-        )
-    if lora and lora.adapter is not None:
-        for key in ("dropout", "targets", "exclude"):
-            if getattr(lora, key) != type(lora).model_fields[key].default:
-                yield unused(f"model.lora.{key}", "model.lora.adapter sets it", "remove it")
-        if recipe.method == "rm":
-            yield unused("model.lora.adapter", "a reward model trains a new adapter", "remove it")
-    if lora and lora.targets == []:
-        yield Problem(
-            "model.lora.targets", "must not be empty: nothing would be trained", "use all-linear", code="empty-value"
-        )
 
 
 # fmt: off
