@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,45 @@ def test_a_copy_of_a_tied_embedding_is_refused() -> None:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"tie_word_embeddings": True}))
     with refuses("model.lora.modules_to_save", "unfit-adapter", "lm_head.weight"):
         with_lora(model, Lora(rank=2, alpha=4, modules_to_save=["embed_tokens"]), 0)
+
+
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@torch.no_grad()
+@pytest.mark.daily("targets1-1")
+@pytest.mark.parametrize(
+    ("targets", "layers"), [(["w1", "w2", "w3", "q_proj"], None), ([*STACKS, "q_proj"], "1"), (STACKS, None)]
+)
+def test_experts_are_adapted_exported_and_continued(
+    tmp_path: Path, tiny_folder: Path, targets: list[str], layers: str | None
+) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=4)
+    folder = write_model(tmp_path / "moe", config, tiny_folder)
+    settings = settings_of(folder, targets=targets, layers=layers)
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    moved(policy)
+    names = {name for name, _ in policy.trainable() if "experts" in name}
+    assert {re.search(r"layers\.(\d)", name)[1] for name in names} == ({"1"} if layers else {"0", "1"})  # type: ignore[index]
+    probe, weights = probe_of(policy, CPU), trained_weights(policy.stored)
+    how: dict[str, Any] = {"where": "test", "folders": folders_of(settings), "probe": probe}
+    for out, adapter in ((tmp_path / "adapter", True), (tmp_path / "merged", False)):
+        assert export_model(settings, weights, out, adapter=adapter, **how).done
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    torch.testing.assert_close(theirs(input_ids=IDS).logits, outputs(policy), rtol=1e-4, atol=1e-5)
+    lora = Lora(adapter=str(tmp_path / "adapter"), reference="start")
+    again = load_policy(Model(path=str(folder), lora=lora), CPU, "sdpa", 0)
+    torch.testing.assert_close(outputs(again), outputs(policy), rtol=1e-5, atol=1e-6)
+    moved(again)
+    with again.as_reference():
+        torch.testing.assert_close(outputs(again), outputs(policy), rtol=1e-5, atol=1e-6)
+
+
+def test_single_experts_of_some_layers_are_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4))
+    with refuses("model.lora.layers", "unfit-adapter", "layers.0", remedy="experts.gate_up_proj"):
+        with_lora(model, Lora(rank=2, alpha=4, targets=["w1", "w2", "w3"], layers="1"), 0)
 
 
 def test_experts_get_neither_dora_nor_pissa() -> None:

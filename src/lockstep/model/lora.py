@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, shortened
-from lockstep.model.adapters.active import TRAINED, add_start, saved_copies
+from lockstep.model.adapters.active import TRAINED, add_start, lora_layers, saved_copies
 from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, start_from_weights
 from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
@@ -70,8 +70,13 @@ def lora_config(settings: Lora, task: str | None, stored: str | None, model: nn.
         "use_dora": settings.dora,
         "init_lora_weights": _INIT.get(settings.init, True),
     }
+    if model is not None and (experts := _expert_targets(settings, model)):
+        keys["target_modules"] = [entry for entry in settings.targets if entry not in experts]
+        keys["target_parameters"] = _of_layers(settings, model, experts)
     if settings.layers is not None and model is not None:
         keys |= {"layers_to_transform": layers_of(settings, model), "layers_pattern": [_layer_list(model)]}
+        if settings.targets == "all-linear":  # PEFT takes layer indices only with a list of names
+            keys["target_modules"] = _linear_names(model)
     if settings.modules_to_save and model is not None:
         keys["modules_to_save"] = matched_modules(settings, model)
     return LoraConfig(**keys, bias="none", task_type=task)
@@ -120,6 +125,7 @@ def put_adapter(model: Any, settings: Lora, new: NewAdapter, task: str | None, s
         # this parameter instead, so the target matches no module.
         replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
         refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
+        refuse_all(list(_experts_elsewhere(model, settings))[:1])
         init = _init_of(settings, stored)
         if init == "loftq":
             why = "loftq starts from the errors of quantised weights, and the weights are not quantised"
@@ -169,10 +175,57 @@ def layers_of(settings: Lora, model: Any) -> list[int]:
     return indices
 
 
+def _expert_targets(settings: Lora, model: nn.Module) -> list[str]:
+    """Returns the entries of `model.lora.targets` that name the stacked weights of experts, such as
+    `experts.gate_up_proj`. These weights are parameters of three dimensions, and no modules."""
+    modules = [name for name, _ in model.named_modules() if name]
+    entries = settings.targets if isinstance(settings.targets, list) else []
+    names = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    return [
+        entry
+        for entry in entries
+        if not any(_ends(name, entry) for name in modules) and any(_ends(name, entry) for name in names)
+    ]
+
+
+def _of_layers(settings: Lora, model: nn.Module, entries: Sequence[str]) -> list[str]:
+    """Returns the targeted parameters: the entries, or with `model.lora.layers` the full names in these layers."""
+    if settings.layers is None:
+        return list(entries)
+    layers = [decoder_layers(model)[index] for index in layers_of(settings, model)]  # type: ignore[arg-type]
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    named = model.named_parameters()
+    return [name for name, p in named if p in inside and any(_ends(name, entry) for entry in entries)]
+
+
+def _experts_elsewhere(model: Any, settings: Lora) -> Iterator[Problem]:
+    """Yields a problem for an adapter of experts outside of `model.lora.layers`. PEFT converts the names of single
+    experts to the stacked weights of all layers."""
+    if settings.layers is None:
+        return
+    layers = decoder_layers(model)
+    chosen = {part for index in layers_of(settings, model) for part in layers[index].modules()}
+    for name, layer in lora_layers(model):
+        if hasattr(layer, "parameter_name") and layer not in chosen:
+            why = f"{name} has an adapter, because names of single experts stand for the experts of all layers"
+            remedy = (
+                "name the stacked weights in model.lora.targets, such as experts.gate_up_proj and experts.down_proj"
+            )
+            yield Problem("model.lora.layers", why, remedy, code="unfit-adapter")
+
+
 def _layer_list(model: Any) -> str:
     """Returns the name of the list of decoder layers, such as `layers` or `h`."""
     first = decoder_layers(model)[0]
     return next(name.split(".")[-2] for name, module in model.named_modules() if module is first)
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Returns the last names of the linear layers inside the decoder layers."""
+    from transformers.pytorch_utils import Conv1D
+
+    parts = [part for layer in decoder_layers(model) for part in layer.named_modules()]
+    return sorted({name.rpartition(".")[2] for name, module in parts if isinstance(module, nn.Linear | Conv1D)})
 
 
 def matched_modules(settings: Lora, model: nn.Module) -> list[str]:

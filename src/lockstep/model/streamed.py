@@ -120,7 +120,11 @@ InFiles = str | Made
 def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
     """Reads the target tensors, sharded or not, from the files. Converted tensors are read one after the other, to save
     memory."""
-    stored.fill({place: target for place, target in targets if isinstance(place, str)})
+    named = [(place, target) for place, target in targets if isinstance(place, str)]
+    stored.fill(dict(named))
+    # A trained copy of a module (`modules_to_save`) has the same place in the files as the module.
+    last = dict(named)
+    stored.fill({place: target for place, target in named if target is not last[place]})
     with torch.no_grad():
         for place, target in targets:
             if isinstance(place, Made):

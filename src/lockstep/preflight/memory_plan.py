@@ -28,6 +28,7 @@ from lockstep.preflight.model_sizes import (
 )
 from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_lora import Lora
 from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
@@ -205,6 +206,7 @@ def plan_memory(
     tokens = _micro_batch_tokens(recipe, config, rows, longest)
     kernels = kernels_of(recipe, counted, device, devices)
     activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
+    activations = activations.with_dora(recipe, config, counted, tokens)
     gathered_bytes = loaded_beside(counted, config, grid) * size if devices > 1 else 0
     phases = (
         Phase("load", model.weights + gathered_bytes),
@@ -270,9 +272,22 @@ class _Activations:
         layers += selection_bytes(config, tokens, longest, size, masks)
         last = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
         each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
-        head = head_bytes(config, tokens, recipe.model.lora is None)
+        head = head_bytes(config, tokens, _trains_head(recipe.model.lora))
         on_host = waiting_activations(text_sizes(config).layers, each)
         return cls(layers, last, head, on_host, layers // text_sizes(config).layers + head)
+
+    def with_dora(self, recipe: Recipe, config: Any, counted: Counted, tokens: int) -> _Activations:
+        """Adds what DoRA needs: two outputs of each adapted layer are kept for the backward pass, and the norms need
+        three copies of one weight at a time."""
+        size, layers = DTYPES[recipe.model.dtype].itemsize, text_sizes(config).layers
+        each = 2 * tokens * size * counted.dora_outputs // layers
+        once = 3 * size * counted.dora_weight
+        kept = self.layers + each * (1 if recipe.model.gradient_checkpointing else layers) + once
+        return replace(self, layers=kept, last=self.last + each + once, validation=self.validation + once)
+
+
+def _trains_head(lora: Lora | None) -> bool:
+    return lora is None or any(name.split(".")[-1] == "lm_head" for name in lora.modules_to_save)
 
 
 def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:

@@ -12,6 +12,7 @@ import torch
 from lockstep.device.base import Device
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
+from lockstep.model.adapters.active import lora_layers
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
@@ -78,6 +79,10 @@ class Counted:
     frozen: dict[str, int]
     reward: int = 0
     """Bytes of the reward models, which keep their stored precision and are not sharded."""
+    dora_outputs: int = 0
+    """The number of outputs of all layers with DoRA adapters."""
+    dora_weight: int = 0
+    """The number of parameters of the largest weight with a DoRA adapter, whose norms each forward pass computes."""
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -97,7 +102,10 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
     sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe))
+    dora = [layer for _, layer in lora_layers(model) if len(layer.lora_magnitude_vector)]
+    weights = [layer.out_features * layer.in_features for layer in dora]
+    outputs, weight = sum(layer.out_features for layer in dora), max(weights, default=0)
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), outputs, weight)
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:

@@ -75,8 +75,9 @@ class Lora(Section):
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
         description="Linear layers that get an adapter, as `all-linear` (all except the output head) or as a list of "
-        "name suffixes, each of which must match at least one layer. Layers that share their weight with another "
-        "layer (a tied embedding) cannot have an adapter.",
+        "name suffixes, each of which must match at least one layer. The experts of a layer are adapted by the name "
+        "of their stacked weights, such as `experts.gate_up_proj`, or by the names of single experts (`w1`, `w2`, "
+        "`w3`). Layers that share their weight with another layer (a tied embedding) cannot have an adapter.",
     )
     exclude: str | list[str] | None = Field(
         None,
