@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from small_models import SIZES, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
@@ -23,7 +24,12 @@ from lockstep.model.load import load_policy, with_lora
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.recipe import load_recipe
+from lockstep.recipe.keys_lora import layer_indices
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.lora_checks import with_lora_rate
 from lockstep.recipe.schema import Lora, Model
+from lockstep.train.optim import Optimizer
 from refusals import refuses
 
 CPU = torch.device("cpu")
@@ -295,3 +301,74 @@ def test_experts_get_neither_dora_nor_pissa() -> None:
             model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4))
         with refuses(where, "unfit-adapter", "xperts"):
             with_lora(model, Lora(rank=2, alpha=4, targets=["w1", "w2", "w3"], **keys), 0)
+
+
+def test_lora_plus_updates_as_peft(folder: Path) -> None:
+    """Three updates of AdamW, with the learning rates of PEFT's own optimizer."""
+    policy, peft = policy_of(folder), of_peft(folder)
+    ours = values(policy.model)
+    with torch.no_grad():
+        for name, weight in values(peft).items():
+            weight.copy_(ours[name])
+    settings = with_lora_rate(Optim(lr=1e-2, weight_decay=0.0, clip=None), Lora(rank=4, lr_ratio=16.0))
+    optimizer = Optimizer(policy.trainable(), settings, masters=False, fused=False)
+    theirs = create_loraplus_optimizer(
+        peft, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16.0, betas=(0.9, 0.95), eps=1e-8
+    )
+    torch.manual_seed(3)
+    for _ in range(3):
+        for name, weight in values(peft).items():
+            weight.grad = torch.randn_like(weight)
+            ours[name].grad = weight.grad.clone()
+        optimizer.step(1e-2, optimizer.gradient_norm())
+        theirs.step()
+    for name, weight in values(peft).items():
+        torch.testing.assert_close(ours[name], weight, msg=name)
+
+
+def test_lora_plus_is_a_group_of_the_stored_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {path: m, lora: {rank: 2, lr_ratio: 4}}\ndata: {train: rows.jsonl}\n")
+    recipe = load_recipe(str(file))
+    assert [(group.name, group.lr_ratio) for group in recipe.optim.groups] == [("lora_B", 4.0)]
+    assert with_lora_rate(recipe.optim, recipe.model.lora) == recipe.optim  # once, also when the run resumes
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "code"),
+    [
+        (["model.lora={rank: 2, init: loftq}"], "model.lora.init", "needs-key"),
+        (["model.lora={rank: 2, init: pissa, dora: true}"], "model.lora.init", "unsupported-combination"),
+        (["model.lora={rank: 2, layers: []}"], "model.lora.layers", "empty-value"),
+        (["model.lora={adapter: a, dora: true}"], "model.lora.dora", "unused-key"),
+        (["model.lora={rank: 2, reference: start}"], "model.lora.reference", "needs-key"),
+        (["model.lora={adapter: a, reference: start}"], "model.lora.reference", "unused-key"),
+        (
+            ["model.lora={adapter: a, reference: start}", "method=dpo", "preference.precompute=true"],
+            "model.lora.reference",
+            "unsupported-combination",
+        ),
+        (
+            ["model.lora={adapter: a, reference: start}", "method=dpo", "preference.reference=r"],
+            "model.lora.reference",
+            "unused-key",
+        ),
+        (
+            ["model.lora={rank: 2, dora: true}", "method=grpo", "reward.function=a.py:b", "rollout.engine=vllm"],
+            "model.lora.dora",
+            "unsupported-combination",
+        ),
+        (["model.lora={rank: 2, init: other}"], "model.lora.init", ""),
+        (["model.lora={rank: 2, layers: 3-1}"], "model.lora.layers", ""),
+    ],
+)
+def test_keys_that_do_not_fit_together(tmp_path: Path, words: list[str], where: str, code: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {path: m}\ndata: {train: rows.jsonl}\n")
+    with refuses(where, code):
+        load_recipe(str(file), words)
+
+
+def test_layer_ranges_include_both_ends() -> None:
+    assert layer_indices("0-2, 5,7-8") == [0, 1, 2, 5, 7, 8]
+    assert layer_indices([3, 1, 3]) == [1, 3]

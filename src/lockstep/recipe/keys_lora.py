@@ -99,7 +99,8 @@ class Lora(Section):
         1.0,
         gt=0,
         description="LoRA+: the learning rate of the matrices B is `optim.lr` x `model.lora.lr_ratio`. The authors "
-        "recommend 16 with a lower `optim.lr`.",
+        "recommend 16 with a lower `optim.lr`. This key adds the group `lora_B` to `optim.groups`; a critic has no "
+        "groups.",
         effect=RATE,
     )
     adapter: str | None = Field(

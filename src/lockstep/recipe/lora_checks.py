@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem, needs, unfit, unused
 from lockstep.recipe.keys_lora import Lora
+from lockstep.recipe.keys_optim import Optim, ParameterGroup
 from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
@@ -13,6 +14,19 @@ from lockstep.recipe.schema import Recipe
 
 # Keys that a stored adapter determines.
 STORED = ("dropout", "targets", "exclude", "rslora", "dora", "init", "layers", "modules_to_save")
+
+
+# The parameter group of LoRA+: the matrices B, also those of embeddings.
+_RAISED = {"match": r"\.lora_(embedding_)?B\.", "name": "lora_B"}
+
+
+def with_lora_rate(optim: Optim, lora: Lora | None) -> Optim:
+    """Returns the optimizer settings with a parameter group for the matrices B, if `model.lora.lr_ratio` is set. Groups
+    of the recipe come first. A stored recipe has the group already."""
+    if lora is None or lora.lr_ratio == 1 or any(group.name == _RAISED["name"] for group in optim.groups):
+        return optim
+    raised = ParameterGroup(**_RAISED, lr_ratio=lora.lr_ratio)
+    return optim.model_copy(update={"groups": [*optim.groups, raised]})
 
 
 def lora_problems(recipe: Recipe) -> Iterator[Problem]:
