@@ -192,7 +192,7 @@ def _of_layers(settings: Lora, model: nn.Module, entries: Sequence[str]) -> list
     """Returns the targeted parameters: the entries, or with `model.lora.layers` the full names in these layers."""
     if settings.layers is None:
         return list(entries)
-    layers = [decoder_layers(model)[index] for index in layers_of(settings, model)]  # type: ignore[arg-type]
+    layers = [decoder_layers(model)[index] for index in layers_of(settings, model)]
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = model.named_parameters()
     return [name for name, p in named if p in inside and any(_ends(name, entry) for entry in entries)]

@@ -17,15 +17,16 @@ STORED = ("dropout", "targets", "exclude", "rslora", "dora", "init", "layers", "
 
 
 # The parameter group of LoRA+: the matrices B, also those of embeddings.
-_RAISED = {"match": r"\.lora_(embedding_)?B\.", "name": "lora_B"}
+_RAISED = r"\.lora_(embedding_)?B\."
+_RAISED_NAME = "lora_B"
 
 
 def with_lora_rate(optim: Optim, lora: Lora | None) -> Optim:
     """Returns the optimizer settings with a parameter group for the matrices B, if `model.lora.lr_ratio` is set. Groups
     of the recipe come first. A stored recipe has the group already."""
-    if lora is None or lora.lr_ratio == 1 or any(group.name == _RAISED["name"] for group in optim.groups):
+    if lora is None or lora.lr_ratio == 1 or any(group.name == _RAISED_NAME for group in optim.groups):
         return optim
-    raised = ParameterGroup(**_RAISED, lr_ratio=lora.lr_ratio)
+    raised = ParameterGroup(match=_RAISED, name=_RAISED_NAME, lr_ratio=lora.lr_ratio)
     return optim.model_copy(update={"groups": [*optim.groups, raised]})
 
 
