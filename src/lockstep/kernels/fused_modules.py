@@ -441,7 +441,7 @@ def _computed_like(module: nn.Module) -> torch.Tensor:
     quantized = next((part for part in module.modules() if isinstance(part, QuantizedLinear)), None)
     if quantized is None:
         return next(module.parameters())
-    return torch.empty(0, dtype=quantized.dtype, device=quantized.codes.device)
+    return torch.empty(0, dtype=quantized.dtype, device=quantized.get_parameter("codes").device)
 
 
 def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:

@@ -94,11 +94,9 @@ def load_base(
     # The codes are computed from the values in the files, which fp32 represents exactly.
     model, info = load_transformers(kind, folder, "fp32", name)
     prepare_products(DTYPES[dtype])
-    warnings.warn(
-        f"model.quantize: the tensors of {name or folder} cannot be read one by one, so the whole model is in host memory "
-        f"in fp32 ({sum(p.numel() for p in model.parameters()) * 4 / 2**30:.1f} GiB) before it is quantised",
-        stacklevel=2,
-    )
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**30
+    why = f"the tensors of {name or folder} cannot be read one by one"
+    warnings.warn(f"model.quantize: {why}: all of it is in host memory first ({size:.1f} GiB, fp32)", stacklevel=2)
     quantize_loaded(model, settings, DTYPES[dtype], f"model.path {name or folder}")
     return None, model, info
 

@@ -1,8 +1,8 @@
 """Stores the frozen linear layers of a model as codes (`model.quantize`), one tensor at a time.
 
-A streamed model gets its codes while its weights are read from the files: a tensor of the files is copied to the device,
-quantised there and freed. So neither the host nor the device ever has the whole model in its original precision. Weights
-are quantised from the values of the files, so the codes do not depend on `model.dtype`.
+A streamed model gets its codes while its weights are read from the files: a tensor of the files is copied to the
+device, quantised there and freed. So neither the host nor the device ever has the whole model in its original
+precision. Weights are quantised from the values of the files, so the codes do not depend on `model.dtype`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def quantize_layers(model: Any, settings: Model, dtype: torch.dtype, where: str)
     found: list[CodedWeight] = []
     for name, module in list(quantizable(model, settings.quantize_exclude, where)):
         if isinstance(module, nn.Linear):
-            weight = module.weight
+            weight = module.get_parameter("weight")
             coded = QuantizedLinear(coding(tuple(weight.shape)), dtype, weight.device, module.bias)
             coded.train(module.training)
             model.set_submodule(name, coded)

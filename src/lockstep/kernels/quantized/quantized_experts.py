@@ -1,14 +1,14 @@
 """Quantised experts: the stacked weights [experts, rows, columns] of a transformers module, stored as codes.
 
-The module reads a stack under its usual name and gets a `Stack`, which stands in for the tensor. A matmul with a stack or
-with one expert of it dequantises the weights, and the backward pass dequantises them again. Every other operation on a
-`Stack` gets the dequantised values.
+The module reads a stack under its usual name and gets a `Stack`, which stands in for the tensor. A matmul with a stack
+or with one expert of it dequantises the weights, and the backward pass dequantises them again. Every other operation on
+a `Stack` gets the dequantised values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Stack:
         return self.dequantized().transpose(one, other)
 
     @property
-    def mT(self) -> Any:  # noqa: N802 - the name of torch
+    def mT(self) -> Any:
         return self.transpose(-2, -1)
 
     def __getitem__(self, index: Any) -> Any:
@@ -94,10 +94,11 @@ class Stack:
                 return product if bias is None else product + bias
             if func in PRODUCTS and len(args) == 2 and more.get("bias") is None:
                 return _StackProduct.apply(args[0], func, more, args[1], *args[1].parts)
-        plain = [one.dequantized() if isinstance(one, Stack) else one for one in args]
-        return func(
-            *plain, **{name: one.dequantized() if isinstance(one, Stack) else one for name, one in more.items()}
-        )
+        return func(*map(_plain, args), **{name: _plain(one) for name, one in more.items()})
+
+
+def _plain(argument: Any) -> Any:
+    return argument.dequantized() if isinstance(argument, Stack) else argument
 
 
 class _StackProduct(torch.autograd.Function):
@@ -173,9 +174,13 @@ def dequantize_stacks(module: QuantizedExperts, dtype: torch.dtype) -> None:
 
 
 @cache
-def _with_stacks(kind: type, names: tuple[str, ...]) -> type:
-    properties = {name: property(lambda self, name=name: self.stack(name)) for name in names}
+def _with_stacks(kind: Any, names: tuple[str, ...]) -> Any:
+    properties = {name: property(partial(_read_stack, name=name)) for name in names}
     return type(kind.__name__, (QuantizedExperts, kind), {**properties, "__module__": kind.__module__})
+
+
+def _read_stack(module: QuantizedExperts, name: str) -> Stack:
+    return module.stack(name)
 
 
 def quantized_experts(model: nn.Module) -> Iterator[tuple[str, QuantizedExperts]]:
