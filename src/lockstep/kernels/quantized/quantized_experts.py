@@ -138,7 +138,7 @@ class QuantizedExperts(nn.Module):
         coding = self.stacks[name]
         return Stack(coding, self.dtype, coding.stored(self))
 
-    def divided(self, style: str) -> dict[str, int]:
+    def divided_parts(self, style: str) -> dict[str, int]:
         """Returns the dimension by which tensor parallelism splits each parameter: complete experts per rank."""
         return {name: 0 for name, parameter in self._parameters.items() if parameter is not None}
 

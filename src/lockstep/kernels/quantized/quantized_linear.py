@@ -28,6 +28,13 @@ class Coding:
         self.origin, self.row_blocks = (0, 0), 0
         """Where the weight begins in the weight of all tensor-parallel ranks, as in `Quantized`."""
 
+    def slice_of(self, style: str, rank: int, ranks: int) -> None:
+        """Notes that the parts of the weight are those of one tensor-parallel rank. All ranks have the scales of double
+        quantisation, which count the blocks of the full weight."""
+        rows, columns = self.shape[-2:]
+        self.row_blocks = -(-columns // NF4_BLOCK)
+        self.origin = (rank * rows // ranks, 0) if style == "columns" else (0, rank * self.row_blocks // ranks)
+
     def name(self, part: str) -> str:
         """Returns the name of the parameter that stores a part of the weight."""
         return f"{self.prefix}{part}"
@@ -121,7 +128,7 @@ class QuantizedLinear(nn.Linear):
         found: torch.Tensor = _Product.apply(input, self.bias, self.coding, self.dtype, *self.coding.stored(self))
         return found
 
-    def divided(self, style: str) -> dict[str, int]:
+    def divided_parts(self, style: str) -> dict[str, int]:
         """Returns the dimension by which tensor parallelism splits each parameter of this layer."""
         coded = {part: 0 for part in ("codes", "scales", "scale_codes") if part in self._parameters}
         if style == "columns":
