@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import quantized_reference
 from draws import draws
-from lockstep.kernels.quantized import formats
+from interpreter import interpreted, needs_interpreter
+from lockstep.kernels.quantized import formats, product
 from lockstep.kernels.quantized.formats import Quantized, dequantize, narrow, quantize, quantized_bytes
 
 CASES = ("random_bf16", "random_fp16", "random_fp32", "extreme")
@@ -302,3 +303,44 @@ def test_a_device_computes_the_same_bits(format: str) -> None:
         for name, tensor in here.tensors().items():
             assert same(there.tensors()[name].cpu(), tensor), name
         assert same(dequantize(there, torch.bfloat16).cpu(), dequantize(here, torch.bfloat16))
+
+
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_products_without_a_kernel(format: str) -> None:
+    torch.manual_seed(8)
+    q = quantize(torch.randn(40, 128), format)
+    x = torch.randn(2, 3, 128, requires_grad=True)
+    y = product.matmul(x, q, torch.float32)
+    assert torch.equal(y, x @ dequantize(q, torch.float32).T)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0], dequantize(q, torch.float32).sum(0))
+    assert product.matmul(x.detach(), q, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(product.dequantize(q, torch.bfloat16), dequantize(q, torch.bfloat16))
+
+
+TRIED = """
+import warnings
+import torch
+from lockstep.kernels.quantized import product, product_triton
+from lockstep.kernels.quantized.formats import quantize, dequantize
+
+x, right, calls = torch.ones(2, 64), product_triton.product, []
+for format, factor in (("int8", 1.0), ("fp8", 1.001)):
+    q = quantize(torch.ones(8, 64), format)
+    product_triton.product = lambda x, q: calls.append(q.format) or right(x, q) * factor
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert torch.equal(product.matmul(x, q, torch.float32), x @ dequantize(q, torch.float32).T)
+    print(len(told), *(str(one.message) for one in told))
+print(calls)
+"""
+
+
+@needs_interpreter
+def test_a_kernel_with_other_results_is_not_used() -> None:
+    right, wrong, calls = interpreted(TRIED).splitlines()
+    assert right == "0"
+    assert wrong.startswith("1 the product with fp8 weights stays plain torch")
+    assert calls == "['int8', 'int8', 'int8', 'fp8']"  # a trial and two products, and a trial

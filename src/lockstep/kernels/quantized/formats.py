@@ -152,7 +152,7 @@ def double_quantized(q: Quantized, offset: Tensor | None = None) -> Quantized:
     groups = centred.unflatten(-1, (-1, SCALE_GROUP))
     largest = groups.abs().amax(-1)
     codes = torch.bucketize(_normalized(groups, largest), _bounds(dynamic_table(flat.device))).to(torch.uint8)
-    codes = codes.flatten(-2)[..., : flat.shape[-1]].reshape(q.scales.shape)
+    codes = codes.flatten(-2)[..., : flat.shape[-1]].reshape(q.scales.shape).contiguous()
     return replace(q, scales=None, scale_codes=codes, scale_scales=largest, scale_offset=offset)
 
 
