@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.device.base import Device
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
-from lockstep.kernels.quantized.formats import PIECE, quantized_bytes
+from lockstep.kernels.quantized.formats import quantized_bytes
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
@@ -59,6 +59,10 @@ def _weights(kind: Any, config: Any) -> int:
 
 
 # Parameter counts from shapes.
+
+
+# How many values are dequantised at once, which limits the fp32 copies.
+PIECE = 2**24
 
 
 class Coded(NamedTuple):
