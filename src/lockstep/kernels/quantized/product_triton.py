@@ -30,8 +30,8 @@ BLOCK_BYTES = 1024
 
 @triton.jit
 def _fp8_values(codes):  # type: ignore[no-untyped-def]
-    """The values of float8_e4m3fn bytes. Exponent and mantissa move to their places in fp32, and the product adds 120 to
-    the exponent. This needs no fp8 instructions, and is exact for subnormal values too."""
+    """The values of float8_e4m3fn bytes. Exponent and mantissa move to their places in fp32; a factor of 2^120 gives
+    the exponent of fp32. This needs no fp8 instructions, and is exact for subnormal values too."""
     bits = codes.to(tl.uint32)
     magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where(bits >= 128, -magnitude, magnitude)
