@@ -35,8 +35,8 @@ def dequantize(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def matmul(x: torch.Tensor, q: Quantized, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in] times the transposed weight, plus `bias`, computed in `dtype`. The kernel for few rows has no gradient;
-    with a gradient, and with batch-invariant products, the weight is dequantised and multiplied by torch."""
+    """x [..., in] times the transposed weight, plus `bias`, in `dtype`. The kernel for few rows has no gradient; with a
+    gradient, and with batch-invariant products, the weight is dequantised and multiplied by torch."""
     x = x.to(dtype)
     if _has_triton() and dtype in SUMMED and not (torch.is_grad_enabled() and x.requires_grad):
         from lockstep.kernels.quantized import product_triton
