@@ -18,10 +18,9 @@ from lockstep.model.load_folder import (
     division_of,
     follow_copies,
     kernel_of,
-    load_transformers,
+    load_base,
     new_adapter,
     spread,
-    stream_transformers,
 )
 from lockstep.model.lora import with_adapter
 from lockstep.model.policy import Policy, Scoring
@@ -62,14 +61,8 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
-    what = LanguageModel, folders.model, settings.dtype, settings.path
-    source = stream_transformers(*what) if sharding is not None else None
-    if source is None:
-        model, info = load_transformers(*what)
-        refuse_partial(info, f"model.path {settings.path}")
-        unused = tuple(info["unused"])
-    else:
-        model, unused = source.model, source.unused
+    source, model, info = load_base(LanguageModel, folders.model, settings, settings.path, device, sharding)
+    refuse_partial(info, f"model.path {settings.path}")
     try:
         if sharding is None:
             model.to(device)
@@ -81,7 +74,7 @@ def load_policy(
         follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)
-        policy.unused = unused
+        policy.unused = tuple(info["unused"])
         if frozen:
             policy.requires_grad_(False)
         elif settings.lora is None or copied:

@@ -19,6 +19,7 @@ from lockstep.model.adapters.active import TRAINED, add_start, lora_layers, save
 from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, start_from_weights
 from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
+from lockstep.model.quantize import adapted_stacks
 from lockstep.model.streamed import META, adapters_on_host
 from lockstep.recipe.keys_lora import Lora, layer_indices
 
@@ -123,6 +124,7 @@ def put_adapter(model: Any, settings: Lora, new: NewAdapter, task: str | None, s
             raise Refusal(_refused(str(error), settings, modules)) from error
         # transformers stores all experts of a layer in one parameter. If a target names single experts, PEFT adapts
         # this parameter instead, so the target matches no module.
+        refuse_all(list(adapted_stacks(model, config.target_parameters or ())))
         replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
         refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
         refuse_all(list(_experts_elsewhere(model, settings))[:1])

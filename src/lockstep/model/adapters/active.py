@@ -51,6 +51,16 @@ def is_kept(name: str, parameter: torch.Tensor) -> bool:
     return parameter.requires_grad or f".{INITIAL}." in name
 
 
+def give_storage(model: nn.Module) -> None:
+    """Allocates host memory for the parameters of an adapter that are on the meta device, so that the weights of a
+    checkpoint can be copied into them."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and is_kept(f"{prefix}.{name}", parameter):
+                empty = torch.empty_like(parameter, device="cpu")
+                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disables all adapters inside the `with` block, so that the model is the base model."""
