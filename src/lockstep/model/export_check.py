@@ -119,7 +119,8 @@ def verify_export(
         exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
         return _unverified(f"transformers cannot run it on this host: {first_line(error)}")
-    loaded = "on the quantised weights of its base" if quantized else "loaded by plain transformers"
+    method = "quantised" if base is None else base.settings.quantize or "quantised"
+    loaded = f"on the {method} weights of its base" if quantized else "loaded by plain transformers"
     return _verdict(found, exact, wanted, kind, dtype, where, f"{loaded} %s gives", len(probe["rows"]))
 
 

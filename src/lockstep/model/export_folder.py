@@ -20,7 +20,6 @@ from lockstep.model.export_check import AdapterBase, Verification, probe_of_tran
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, has_codes, stream_transformers
 from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
-from lockstep.model.merged_weights import dequantized_base, merged_weights
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -30,7 +29,8 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
-from lockstep.model.quantize import dequantize_layers
+from lockstep.model.quantized.merged_weights import dequantized_base, merged_weights
+from lockstep.model.quantized.quantize import dequantize_layers
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config

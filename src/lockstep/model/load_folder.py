@@ -18,7 +18,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
-from lockstep.model.quantize import quantize_loaded
+from lockstep.model.quantized.quantize import quantize_loaded
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import Streamed, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters

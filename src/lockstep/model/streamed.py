@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.kernels.quantized.formats import Quantized
 from lockstep.kernels.quantized.quantized_linear import Coding
 from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
-from lockstep.model.quantize import CodedWeight, fill_codes, quantize_layers
+from lockstep.model.quantized.quantize import CodedWeight, fill_codes, quantize_layers
 from lockstep.model.quantized.quantized_folder import QuantizedTensors, stored_tensors
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding, held_part, materialise, shard

@@ -14,11 +14,11 @@ from torch import nn
 from lockstep.device.base import Device
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
-from lockstep.kernels.quantized.formats import PIECE, quantized_bytes
+from lockstep.kernels.quantized.formats import quantized_bytes
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
-from lockstep.model.quantize import quantizable, stacks_of
+from lockstep.model.quantized.quantize import quantizable, stacks_of
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
@@ -59,6 +59,10 @@ def _weights(kind: Any, config: Any) -> int:
 
 
 # Parameter counts from shapes.
+
+
+# How many values are dequantised at once, which limits the fp32 copies.
+PIECE = 2**24
 
 
 class Coded(NamedTuple):

@@ -37,7 +37,7 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _SMALLEST_ABSMAX = 1e-38  # bitsandbytes divides by at least this much
 _SMALLEST_SCALE = 2.0**-126  # a row of zeros gets this scale, so that no division by zero occurs
 _BY_ROW = ("codes", "scales", "scale_codes")  # tensors with one entry per row
-PIECE = 1 << 24  # how many values are converted at once: limits the fp32 copies
+_CHUNK = 1 << 24  # how many values are converted at once: limits the fp32 copies
 
 # The quantiles of a normal distribution that bitsandbytes uses.
 NF4 = (
@@ -268,7 +268,7 @@ def _mean(values: Tensor) -> Tensor:
 
 
 def _pieces(shape: torch.Size) -> Iterator[slice]:
-    step = max(1, PIECE // shape[-1])
+    step = max(1, _CHUNK // shape[-1])
     return (slice(start, start + step) for start in range(0, shape[0], step))
 
 

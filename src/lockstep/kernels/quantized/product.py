@@ -34,8 +34,8 @@ def dequantize(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
     return formats.dequantize(q, dtype)
 
 
-def matmul(x: torch.Tensor, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """x [..., in] times the transposed weight, computed in `dtype`. The kernel for few rows has no gradient; with a
+def matmul(x: torch.Tensor, q: Quantized, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] times the transposed weight, plus `bias`, in `dtype`. The kernel for few rows has no gradient; with a
     gradient, and with batch-invariant products, the weight is dequantised and multiplied by torch."""
     x = x.to(dtype)
     if _has_triton() and dtype in SUMMED and not (torch.is_grad_enabled() and x.requires_grad):
@@ -46,8 +46,9 @@ def matmul(x: torch.Tensor, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
             and not rows_are_separate()
             and _multiplies(q.format, q.double, dtype, q.device)
         ):
-            return product_triton.product(x, q)
-    return linear(x, dequantize(q, dtype))
+            found = product_triton.product(x, q)
+            return found if bias is None else found + bias
+    return linear(x, dequantize(q, dtype), bias)
 
 
 @cache

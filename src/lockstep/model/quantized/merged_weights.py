@@ -15,7 +15,7 @@ import torch
 from lockstep.kernels.quantized.formats import dequantize
 from lockstep.model.load_folder import DTYPES, ModelFolders, load_base, stream_transformers
 from lockstep.model.lora import with_adapter
-from lockstep.model.quantize import CodedWeight, dequantize_layers
+from lockstep.model.quantized.quantize import CodedWeight, dequantize_layers
 from lockstep.model.streamed import InFiles, Streamed, blocks_of, coded_blocks_of
 from lockstep.model.text_model import LanguageModel
 from lockstep.model.weights import restore_weights
