@@ -190,6 +190,8 @@ class StepTimes:
         passes = self._pass(cost, tokens, squares, targets if head else 0, micro, frozen=frozen)
         if recipe.model.gradient_checkpointing:
             passes += self._pass(cost, tokens, squares, 0, 0) / 3
+        elif self.kernels.tiles(_up(tokens / micro)):
+            passes += self._feed_forwards(tokens)
         masters = bool(recipe.model.master_weights)
         own = counted.trained / self.pieces
         state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
@@ -247,6 +249,12 @@ class StepTimes:
             + reached.head_passes * 4 * cost.vocabulary * targets / self.memory
             + micro * cost.layers * reached.micro_batch_seconds
         )
+
+    def _feed_forwards(self, tokens: float) -> float:
+        """Returns the seconds in which feed-forwards in tiles are computed once more. With checkpointing, they are part
+        of the recomputed layers."""
+        hidden, inner, *_, layers, _ = text_sizes(self.models.config)
+        return 2 * 3 * hidden * inner * layers / self.grid.tensor * tokens / self.flops
 
     def _part_of(self, cost: ModelCost) -> ModelCost:
         """Returns the sizes of the model part on one tensor-parallel rank: the full output head, and this rank's
