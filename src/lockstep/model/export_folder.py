@@ -16,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
 from lockstep.model.check import tokens
-from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
+from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
 from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
+from lockstep.model.merged_weights import dequantized_base, merged_weights
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -29,6 +30,7 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
+from lockstep.model.quantize import dequantize_layers
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.tower import add_towers
@@ -142,12 +144,14 @@ def export_model(
         )
     _refuse_taken(out, replace)
     with _written(settings, folders, out) as aside:
-        if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
+        streamed = _write_merged if settings.quantize and not adapter else _write_streamed
+        alone = settings.lora is not None and streamed is _write_streamed
+        if alone or not streamed(settings, folders, weights, aside, where, end_tokens):
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         if not adapter:
             add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
         _write_texts(aside, files)
-        base = folders.model if adapter else None
+        base = AdapterBase(settings, folders.model) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
 
@@ -172,6 +176,27 @@ def _write_streamed(
     return True
 
 
+def _write_merged(
+    settings: Model,
+    folders: ModelFolders,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
+) -> bool:
+    """Merges the adapter of a quantised model and writes the model tensor by tensor. Returns False if this model cannot
+    be written tensor by tensor."""
+    found = merged_weights(settings, folders, weights, where)
+    if found is None:
+        return False
+    model, merged = found
+    names = saved_names(model, {**merged.shapes, **shapes_of(_buffers(model))})
+    if names is None:
+        return False
+    _write_by_tensor(model, names, settings, merged, folder, end_tokens)
+    return True
+
+
 def _write_in_memory(
     settings: Model,
     folders: ModelFolders,
@@ -185,7 +210,13 @@ def _write_in_memory(
     """Loads the whole model into memory and writes it. The memory is freed before the folder is verified."""
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
+    source = stream_transformers(LanguageModel, folders.model, settings.dtype, settings.path) if adapter else None
+    if source is not None:
+        base = source.model  # the files of an adapter need no weights of the base model
+    elif settings.quantize:
+        base = dequantized_base(settings, folders, dtype)
+    else:
+        base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
     model = with_adapter(base, settings.lora, 0, folders.adapter)
     restore_weights(model, weights, where)
     if adapter:
@@ -262,17 +293,22 @@ def _write_classifier(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    working = settings.model_copy(update={"dtype": "fp32"}) if settings.lora else settings
+    # Quantised layers keep the dtype in which they were trained, because dequantisation rounds to it.
+    wide = settings.lora is not None and settings.quantize is None
+    working = settings.model_copy(update={"dtype": "fp32"}) if wide else settings
     trained = build_value_model(
         working, folders, torch.device("cpu"), "sdpa", seed=0, name=settings.path, key="model.path"
     )
     restore_weights(trained, weights, where)
+    if settings.quantize:
+        dequantize_layers(trained.decoder, torch.float32)
+        trained.float()
     merge_adapters(trained.decoder)
     # A reward model scores text only, so it is built from the text config of a nested config, without its towers.
     config = text_config(config_of(folders.model, settings.path))
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
-        config, dtype=DTYPES[working.dtype], trust_remote_code=False
+        config, dtype=torch.float32 if settings.quantize else DTYPES[working.dtype], trust_remote_code=False
     )
     # Tensors are assigned instead of copied, because copying would round fp32 buffers.
     classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)

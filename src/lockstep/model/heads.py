@@ -20,12 +20,10 @@ from lockstep.model.load_folder import (
     divide_model,
     division_of,
     kernel_of,
-    load_transformers,
+    load_base,
     spread,
-    stream_transformers,
 )
 from lockstep.model.lora import put_adapter
-from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.weights import NONE, digits_of
@@ -92,9 +90,10 @@ def build_value_model(
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
     from transformers import AutoModelForSequenceClassification
 
+    where = folders.model, settings, name, device, sharding
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
-        source, model, info = _loaded(AutoModelForSequenceClassification, folders.model, settings.dtype, name, sharding)
+        source, model, info = load_base(AutoModelForSequenceClassification, *where)
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
@@ -104,7 +103,7 @@ def build_value_model(
             )
         decoder, head = model.base_model, model.score
     else:
-        source, model, info = _loaded(LanguageModel, folders.model, settings.dtype, name, sharding)
+        source, model, info = load_base(LanguageModel, *where)
         decoder = model.get_decoder()
         head = nn.Linear(text_config(config).hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
@@ -139,17 +138,6 @@ def build_value_model(
     if settings.activation_offload:
         value_model.runner.keep_activations_on_host(device)
     return value_model.train()
-
-
-def _loaded(
-    kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
-) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """Returns the source from which weights are streamed (or None), the model, and its loading info. If a source is
-    returned, the model has no weights yet."""
-    source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
-    if source is not None:
-        return source, source.model, {"unused": source.unused}
-    return None, *load_transformers(kind, folder, dtype, name)
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:

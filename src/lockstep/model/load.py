@@ -17,9 +17,8 @@ from lockstep.model.load_folder import (
     divide_model,
     division_of,
     kernel_of,
-    load_transformers,
+    load_base,
     spread,
-    stream_transformers,
 )
 from lockstep.model.lora import with_adapter
 from lockstep.model.policy import Policy, Scoring
@@ -60,14 +59,8 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
-    what = LanguageModel, folders.model, settings.dtype, settings.path
-    source = stream_transformers(*what) if sharding is not None else None
-    if source is None:
-        model, info = load_transformers(*what)
-        refuse_partial(info, f"model.path {settings.path}")
-        unused = tuple(info["unused"])
-    else:
-        model, unused = source.model, source.unused
+    source, model, info = load_base(LanguageModel, folders.model, settings, settings.path, device, sharding)
+    refuse_partial(info, f"model.path {settings.path}")
     try:
         if sharding is None:
             model.to(device)
@@ -76,7 +69,7 @@ def load_policy(
         adapted = with_adapter(model, settings.lora, seed, folders.adapter)
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)
-        policy.unused = unused
+        policy.unused = tuple(info["unused"])
         if frozen:
             policy.requires_grad_(False)
         elif settings.lora is None:

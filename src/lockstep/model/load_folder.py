@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
+from lockstep.model.quantize import quantize_loaded
 from lockstep.model.streamed import Streamed, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.text_model import no_language_model
@@ -71,6 +73,32 @@ def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = N
     return streamed(
         lambda: kind.from_config(config, trust_remote_code=False, **how), folder, f"model.path {name or folder}"
     )
+
+
+def load_base(
+    kind: Any, folder: str, settings: Model, name: str | None, device: torch.device, sharding: Sharding | None
+) -> tuple[Streamed | None, Any, dict[str, Any]]:
+    """Returns the source from which weights are streamed (or None), the model, and its loading info. If a source is
+    returned, the model has no weights yet. A quantised model is streamed for one device too, so that its original
+    weights are never in memory together."""
+    quantized, dtype = settings.quantize is not None, settings.dtype
+    source = stream_transformers(kind, folder, dtype, name) if sharding is not None or quantized else None
+    if source is not None:
+        if quantized:
+            source.quantize(settings, DTYPES[dtype])
+        if sharding is None:
+            source.load(device)
+        return source if sharding is not None else None, source.model, {"unused": source.unused}
+    if not quantized:
+        return None, *load_transformers(kind, folder, dtype, name)
+    # The codes are computed from the values in the files, which fp32 represents exactly.
+    model, info = load_transformers(kind, folder, "fp32", name)
+    prepare_products(DTYPES[dtype])
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**30
+    why = f"the tensors of {name or folder} cannot be read one by one"
+    warnings.warn(f"model.quantize: {why}: all of it is in host memory first ({size:.1f} GiB, fp32)", stacklevel=2)
+    quantize_loaded(model, settings, DTYPES[dtype], f"model.path {name or folder}")
+    return None, model, info
 
 
 def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:

@@ -15,6 +15,8 @@ from torch import nn
 
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
+from lockstep.kernels.quantized.formats import NF4_BLOCK
+from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.text_model import layer_sizes, model_on_meta, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
@@ -142,9 +144,22 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
         return
     if not isinstance(module, nn.Linear):
         raise Indivisible(f"{name} is a {type(module).__name__}, not a linear layer")
+    if style == "rows" and isinstance(module, QuantizedLinear) and module.coding.format == "nf4":
+        _refuse_blocks(name, module, size)
     side = module.out_features if style == "columns" else module.in_features
     if side % size:
         raise Indivisible(f"{name} has {side} {'outputs' if style == 'columns' else 'inputs'}, not divisible by {size}")
+
+
+def _refuse_blocks(name: str, module: nn.Linear, size: int) -> None:
+    """Raises `Refusal` if a split of the inputs would divide a block of values with a common scale."""
+    if module.in_features % (NF4_BLOCK * size):
+        raise Refusal.at(
+            KEY,
+            f"{name} has {module.in_features} inputs, which {size} processes cannot divide into blocks of {NF4_BLOCK}",
+            f"add {name.rpartition('.')[2]} to model.quantize_exclude, use model.quantize=int8 or fp8, or set {KEY}=1",
+            code="indivisible",
+        )
 
 
 def refuse_heads(config: Any, size: int) -> None:

@@ -90,6 +90,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _validation_problems(recipe)
     yield from measure_problems(recipe)
     yield from _adapter_problems(recipe)
+    yield from _quantize_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
     yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
@@ -208,6 +209,27 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
     if lora and lora.targets == []:
         yield Problem(
             "model.lora.targets", "must not be empty: nothing would be trained", "use all-linear", code="empty-value"
+        )
+
+
+def _quantize_problems(recipe: Recipe) -> Iterator[Problem]:
+    model, key = recipe.model, "model.quantize"
+    if model.quantize is None:
+        if model.quantize_exclude:
+            yield needs("model.quantize_exclude", "model.quantize is not set", "set model.quantize, or remove this key")
+        return
+    if model.lora is None:
+        yield needs(
+            key,
+            f"{model.quantize} weights are frozen, and all weights would be trained",
+            "set model.lora.rank, for example 16, to train an adapter; or remove model.quantize",
+        )
+    if recipe.method in ONLINE and ENGINES[recipe.rollout.engine].served:
+        yield unfit(
+            key,
+            f"{recipe.rollout.engine} would generate from the weights of model.path, which differ from the "
+            f"{model.quantize} weights of the trainer by more than rounding",
+            "set rollout.engine=native, which generates from the same weights",
         )
 
 

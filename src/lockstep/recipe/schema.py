@@ -185,6 +185,25 @@ class Model(Section):
         description="Train a LoRA adapter instead of all weights.",
         effect=Effect("blocks", "different parameters are trained"),
     )
+    quantize: Literal["nf4", "int8", "fp8"] | None = Field(
+        None,
+        description="Store the weights of the frozen linear layers in 4 bits (`nf4`) or 8 bits (`int8`, `fp8`). Needs "
+        "`model.lora`. Embeddings, output head, routers and norms keep `model.dtype`, in which the layers also "
+        "compute. Applies to all models of the run that have the precision `model.dtype`.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
+    double_quantize: bool = Field(
+        True,
+        description="Store the scales of `nf4` in 8 bits too, as bitsandbytes does: 0.52 instead of 0.56 bytes per "
+        "weight.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+        read_where=("model.quantize", ("nf4",)),
+    )
+    quantize_exclude: list[str] = Field(
+        default_factory=list,
+        description="Layers that are not quantised, as name suffixes. Each suffix must match at least one layer.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
     aux_loss_coef: float | None = Field(
         None,
         ge=0,
