@@ -27,7 +27,8 @@ from lockstep.parity.compare.compare_runs import compare as compare_logs
 from lockstep.parity.compare.comparison import Comparison
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe.keys_data import Data
-from lockstep.recipe.schema import Lora, Model, Optim
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.schema import Lora, Model
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 

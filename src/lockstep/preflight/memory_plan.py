@@ -203,7 +203,8 @@ def plan_memory(
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     single = _one_micro_batch(recipe, rows, longest)
     # If an update is one micro-batch, the device's AdamW reads gradients in the model's dtype and needs no fp32 copy.
-    fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
+    own_adamw = device.adamw != Device.adamw and recipe.optim.name == "adamw"
+    fp32_gradients = masters and not (own_adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
     tokens = _micro_batch_tokens(recipe, config, rows, longest)
     kernels = kernels_of(recipe, counted, device, devices)
@@ -215,7 +216,7 @@ def plan_memory(
         Phase(STEP, model.weights, model.gradients, model.state),
         Phase("validation", model.weights, 0, model.state, activations.validation),
     )
-    checkpoint_bytes = trained * (size + (12 if masters else 2 * size))
+    checkpoint_bytes = trained * size + counted.state_bytes(recipe)
     plan = MemoryPlan(parameters, trained, phases, checkpoint_bytes, remarks=_read_by_all(recipe, counted, devices))
     frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
     plan = _with_weights(plan, sum(frozen.values()))
@@ -224,7 +225,7 @@ def plan_memory(
         gathered = parameters - counted.divided + counted.divided // tensor
         before = plan.phases[-1]
         engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
-        plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
+        plan = _with_online_parts(plan, recipe, config, shards, gathered, engine, counted)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
     waiting = Freed("model.activation_offload=true", activations.on_host, recipe.model.activation_offload)
@@ -238,11 +239,9 @@ def _critic_bytes(policy: TrainedBytes, without: Phase, with_critic: Phase) -> T
 
 
 def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, gradient_size: int) -> TrainedBytes:
-    size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
-    trained = counted.trained
+    size, trained = DTYPES[recipe.model.dtype].itemsize, counted.trained
     return TrainedBytes(
-        # The optimizer state consists of two moments and the master weights.
-        state=trained * 2 * (4 if masters else size) // shards + (trained * 4 // shards if masters else 0),
+        state=counted.state_bytes(recipe) // shards,
         # The weights are sharded over the ranks.
         weights=counted.parameters * size // shards,
         gradients=trained * gradient_size // shards,
@@ -369,20 +368,19 @@ class EnginePlan:
 
 
 def _with_online_parts(
-    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan, counted: Counted
 ) -> MemoryPlan:
     """Adds the memory that only online runs need: a critic with its optimizer, the KV cache and a prefill pass.
 
     `gathered` is the number of policy parameters on a device during generation.
     """
     size = DTYPES[recipe.model.dtype].itemsize
-    masters = bool(recipe.model.master_weights)
-    lora = recipe.model.lora
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # If the model has a LoRA adapter, the critic trains an adapter and its value head.
-    trained = (plan.trained + text_sizes(config).hidden * int(lora is not None)) * int(has_critic)
+    head = {} if recipe.model.lora is None else {"head": (1, text_sizes(config).hidden)}
     weights = plan.parameters * int(has_critic) * size // shards
-    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
+    state = counted.state_bytes(recipe, head) * int(has_critic)
+    own = state + (plan.trained + sum(map(math.prod, head.values()))) * size * int(has_critic)
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
     token = kv_bytes(config, size, recipe.parallel.tensor_parallel)
@@ -393,7 +391,8 @@ def _with_online_parts(
     least = Scheduler.least_blocks(engine.longest, block) * block * token + LEAST * slot
     cache = engine.cache(recipe, cached, least)
     phases = tuple(
-        replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
+        replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state // shards)
+        for phase in plan.phases
     )
     standing = phases[-1]
     kept = engine.kept(recipe, cache)
@@ -407,7 +406,6 @@ def _with_online_parts(
     passes = prefill_bytes(text_config(config), prefilled, size)
     passes += selection_bytes(config, prefilled, engine.longest, size, masks=2)
     generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
-    own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     stored = plan.checkpoint_bytes + own
     return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
 

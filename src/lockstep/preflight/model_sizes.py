@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.device.base import Device
+from lockstep.errors import refuse_all
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
+from lockstep.methods import METHODS
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
+from lockstep.optimizers.roles import roles_of
+from lockstep.optimizers.rules import state_bytes_of
+from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.optim_checks import unmatched_groups
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
 
@@ -78,6 +85,15 @@ class Counted:
     frozen: dict[str, int]
     reward: int = 0
     """Bytes of the reward models, which keep their stored precision and are not sharded."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of the trained parameters by name."""
+    roles: Roles = field(default_factory=Roles)
+
+    def state_bytes(self, recipe: Recipe, more: Mapping[str, tuple[int, ...]] | None = None) -> int:
+        """Returns the bytes of the optimizer state, unsharded: fp32 master weights and the tensors of the update rule.
+        `more` has the shapes of further parameters."""
+        masters, dtype = bool(recipe.model.master_weights), DTYPES[recipe.model.dtype]
+        return state_bytes_of(recipe.optim, self.roles, {**self.shapes, **(more or {})}, dtype, masters)
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -92,12 +108,19 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         model = with_lora(base, recipe.model.lora, seed=0)
         with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    refuse_all(list(unmatched_groups(recipe.optim, shapes)) if _trains_policy(recipe) else [])
+    trained = [math.prod(shape) for shape in shapes.values()]
     frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
     sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe))
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), shapes, roles_of(model))
+
+
+def _trains_policy(recipe: Recipe) -> bool:
+    """Returns whether the run trains a language model. The parameters of a reward model have other names."""
+    return recipe.method in ONLINE or METHODS[recipe.method].model == "policy"
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:

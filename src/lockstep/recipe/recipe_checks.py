@@ -12,6 +12,7 @@ from lockstep.recipe.keys_data import Data
 from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
+from lockstep.recipe.optim_checks import optim_problems
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.rollout_checks import rollout_problems
 from lockstep.recipe.schema import Recipe
@@ -86,7 +87,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         yield conflict("run.steps", "cannot be combined with run.epochs", "remove run.steps or run.epochs")
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
-    yield from _optim_problems(recipe)
+    yield from optim_problems(recipe)
     yield from _validation_problems(recipe)
     yield from measure_problems(recipe)
     yield from _adapter_problems(recipe)
@@ -159,24 +160,6 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
                 "give a weight to every source, or to no source",
                 code="wrong-count",
             )
-
-
-def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
-    run, optim = recipe.run, recipe.optim
-    if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
-        yield Problem(
-            "optim.warmup",
-            f"{optim.warmup} is neither a fraction below 1 nor an integer number of steps",
-            code="invalid-value",
-        )
-    if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
-        yield Problem(
-            "optim.warmup",
-            f"all {run.steps} steps of the run would be warm-up steps, because optim.warmup is {optim.warmup}",
-            code="no-steps-left",
-        )
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield Problem("optim.betas", f"{optim.betas} must be in [0, 1)", code="out-of-range")
 
 
 def _validation_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.keys_online import Algorithm, Critic
+from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.keys_parallel import Parallel, Tape
 from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -26,7 +27,6 @@ from lockstep.recipe.section import (
     GROUPS,
     MICRO,
     NAME,
-    RATE,
     SPREAD,
     STORED,
     UPDATE,
@@ -279,45 +279,6 @@ class Batch(Section):
         description="Rows of one right-padded micro-batch on one device. Use instead of `batch.tokens`.",
         effect=MICRO,
         resumable=True,
-    )
-
-
-class Optim(Section):
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE, resumable=True)
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="Betas of AdamW.")
-    eps: float = Field(1e-8, gt=0, description="Epsilon of AdamW.")
-    weight_decay: float = Field(
-        0.01, ge=0, description="Weight decay of the weight matrices. Biases and norms of any shape are excluded."
-    )
-    decay_all: bool = Field(False, description="Apply weight decay to biases and norms too.")
-    clip: float | None = Field(1.0, gt=0, description="Maximum gradient norm; `null` disables clipping.")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="Learning rate schedule after the warm-up.", effect=RATE, resumable=True
-    )
-    warmup: int | float = Field(
-        0.0,
-        ge=0,
-        description="Length of the warm-up: a number of steps, or a value below 1 as a fraction of all steps.",
-        effect=RATE,
-        resumable=True,
-    )
-    min_lr_ratio: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Lowest learning rate, as a fraction of `lr`.",
-        effect=RATE,
-        resumable=True,
-        read_where=("optim.schedule", ("cosine", "linear", "wsd")),
-    )
-    decay: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="`wsd`: fraction of all steps in which the learning rate falls linearly to its minimum.",
-        effect=RATE,
-        resumable=True,
-        read_where=("optim.schedule", ("wsd",)),
     )
 
 
