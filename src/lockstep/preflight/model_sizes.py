@@ -14,6 +14,7 @@ from lockstep.device.base import Device
 from lockstep.errors import refuse_all
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
+from lockstep.kernels.tiled_mlp import untiled
 from lockstep.methods import METHODS
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
@@ -88,12 +89,20 @@ class Counted:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The shapes of the trained parameters by name."""
     roles: Roles = field(default_factory=Roles)
+    tileable: bool = False
+    """Whether `model.tiled_mlp` supports the layers."""
+    _states: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
+    """Results of `state_bytes`, which a search for settings asks for many times."""
 
     def state_bytes(self, recipe: Recipe, more: Mapping[str, tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the optimizer state, unsharded: fp32 master weights and the tensors of the update rule.
         `more` has the shapes of further parameters."""
         masters, dtype = bool(recipe.model.master_weights), DTYPES[recipe.model.dtype]
-        return state_bytes_of(recipe.optim, self.roles, {**self.shapes, **(more or {})}, dtype, masters)
+        key = (repr(recipe.optim), masters, dtype, tuple(more or ()))
+        if key not in self._states:
+            shapes = {**self.shapes, **(more or {})}
+            self._states[key] = state_bytes_of(recipe.optim, self.roles, shapes, dtype, masters)
+        return self._states[key]
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -105,6 +114,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
+        tileable = untiled(layers) is None
         model = with_lora(base, recipe.model.lora, seed=0)
         with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
@@ -115,7 +125,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
     sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), shapes, roles_of(model))
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), shapes, roles_of(model), tileable)
 
 
 def _trains_policy(recipe: Recipe) -> bool:
