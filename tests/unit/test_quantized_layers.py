@@ -18,6 +18,8 @@ from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, Stack
 from lockstep.kernels.quantized.quantized_linear import Coding, QuantizedLinear, quantized_layers
 from lockstep.model.check import packed_row, tokens
 from lockstep.model.load import load_policy
+from lockstep.model.load_folder import load_base
+from lockstep.model.lora import with_adapter
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.policy import Policy
 from lockstep.model.quantize import CodedWeight, dequantize_layers, quantize_loaded
@@ -190,6 +192,20 @@ def test_experts_compute_with_the_dequantised_weights(kind: str, implementation:
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
 
 
+def test_experts_save_only_codes() -> None:
+    model, _ = experts_of("qwen3_moe", "grouped_mm")
+    experts = next(module for module in model.modules() if isinstance(module, QuantizedExperts))
+    parts = {parameter.data_ptr() for parameter in experts.parameters()}
+    sizes = {stack.shape for stack in (experts.stack(name) for name in experts.stacks)}
+    saved: list[torch.Tensor] = []
+    width = experts.stack("gate_up_proj").shape[-1]
+    chosen = torch.tensor([[0, 1], [1, 2], [0, 2]])
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        experts(torch.randn(3, width, requires_grad=True), chosen, torch.rand(3, 2))
+    assert not any(one.shape in sizes or one.transpose(-2, -1).shape in sizes for one in saved if one.dim() == 3)
+    assert any(one.data_ptr() in parts for one in saved)
+
+
 def test_a_stack_stands_in_for_its_tensor() -> None:
     """Operations without a product of their own get the dequantised values; each expert has its own codes."""
     torch.manual_seed(0)
@@ -217,3 +233,20 @@ def test_a_tied_or_unknown_class_is_left_alone(tmp_path: Path, tiny_folder: Path
     folder = write_model(tmp_path / "gpt2", config, tiny_folder)
     with refuses("model.quantize", "unsupported-model", "GPT2LMHeadModel"):
         load_policy(settings_of(folder), CPU, "sdpa", 0)
+
+
+def test_adapters_on_quantised_experts_are_refused(tmp_path: Path) -> None:
+    """PEFT would leave them out without a word. Experts that are not quantised get their adapter."""
+    model = AutoModelForCausalLM.from_config(miniature_config(AutoConfig.for_model("qwen3_moe")))
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    lora = Lora(rank=2, alpha=4.0, targets=["q_proj", "down_proj"])
+    for exclude in ([], ["experts"]):
+        settings = settings_of(tmp_path, lora=lora, quantize_exclude=exclude)
+        _, base, _ = load_base(AutoModelForCausalLM, str(tmp_path), settings, None, CPU, None)
+        if exclude:
+            trained = [name for name, p in with_adapter(base, lora, 0, None).named_parameters() if p.requires_grad]
+            assert any("experts" in name for name in trained)
+        else:
+            with refuses("model.lora.targets", "unfit-adapter", "experts.down_proj", remedy="quantize_exclude"):
+                with_adapter(base, lora, 0, None)

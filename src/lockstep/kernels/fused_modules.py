@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from lockstep.device.base import first_sentence
-from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 
 # Number of token rows in the input of a kernel trial, more rows than one tile of a device's vector unit has.
 TOKENS = 64
@@ -438,10 +437,10 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
 def _computed_like(module: nn.Module) -> torch.Tensor:
     """Returns a tensor on the device of the module and in the dtype in which it computes. The parameters of quantised
     layers have other dtypes."""
-    quantized = next((part for part in module.modules() if isinstance(part, QuantizedLinear)), None)
+    quantized: Any = next((part for part in module.modules() if hasattr(part, "coding")), None)
     if quantized is None:
         return next(module.parameters())
-    return torch.empty(0, dtype=quantized.dtype, device=quantized.get_parameter("codes").device)
+    return torch.empty(0, dtype=quantized.dtype, device=quantized.codes.device)
 
 
 def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:

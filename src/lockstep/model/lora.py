@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, shortened
+from lockstep.model.quantize import adapted_stacks
 from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
@@ -86,6 +87,7 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
             raise Refusal(_refused(str(error), settings, modules)) from error
     # transformers stores all experts of a layer in one parameter. If a target names single experts, PEFT adapts this
     # parameter instead, so the target matches no module.
+    refuse_all(list(adapted_stacks(model, config.target_parameters or ())))
     replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
     refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
     return adapted

@@ -8,7 +8,7 @@ precision. Weights are quantised from the values of the files, so the codes do n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +163,21 @@ def quantize_loaded(model: Any, settings: Model, dtype: torch.dtype, where: str)
         fill_codes([one], lambda this: iter([(0, this.original.detach())]), one.original.device, where)
         one.original.data = one.original.data.new_empty(0)
     rounded(model, dtype, codes)
+
+
+def adapted_stacks(model: nn.Module, targets: Iterable[str]) -> Iterator[Problem]:
+    """Yields a problem for each quantised stack of experts that an adapter targets. PEFT would leave it out."""
+    for name, module in model.named_modules():
+        for part in module.stacks if isinstance(module, QuantizedExperts) else ():
+            full = f"{name}.{part}"
+            if any(full == entry or full.endswith(f".{entry}") for entry in targets):
+                leaf = name.rpartition(".")[2]
+                yield Problem(
+                    "model.lora.targets",
+                    f"{full} is quantised, and stacked experts get an adapter only in model.dtype",
+                    f"add {leaf} to model.quantize_exclude, or remove {part} from the targets",
+                    code="unfit-adapter",
+                )
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:

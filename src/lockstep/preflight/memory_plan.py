@@ -14,6 +14,8 @@ from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (
+    NOT_CODED,
+    Coded,
     Counted,
     LayerKernels,
     activation_bytes,
@@ -172,6 +174,10 @@ class MemoryPlan:
     """Bytes of the KV cache."""
     wanted_cache: int = 0
     """The bytes of a KV cache in which all sequences fit, so that none has to wait."""
+    weight_bytes: int = 0
+    """The bytes of the policy's weights, before they are sharded."""
+    coded: Coded = NOT_CODED
+    """The policy's weights that are quantised."""
 
     @property
     def peak(self) -> Phase:
@@ -209,7 +215,7 @@ def plan_memory(
     tokens = _micro_batch_tokens(recipe, config, rows, longest)
     kernels = kernels_of(recipe, counted, device, devices)
     activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
-    gathered_bytes = loaded_beside(counted, config, grid) * size if devices > 1 else 0
+    gathered_bytes = loaded_beside(counted, config, grid, size) if devices > 1 else 0
     phases = (
         Phase("load", model.weights + gathered_bytes),
         _forward_backward(recipe, model, activations, 0 if single else trained * size // shards),
@@ -217,14 +223,19 @@ def plan_memory(
         Phase("validation", model.weights, 0, model.state, activations.validation),
     )
     checkpoint_bytes = trained * size + counted.state_bytes(recipe)
+    phases = tuple(_with_workspace(phase, counted, size) for phase in phases)
     plan = MemoryPlan(parameters, trained, phases, checkpoint_bytes, remarks=_read_by_all(recipe, counted, devices))
-    frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
+    plan = replace(plan, weight_bytes=counted.weight_bytes(size), coded=counted.coded)
+    frozen = {key: found // shards for key, found in counted.frozen_bytes(size).items()}
+    frozen["offload_reward"] = counted.reward
     plan = _with_weights(plan, sum(frozen.values()))
     policy, critic = replace(model, gradients=phases[1].gradients), None
     if recipe.method in ONLINE:
-        gathered = parameters - counted.divided + counted.divided // tensor
+        # The engine gathers all weights, except those of other tensor-parallel ranks.
+        gathered = plan.weight_bytes * (parameters - counted.divided + counted.divided // tensor) // parameters
         before = plan.phases[-1]
         engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
+        engine = replace(engine, workspace=counted.coded.workspace(size))
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine, counted)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
@@ -243,9 +254,9 @@ def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, g
     return TrainedBytes(
         state=counted.state_bytes(recipe) // shards,
         # The weights are sharded over the ranks.
-        weights=counted.parameters * size // shards,
+        weights=counted.weight_bytes(size) // shards,
         gradients=trained * gradient_size // shards,
-        layer=counted.parameters * size // text_sizes(config).layers,
+        layer=counted.weight_bytes(size) // text_sizes(config).layers,
         largest=counted.largest // shards,
     )
 
@@ -349,6 +360,8 @@ class EnginePlan:
     keeps_cache: int
     cache_room: int | None = None
     """The maximum bytes of the KV cache, or None if it is not limited."""
+    workspace: int = 0
+    """The bytes of a dequantised weight."""
 
     def prompts(self, recipe: Recipe) -> int:
         """Prompts per device."""
@@ -372,13 +385,13 @@ def _with_online_parts(
 ) -> MemoryPlan:
     """Adds the memory that only online runs need: a critic with its optimizer, the KV cache and a prefill pass.
 
-    `gathered` is the number of policy parameters on a device during generation.
+    `gathered` is the bytes of the policy's weights on a device during generation.
     """
     size = DTYPES[recipe.model.dtype].itemsize
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # If the model has a LoRA adapter, the critic trains an adapter and its value head.
     head = {} if recipe.model.lora is None else {"head": (1, text_sizes(config).hidden)}
-    weights = plan.parameters * int(has_critic) * size // shards
+    weights = plan.weight_bytes * int(has_critic) // shards
     state = counted.state_bytes(recipe, head) * int(has_critic)
     own = state + (plan.trained + sum(map(math.prod, head.values()))) * size * int(has_critic)
     asked = engine.prompts(recipe)
@@ -400,12 +413,12 @@ def _with_online_parts(
         phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
     )
     # Generation gathers the policy's weights; all other weights stay sharded.
-    beside = standing.weights - plan.parameters * size // shards
+    beside = standing.weights - plan.weight_bytes // shards
     prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
     prefilled = min(engine.prefill_tokens, prompts)
     passes = prefill_bytes(text_config(config), prefilled, size)
-    passes += selection_bytes(config, prefilled, engine.longest, size, masks=2)
-    generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
+    passes += selection_bytes(config, prefilled, engine.longest, size, masks=2) + engine.workspace
+    generation = Phase("generation", gathered + beside, 0, standing.optimizer, cache + passes)
     stored = plan.checkpoint_bytes + own
     return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
 
@@ -435,6 +448,13 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             "shard over more devices (parallel.devices, torchrun)",
             code="not-enough-memory",
         )
+
+
+def _with_workspace(phase: Phase, counted: Counted, size: int) -> Phase:
+    """Adds the memory of a dequantised weight to the phases that compute with quantised weights."""
+    if phase.name == STEP:
+        return phase
+    return replace(phase, activations=phase.activations + counted.coded.workspace(size))
 
 
 def _read_by_all(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.kernels.quantized.formats import NF4_BLOCK, SCALE_GROUP, Quantized, dequantize
+from lockstep.kernels.quantized.formats import NF4_BLOCK, SCALE_GROUP, Quantized
+from lockstep.kernels.quantized.product import dequantize, matmul
 
 # The tensors of a quantised weight that a module stores as parameters. The fields have the names of `Quantized`.
 PARTS = ("codes", "scales", "scale_codes", "scale_scales", "scale_offset")
@@ -125,6 +126,8 @@ class QuantizedLinear(nn.Linear):
         return self.coding.dequantized(self.coding.stored(self), dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return matmul(input, self.coding.weight(self.coding.stored(self)), self.dtype, self.bias)
         found: torch.Tensor = _Product.apply(input, self.bias, self.coding, self.dtype, *self.coding.stored(self))
         return found
 
