@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,10 +137,16 @@ def _rollouts(outlook: Outlook, target: TargetCluster) -> list[Option]:
     plan = outlook.memory(target)
     generation = next(phase for phase in plan.phases if phase.name == "generation")
     room = int(CACHE_SHARE * (target.memory - generation.total + plan.cache))
-    gigabytes = int(min(room, plan.wanted_cache) / 1e8) / 10
-    if plan.cache >= plan.wanted_cache or gigabytes * 1e9 <= plan.cache:
+    if plan.cache >= plan.wanted_cache or room <= plan.cache:
         return [AS_IS]
+    gigabytes = _rounded_down(min(room, plan.wanted_cache) / 1e9)
     return [AS_IS, Option(f"cache {gigabytes:g} GB", {"rollout.cache_gb": gigabytes})]
+
+
+def _rounded_down(number: float) -> float:
+    """Returns the number with two significant digits."""
+    step = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return float(f"{math.floor(number / step) * step:.2g}")
 
 
 # Weights first, because the other levers depend on them. A new lever is a row here.
