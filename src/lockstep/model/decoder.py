@@ -47,7 +47,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
         # The layers are found before sharding, because sharding renames the class of a layer.
-        self._layers = decoder_layers(model)
+        self.layers = decoder_layers(model)
         self.records_router_logits = False
         """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
@@ -133,14 +133,14 @@ class Decoder:
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""
-        if not self._layers:
+        if not self.layers:
             raise Refusal.at(
                 "model.activation_offload",
                 f"transformers does not list the layers of {type(self.model).__name__}",
                 "set it to false, or use model.gradient_checkpointing instead",
                 code="unsupported-model",
             )
-        self._activations = ActivationOffload(self._layers, device)
+        self._activations = ActivationOffload(self.layers, device)
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""

@@ -252,6 +252,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
     ),
     "rollout": (
+        PreflightCheck(model.precision_of_device, CheckStage.SETTINGS, _online),
         PreflightCheck(async_worker, CheckStage.SETTINGS, _asynchronous),
         PreflightCheck(engine_package, CheckStage.SETTINGS, _served),
         PreflightCheck(engine_device, CheckStage.SETTINGS, _served),

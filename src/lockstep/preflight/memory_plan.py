@@ -220,7 +220,7 @@ def plan_memory(
     if recipe.method in ONLINE:
         gathered = parameters - counted.divided + counted.divided // tensor
         before = plan.phases[-1]
-        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room, counted.view)
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
@@ -340,6 +340,8 @@ class EnginePlan:
     keeps_cache: int
     cache_room: int | None = None
     """The maximum bytes of the KV cache, or None if it is not limited."""
+    view: int = 0
+    """Bytes of the quantised weights of `rollout.precision`, which stay allocated together with the KV cache."""
 
     def prompts(self, recipe: Recipe) -> int:
         """Prompts per device."""
@@ -387,6 +389,7 @@ def _with_online_parts(
     )
     standing = phases[-1]
     kept = engine.kept(recipe, cache)
+    kept += engine.view if kept else 0
     phases = tuple(
         phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
     )
@@ -396,7 +399,7 @@ def _with_online_parts(
     prefilled = min(engine.prefill_tokens, prompts)
     passes = prefill_bytes(text_config(config), prefilled, size)
     passes += selection_bytes(config, prefilled, engine.longest, size, masks=2)
-    generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
+    generation = Phase("generation", gathered * size + beside + engine.view, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     stored = plan.checkpoint_bytes + own
     return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)

@@ -24,7 +24,7 @@ from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.registry import estimator_row
+from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.types import Origin
 
 
@@ -95,6 +95,16 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
             f"use {' or '.join(usable)}",
             code="unsupported-dtype",
         )
+
+
+def precision_of_device(context: Context) -> Iterator[Problem]:
+    """Reports a precision of generation for which the device has no matmul."""
+    device, precision = context.device, context.recipe.rollout.precision
+    why = None if precision is None else device.no_low_precision(precision)
+    if why is not None and not ENGINES[context.recipe.rollout.engine].served:
+        usable = [one for one in ("fp8", "int8") if device.no_low_precision(one) is None]
+        remedy = f"use {' or '.join(usable)}, or remove it" if usable else "remove it"
+        yield Problem("rollout.precision", f"{why}, so {precision} is not available", remedy, code="unsupported-dtype")
 
 
 def tokenizer_of_model(context: Context) -> None:

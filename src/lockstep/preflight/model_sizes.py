@@ -8,10 +8,13 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lockstep.device.base import Device
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
+from lockstep.kernels.quantized.formats import quantized_bytes
+from lockstep.kernels.quantized.projections import projections
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
@@ -22,6 +25,7 @@ from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.registry import ENGINES
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
 
@@ -78,6 +82,8 @@ class Counted:
     frozen: dict[str, int]
     reward: int = 0
     """Bytes of the reward models, which keep their stored precision and are not sharded."""
+    view: int = 0
+    """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -88,6 +94,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
+        view = _view_bytes(recipe, layers)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         model = with_lora(base, recipe.model.lora, seed=0)
         with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
@@ -97,7 +104,17 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
     sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe))
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), view)
+
+
+def _view_bytes(recipe: Recipe, layers: list[nn.Module]) -> int:
+    """Returns the bytes of the view of `rollout.precision`. Projections of recurrent modules are counted too, although
+    the view does not have them, because these modules are known only after a forward pass."""
+    precision = recipe.rollout.precision
+    if recipe.method not in ONLINE or precision is None or ENGINES[recipe.rollout.engine].served:
+        return 0
+    shapes = [(one.out_features, one.in_features) for one in projections(layers).values()]
+    return sum(quantized_bytes(shape, precision) for shape in shapes)
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:

@@ -422,15 +422,17 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
 
 
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
-    """Returns the default rollout correction for stale responses and for serving engines.
+    """Returns the default rollout correction for stale responses, for serving engines and for low precision.
 
     For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
     does not keep the policy near the policy that generated the responses (measured in docs/online.md), so the weight is
     the default only for losses that do not clip. A serving engine has the current weights, so its log-probs differ only
-    by rounding and an importance weight is sufficient.
+    by rounding and an importance weight is sufficient. With `rollout.precision`, they differ by the rounding of
+    quantised weights, and an importance weight corrects for it.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
-    if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:
+    low_precision = recipe.rollout.precision is not None
+    if not (stale or low_precision or ENGINES[recipe.rollout.engine].served) or correction.bypass:
         return {}
     given = correction.model_fields_set
     if (

@@ -62,6 +62,8 @@ class EngineRow:
     length, which makes cached keys invalid. Sequences above this length are refused."""
     divided: bool = False
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
+    precisions: tuple[str, ...] = ()
+    """The values of `rollout.precision` that the engine supports."""
     server_adapter: str = ""
     """`package.module:name` of the `ServerAdapter` (`rollout/servers/`); empty if the engine is not a server. A serving
     engine has its weights in another process and is reached over HTTP. A run starts a server with the settings in
@@ -162,7 +164,9 @@ TOOLS: dict[str, str] = {
 NO_ENVIRONMENT = {"none": ""}
 
 ENGINES: dict[str, EngineRow] = {
-    "native": EngineRow("lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True),
+    "native": EngineRow(
+        "lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True, precisions=("fp8", "int8")
+    ),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",

@@ -18,6 +18,28 @@ def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _environment_problems(recipe)
     yield from _weight_sync_problems(recipe)
     yield from _server_problems(recipe)
+    yield from _precision_problems(recipe)
+
+
+def _precision_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of `rollout.precision`: an engine that cannot quantise, and a mismatch that nothing corrects."""
+    rollout, correction, key = recipe.rollout, recipe.algorithm.rollout_correction, "rollout.precision"
+    if rollout.precision is None:
+        return
+    if rollout.precision not in ENGINES[rollout.engine].precisions:
+        able = [name for name, row in ENGINES.items() if rollout.precision in row.precisions]
+        why = f"engine {rollout.engine} does not generate in {rollout.precision}"
+        yield unfit(key, why, f"remove it, or set rollout.engine to {' or '.join(able)}")
+    if recipe.parallel.tensor_parallel > 1 and not ENGINES[rollout.engine].served:
+        why = "the parts of a projection on the ranks of a tensor-parallel group would have different scales"
+        yield unfit(key, why, "remove it, or set parallel.tensor_parallel=1 and shard the model instead")
+    # `weight` has a default with rollout.precision, so only an explicit `none` disables it.
+    if "weight" in correction.model_fields_set and not (correction.compares or correction.bypass):
+        yield conflict(
+            "algorithm.rollout_correction.weight",
+            f"responses of a policy in {rollout.precision} are off policy, and nothing would correct for that",
+            "remove it (the default is token), set sequence, or set bypass, mask or reject",
+        )
 
 
 def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:

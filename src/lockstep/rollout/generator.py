@@ -228,6 +228,9 @@ class Generator:
     def metadata(self) -> dict[str, Any]:
         """Returns the name and the metadata of the engine for the run record."""
         details = self.engine.metadata() if isinstance(self.engine, OtherProgram) else {}
+        view = getattr(self.engine, "view", None)
+        if view is not None:
+            details = {"precision": view.format, "quantised_parameters": view.parameters}
         return {"name": self.engine_name, **details}
 
     def proof(self) -> str:

@@ -15,6 +15,8 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.decode.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
+from lockstep.kernels.quantized.projections import projections
+from lockstep.kernels.quantized.view import QuantizedView
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
@@ -122,6 +124,8 @@ class NativeEngine(SharedWeights):
         self._layers_tried = False
         self._plan = StatePlan(settings.max_sequences)
         self._shapes: list[ModuleShapes] | None = None
+        self.view = quantized_view(policy, settings.precision)
+        """The quantised weights of `rollout.precision`."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests and not isinstance(self.further, Conversations):
@@ -135,6 +139,9 @@ class NativeEngine(SharedWeights):
             longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
         refuse_moving_positions(text_config(model.config), longest, type(model).__name__)
+        if self.view is not None and not sampling.full_precision:
+            # Every call quantises the current weights, so that the view cannot be stale.
+            self.view.refresh()
         runner = self._runner(sequences, longest, sampling)
         cache, settings = runner.cache, self.settings
         config, size = text_config(model.config), cache.element_size
@@ -159,6 +166,8 @@ class NativeEngine(SharedWeights):
             self._ended.clear()
             if self._frees_cache():
                 self.release_memory()
+                if self.view is not None:
+                    self.view.free()
 
     def end_session(self, session: int) -> None:
         """Frees the blocks that are kept for the next turn of a trajectory."""
@@ -278,9 +287,12 @@ class NativeEngine(SharedWeights):
     def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
         """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have not
         moved in memory; else a new runner."""
-        layers = self.ready_layers()
+        view = None if sampling.full_precision else self.view
+        # The fused layers read the trained weights.
+        layers = self.ready_layers() if view is None else None
         # With tensor parallelism, each call creates a new KV cache, which has the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
+        addresses += () if view is None else view.addresses
         kept = self._cache_kept
         self._plan = self.state_plan(sequences)
         if kept is None or addresses != self._weights or not self._fits(kept, self._blocks(sequences, longest)):
@@ -295,7 +307,7 @@ class NativeEngine(SharedWeights):
             runner = Runner(self.policy, kept, graph_sampling, self.device, rows, longest)
             self._cache_kept, self._weights = kept, addresses
             self._runners[graph_sampling] = runner
-        runner.layers = layers
+        runner.layers, runner.view = layers, view
         return runner
 
     def _fits(self, kept: KVCache, blocks: int) -> bool:
@@ -384,6 +396,23 @@ class NativeEngine(SharedWeights):
             assert self._shapes is not None
             cache.states = StateSlots(self._shapes, plan.slots, like.device)
         return cache
+
+
+def quantized_view(policy: Policy, precision: str | None) -> QuantizedView | None:
+    """Returns the view of the projections of the decoder layers, or None if generation has the trained precision."""
+    if precision is None:
+        return None
+    assert policy.decoder.attentions or policy.decoder.mixers  # the access finds the recurrent modules
+    found = projections(policy.decoder.layers, [mixer.module for mixer in policy.decoder.mixers])
+    if not found:
+        raise Refusal.at(
+            "rollout.precision",
+            f"{type(policy.causal_lm).__name__} has no projections that can be quantised to {precision}: its layers "
+            "have no linear layers of torch, or their weights are quantised already",
+            "remove rollout.precision",
+            code="unsupported-model",
+        )
+    return QuantizedView(found, precision)
 
 
 def _completion(sequence: SequenceState, stop: str) -> Completion:

@@ -1,0 +1,330 @@
+"""Low-precision rollouts: products against fp64, the view of the live weights, and what recipes may combine."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SIZES, Recorder, load, native, prompts, run, slow_sample, write_model
+from torch import nn
+from transformers import AutoConfig, MixtralConfig, Qwen2Config
+
+from hand_rollouts import recipe_of
+from lockstep.device.cpu import Cpu
+from lockstep.kernels.quantized.formats import quantize
+from lockstep.kernels.quantized.projections import projections
+from lockstep.kernels.quantized.token_products import dequantized_product, quantized_product, token_codes
+from lockstep.model.policy import Policy
+from lockstep.model.text_model import model_on_meta
+from lockstep.preflight.batch_plan import logprob_limit
+from lockstep.preflight.memory_plan import MemoryPlan, plan_memory
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.recipe_checks import combination_problems
+from lockstep.recipe.schema import Lora
+from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.types import Completion, Request, Sampling
+from refusals import has_problem, refuses
+
+FORMATS = ("fp8", "int8")
+SAMPLING = Sampling(max_tokens=12, temperature=0.8, stop_ids=(7,), seed=3)
+FULL = Sampling(max_tokens=12, temperature=0.8, stop_ids=(7,), seed=3, full_precision=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2") / "model", Qwen2Config(**SIZES), tiny_folder)
+
+
+@pytest.fixture
+def policy(folder: Path) -> Policy:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return [Request(ids, 100 + key, 2) for key, ids in enumerate(prompts(4, longest=12))]
+
+
+# -- products against fp64 ---------------------------------------------------------------------------------------------
+
+
+def matrices() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    outlier, tiny = drawn(9, 48), drawn(3, 32) * 1e-30
+    outlier[2, 5] = 3e4
+    zeros = drawn(4, 32)
+    zeros[1] = 0.0
+    return {
+        "normal": (drawn(5, 64), drawn(32, 64)),
+        "odd": (drawn(7, 33), drawn(17, 33)),
+        "one token": (drawn(1, 16), drawn(16, 16)),
+        "an outlier": (outlier, drawn(16, 48) * 1e-3),
+        "tiny": (tiny, drawn(16, 32)),
+        "a row of zeros": (zeros, torch.cat([torch.zeros(1, 32), drawn(15, 32)])),
+    }
+
+
+def by_hand(x: torch.Tensor, weight: torch.Tensor, precision: str) -> torch.Tensor:
+    """Both matrices rounded to the numbers of the format, multiplied in fp64."""
+
+    def rounded(rows: torch.Tensor) -> torch.Tensor:
+        largest = {"int8": 127.0, "fp8": 448.0}[precision]
+        scale = (rows.float().abs().amax(-1, keepdim=True) / largest).clamp(min=2.0**-126)
+        codes = rows.float() / scale
+        codes = codes.round() if precision == "int8" else codes.clamp(-448, 448).to(torch.float8_e4m3fn)
+        return codes.double() * scale.double()
+
+    return rounded(x) @ rounded(weight).t()
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("case", list(matrices()))
+def test_a_product_is_that_of_the_rounded_matrices(case: str, precision: str) -> None:
+    x, weight = matrices()[case]
+    held = quantize(weight, precision)
+    expected = by_hand(x, weight, precision)
+    # An error is relative to the sum of magnitudes, of which the result is a part. One code in a row may be rounded to
+    # its neighbour, where the quotient is halfway between two numbers.
+    magnitude = (x.abs().double() @ weight.abs().double().t()).clamp(min=1e-300)
+    for made in (
+        quantized_product(x, held),
+        dequantized_product(x, held.codes, held.scales, precision),  # type: ignore[arg-type]
+    ):
+        assert ((made.double() - expected).abs() / magnitude).max() < 1e-5
+    # Rounding to eight bits itself is far larger than this tolerance, so the test sees whether both sides are rounded.
+    if case == "normal":
+        exact = x.double() @ weight.double().t()
+        assert ((expected - exact).abs() / magnitude).max() > 1e-4
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_tokens_have_the_codes_of_a_weight(precision: str) -> None:
+    for rows, _ in matrices().values():
+        codes, scales = token_codes(rows, precision)
+        held = quantize(rows, precision)
+        assert torch.equal(codes.float(), held.codes.float())
+        assert torch.equal(scales, held.scales)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_a_token_that_is_not_finite_stays_visible(precision: str) -> None:
+    x, weight = torch.ones(3, 16), torch.ones(16, 16)
+    x[1, 3], x[2, 4] = float("nan"), float("inf")
+    made = quantized_product(x, quantize(weight, precision))
+    assert made[0].isfinite().all()
+    assert not made[1].isfinite().any()
+    assert not made[2].isfinite().any()
+
+
+def test_int8_products_do_not_depend_on_the_other_tokens() -> None:
+    x, weight = matrices()["normal"]
+    held = quantize(weight, "int8")
+    alone = torch.cat([quantized_product(row[None], held) for row in x])
+    assert torch.equal(alone, quantized_product(x, held))
+
+
+def test_a_bias_is_added() -> None:
+    x, weight = matrices()["normal"]
+    held, bias = quantize(weight, "int8"), torch.arange(32.0)
+    assert torch.equal(quantized_product(x[None], held, bias), quantized_product(x, held)[None] + bias)
+
+
+# -- the view ----------------------------------------------------------------------------------------------------------
+
+
+def names(layers: Any) -> set[str]:
+    return {name.split(".", 1)[1] for name in projections(layers)}
+
+
+def test_the_view_has_the_projections_of_attention_and_mlp_only(policy: Policy) -> None:
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    assert names(policy.decoder.layers) == attention | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def test_routers_keep_their_precision() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "layer_types"}
+    model = model_on_meta(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+    found = names(model.model.layers)
+    assert found == {f"self_attn.{name}_proj" for name in "qkvo"}
+
+
+def test_adapters_keep_their_precision(folder: Path) -> None:
+    policy = load(folder, Lora(rank=2, alpha=4.0))
+    found = names(policy.decoder.layers)
+    assert "self_attn.q_proj.base_layer" in found
+    assert not any("lora_" in name for name in found)
+
+
+def rounded_forwards(policy: Policy, precision: str) -> None:
+    """Replaces the forwards of the projections by plain products in fp64 of numbers that are rounded by hand."""
+    for module in projections(policy.decoder.layers).values():
+
+        def forward(x: torch.Tensor, module: nn.Linear = module) -> torch.Tensor:
+            made = by_hand(x.flatten(0, -2), module.weight.detach(), precision)
+            made = made if module.bias is None else made + module.bias.double()
+            return made.to(x.dtype).unflatten(0, x.shape[:-1])
+
+        module.__dict__["forward"] = forward
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapter"])
+def test_samples_and_logprobs_are_those_of_the_rounded_weights(
+    folder: Path, requests: list[Request], precision: str, adapted: bool
+) -> None:
+    policy, other = (load(folder, Lora(rank=2, alpha=4.0) if adapted else None) for _ in range(2))
+    if adapted:
+        for number, (one, two) in enumerate(zip(policy.trainable(), other.trainable(), strict=True)):
+            for parameter in (one[1], two[1]):
+                filled = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.1
+                parameter.data.copy_(filled)
+    made = run(native(policy, folder, precision=precision), requests, SAMPLING)
+    plain = run(native(policy, folder), requests, SAMPLING)
+    rounded_forwards(other, precision)
+    errors, low = [], []
+    for completion, unrounded in list(zip(made, plain, strict=True))[::3]:
+        ids, logprobs = slow_sample(other, requests[completion.request], completion.sample, SAMPLING)
+        assert completion.ids == ids
+        errors += [abs(a - b) for a, b in zip(completion.logprobs, logprobs, strict=True)]
+        low += [abs(a - b) for a, b in zip(completion.logprobs[:1], unrounded.logprobs[:1], strict=True)]
+    # Where the quotient of an activation is almost halfway between two codes, the order of a sum decides.
+    assert sum(error < 1e-3 for error in errors) >= 0.8 * len(errors)
+    assert max(errors) < 0.1
+    assert max(low) > 2e-2  # the weights are rounded
+
+
+def logprobs_of(completions: list[Completion]) -> torch.Tensor:
+    return torch.tensor(list(itertools.chain(*(one.logprobs for one in completions))))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_every_update_reaches_the_view(folder: Path, policy: Policy, requests: list[Request], captured: bool) -> None:
+    """A captured graph keeps the memory of the view, so that the weights must change in the same place."""
+    engine = native(policy, folder, precision="int8", free_cache=False)
+    if captured:
+        engine.device = Recorder()
+    before = run(engine, requests, SAMPLING)
+    assert engine.view is not None
+    places = engine.view.addresses
+    for name, parameter in policy.trainable():
+        with torch.no_grad():
+            parameter.mul_(1.01 if "norm" in name else 0.97).add_(0.001)
+    after = run(engine, requests, SAMPLING)
+    assert engine.view.addresses == places
+    fresh = native(policy, folder, precision="int8")
+    expected = run(fresh, requests, SAMPLING)
+    assert [one.ids for one in after] == [one.ids for one in expected]
+    torch.testing.assert_close(logprobs_of(after), logprobs_of(expected), rtol=0, atol=1e-5)
+    assert logprobs_of(before).shape != logprobs_of(after).shape or not torch.allclose(
+        logprobs_of(before), logprobs_of(after), atol=1e-3
+    )
+
+
+def test_the_base_of_an_adapter_is_quantised_once(folder: Path, requests: list[Request]) -> None:
+    policy = load(folder, Lora(rank=2, alpha=4.0))
+    engine = native(policy, folder, precision="fp8", free_cache=False)
+    engine.device = Recorder()
+    run(engine, requests, SAMPLING)
+    assert engine.view is not None
+    held = engine.view.weight("0.self_attn.q_proj.base_layer")
+    held.codes.copy_(torch.zeros_like(held.codes))
+    engine.view.refresh()
+    assert not held.codes.float().any()  # a second quantisation would have restored it
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_validation_and_the_trainer_use_the_trained_weights(
+    folder: Path, policy: Policy, requests: list[Request], precision: str
+) -> None:
+    plain = run(native(policy, folder), requests, SAMPLING)
+    engine = native(policy, folder, precision=precision)
+    low = run(engine, requests, SAMPLING)
+    full = run(engine, requests, FULL)
+    assert [(one.ids, one.logprobs) for one in full] == [(one.ids, one.logprobs) for one in plain]
+    assert [one.logprobs for one in low] != [one.logprobs for one in plain]
+    assert all("forward" not in vars(module) for module in projections(policy.decoder.layers).values())
+    assert engine.view is not None
+    assert engine.view.nbytes == 0  # freed together with the cache
+
+
+def test_a_model_without_projections_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=SIZES["vocab_size"])
+    policy = load(write_model(tmp_path / "gpt2", config, tiny_folder))
+    with refuses("rollout.precision", code="unsupported-model"):
+        NativeEngine(policy, Cpu(), recipe_of(rollout__precision="int8").rollout, str)
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_correction_is_on_by_default() -> None:
+    plain, low = recipe_of(), recipe_of(rollout__precision="fp8")
+    assert plain.algorithm.rollout_correction.weight == "none"
+    assert low.algorithm.rollout_correction.weight == "token"
+    assert logprob_limit(plain) is None
+    assert logprob_limit(low) == 0.25
+    assert logprob_limit(recipe_of(rollout__precision="fp8", rollout__temperature=0.5)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ({"algorithm__rollout_correction__weight": "none"}, "algorithm.rollout_correction.weight"),
+        ({"rollout__engine": "hf"}, "rollout.precision"),
+        ({"parallel__tensor_parallel": 2}, "rollout.precision"),
+    ],
+    ids=["correction off", "hf", "tensor parallelism"],
+)
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], where: str) -> None:
+    values: dict[str, Any] = {"method": "grpo", "device": "cpu", "model": {"path": "m"}, "data": {"train": "rows"}}
+    values["rollout"] = {"precision": "int8"}
+    for key, value in keys.items():
+        *parents, leaf = key.split("__")
+        target = values
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[leaf] = value
+    assert has_problem(list(combination_problems(Recipe.model_validate(with_method_defaults(values)))), where)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"algorithm__rollout_correction__bypass": True},
+        {"algorithm__rollout_correction__weight": "none", "algorithm__rollout_correction__mask": "sequence"},
+        {"algorithm__rollout_correction__weight": "sequence"},
+    ],
+    ids=["bypass", "mask", "sequence"],
+)
+def test_every_correction_is_accepted(keys: dict[str, Any]) -> None:
+    recipe_of(rollout__precision="int8", **keys)
+
+
+def test_the_plan_counts_the_view(tiny_folder: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_folder)
+
+    def planned(**keys: Any) -> MemoryPlan:
+        return plan_memory(recipe_of(**keys), config, 1, 64, 4)
+
+    def total(plan: MemoryPlan, name: str) -> int:
+        return next(phase.total for phase in plan.phases if phase.name == name)
+
+    plain, low = planned(), planned(rollout__precision="fp8")
+    kept = planned(rollout__precision="fp8", rollout__free_cache=False)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads, pairs = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    shapes = [(heads * size, hidden), (hidden, heads * size), *[(pairs * size, hidden)] * 2]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    view = config.num_hidden_layers * sum(rows * (columns + 4) for rows, columns in shapes)
+    assert total(low, "generation") - total(plain, "generation") == view
+    assert total(low, "optimizer step") == total(plain, "optimizer step")
+    assert total(kept, "optimizer step") - total(plain, "optimizer step") == view + kept.cache
