@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch import nn
 from transformers import AutoConfig, MixtralConfig, Qwen2Config
 
 from hand_rollouts import recipe_of
+from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
+from lockstep.device.npu import Npu
 from lockstep.kernels.quantized.formats import quantize
 from lockstep.kernels.quantized.projections import projections
 from lockstep.kernels.quantized.token_products import dequantized_product, quantized_product, token_codes
@@ -21,11 +25,16 @@ from lockstep.model.policy import Policy
 from lockstep.model.text_model import model_on_meta
 from lockstep.preflight.batch_plan import logprob_limit
 from lockstep.preflight.memory_plan import MemoryPlan, plan_memory
+from lockstep.preflight.model_checks import precision_of_device
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.servers.adapter import ServerAdapter, ServerNeeds
+from lockstep.rollout.servers.sglang import Sglang
+from lockstep.rollout.servers.vllm import PLUGIN, Vllm
+from lockstep.rollout.servers.weight_check import CheckResult, most_of, repeat_noise, why_rejected
 from lockstep.types import Completion, Request, Sampling
 from refusals import has_problem, refuses
 
@@ -328,3 +337,133 @@ def test_the_plan_counts_the_view(tiny_folder: Path) -> None:
     assert total(low, "generation") - total(plain, "generation") == view
     assert total(low, "optimizer step") == total(plain, "optimizer step")
     assert total(kept, "optimizer step") - total(plain, "optimizer step") == view + kept.cache
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server_adapter", "flags"),
+    [
+        (Vllm(), ["--quantization", "fp8_per_channel"]),
+        (Sglang(), ["--quantization", "fp8", "--load-format", "flash_rl"]),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_a_server_starts_with_the_quantisation_that_every_update_repeats(
+    server_adapter: ServerAdapter, flags: list[str]
+) -> None:
+    low, plain = (server_adapter.flags(ServerNeeds("cuda", precision=one)) for one in ("fp8", None))
+    at = low.index(flags[0])
+    assert low[at : at + len(flags)] == flags
+    assert not set(flags[::2]) & set(plain)
+
+
+class Asked:
+    """A server that answers with its settings."""
+
+    address = "http://server"
+
+    def __init__(self, info: dict[str, Any]):
+        self.info = info
+
+    def get(self, path: str, seconds: float | None = None) -> Any:
+        return self.info
+
+    def post(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        return {"results": [self.info]}
+
+
+VLLM = {
+    "version": "0.26.0",
+    "vocabulary": 9,
+    "longest": 9,
+    "dtype": "bfloat16",
+    "logprobs_mode": "processed_logprobs",
+    "device": "cuda",
+    "sleep": False,
+    "lora_rank": None,
+}
+SGLANG = {"version": "0.5.23", "enable_deterministic_inference": True}
+
+
+@pytest.mark.parametrize(
+    ("server_adapter", "info", "precision", "wrong"),
+    [
+        (Vllm(), {**VLLM, "quantization": None}, None, 0),
+        (Vllm(), {**VLLM, "quantization": "fp8_per_channel"}, "fp8", 0),
+        (Vllm(), {**VLLM, "quantization": "fp8_per_channel"}, None, 1),
+        (Vllm(), {**VLLM, "quantization": None}, "fp8", 1),
+        (Vllm(), {**VLLM, "quantization": "fp8"}, "fp8", 1),
+        (Sglang(), SGLANG, None, 0),
+        (Sglang(), {**SGLANG, "quantization": "fp8", "load_format": "flash_rl"}, "fp8", 0),
+        (Sglang(), {**SGLANG, "quantization": "fp8", "load_format": "auto"}, "fp8", 1),
+        (Sglang(), {**SGLANG, "quantization": "fp8"}, None, 1),
+        (Sglang(), {**SGLANG, "load_format": "flash_rl"}, "fp8", 1),
+    ],
+    ids=str,
+)
+def test_a_server_with_another_quantisation_is_unfit(
+    server_adapter: ServerAdapter, info: dict[str, Any], precision: str | None, wrong: int
+) -> None:
+    found = server_adapter.metadata(Asked(info), ServerNeeds("cuda", precision=precision))  # type: ignore[arg-type]
+    assert len(found.wrong) == wrong, found.wrong
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ({"rollout": {"engine": "vllm", "precision": "int8"}, "model": {"dtype": "bf16"}}, "rollout.precision"),
+        ({"rollout": {"engine": "vllm", "precision": "fp8"}, "model": {"dtype": "fp32"}}, "rollout.precision"),
+        (
+            {"rollout": {"engine": "sglang", "precision": "fp8"}, "model": {"dtype": "bf16", "lora": {"rank": 4}}},
+            "rollout.precision",
+        ),
+        (
+            {
+                "rollout": {"engine": "vllm", "precision": "fp8", "server": {"args": ["--quantization", "fp8"]}},
+                "model": {"dtype": "bf16"},
+            },
+            "rollout.server.args",
+        ),
+    ],
+    ids=["int8", "fp32", "adapter", "own flag"],
+)
+def test_what_a_server_would_serve_wrong_is_refused(keys: dict[str, Any], where: str) -> None:
+    values = {"method": "grpo", "device": "cuda", "data": {"train": "rows"}, "rollout": keys["rollout"]}
+    values["model"] = {"path": "m", **keys["model"]}
+    found = list(combination_problems(Recipe.model_validate(with_method_defaults(values))))
+    assert has_problem(found, where), found
+
+
+@pytest.mark.parametrize("device", [Cpu(), Npu()], ids=lambda device: device.name)
+def test_servers_quantise_on_nvidia_devices_only(device: Device) -> None:
+    recipe = recipe_of(rollout__engine="vllm", rollout__precision="fp8", model__dtype="bf16")
+    (problem,) = precision_of_device(SimpleNamespace(recipe=recipe, device=device))  # type: ignore[arg-type]
+    assert (problem.where, problem.code) == ("rollout.precision", "unsupported-dtype")
+
+
+def test_the_check_of_a_quantised_server_has_wider_bounds() -> None:
+    def result(off: float) -> CheckResult:
+        return CheckResult([[1, 2]], torch.tensor([-1.0, -1.0]) + off, torch.tensor([-1.0, -1.0]))
+
+    for precision, passes in ((None, False), ("fp8", True)):
+        why = why_rejected(result(0.1), None, most_of(torch.bfloat16, precision), 0.0)
+        assert (why is None) == passes
+    assert why_rejected(result(0.3), None, most_of(torch.bfloat16, "fp8"), 0.0) is not None
+    assert repeat_noise(result(0.0), result(0.0), "fp8") == 0.01
+    assert repeat_noise(result(0.0), result(0.0)) == 0.0
+
+
+def test_scales_that_the_server_computes_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    plugin = importlib.import_module("lockstep_vllm")
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.weight_scale = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    plugin._refuse_missing(Layer(), {"weight"})
+    with pytest.raises(ValueError, match="weight_scale"):
+        plugin._refuse_missing(Layer(), set())

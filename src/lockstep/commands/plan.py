@@ -84,7 +84,8 @@ def _weight_sync(recipe: Recipe, device: Device) -> str:
 
 def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
     rollout, lora = recipe.rollout, recipe.model.lora
-    needs = ServerNeeds(device.name, rollout.sleep, None if lora is None else lora.rank, rollout.interactive)
+    rank = None if lora is None else lora.rank
+    needs = ServerNeeds(device.name, rollout.sleep, rank, rollout.interactive, rollout.precision)
     settings = [
         *server_adapter_of(rollout).settings(needs).items(),
         *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),

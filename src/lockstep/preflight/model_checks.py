@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lockstep.data.encode.chat_template import with_template
+from lockstep.device.serving import serving_on
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
@@ -98,10 +99,18 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
 
 
 def precision_of_device(context: Context) -> Iterator[Problem]:
-    """Reports a precision of generation for which the device has no matmul."""
-    device, precision = context.device, context.recipe.rollout.precision
-    why = None if precision is None else device.no_low_precision(precision)
-    if why is not None and not ENGINES[context.recipe.rollout.engine].served:
+    """Reports a precision of generation that the engine does not have on this device."""
+    device, rollout = context.device, context.recipe.rollout
+    precision = rollout.precision
+    if precision is None:
+        return
+    if ENGINES[rollout.engine].served:
+        if precision not in serving_on(device.name, rollout.engine).precisions:
+            why = f"{rollout.engine} on {device.name} does not quantise the weights of an update to {precision}"
+            yield Problem("rollout.precision", why, "remove it, or use rollout.engine=native", code="unsupported-dtype")
+        return
+    why = device.no_low_precision(precision)
+    if why is not None:
         usable = [one for one in ("fp8", "int8") if device.no_low_precision(one) is None]
         remedy = f"use {' or '.join(usable)}, or remove it" if usable else "remove it"
         yield Problem("rollout.precision", f"{why}, so {precision} is not available", remedy, code="unsupported-dtype")

@@ -64,6 +64,8 @@ class EngineRow:
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     precisions: tuple[str, ...] = ()
     """The values of `rollout.precision` that the engine supports."""
+    quantizes_adapted: bool = True
+    """Whether `rollout.precision` may be combined with a LoRA adapter."""
     server_adapter: str = ""
     """`package.module:name` of the `ServerAdapter` (`rollout/servers/`); empty if the engine is not a server. A serving
     engine has its weights in another process and is reached over HTTP. A run starts a server with the settings in
@@ -171,11 +173,14 @@ ENGINES: dict[str, EngineRow] = {
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.vllm:Vllm",
+        precisions=("fp8",),
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.sglang:Sglang",
+        precisions=("fp8",),
+        quantizes_adapted=False,
         scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
     ),
 }

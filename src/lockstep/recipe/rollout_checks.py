@@ -33,6 +33,14 @@ def _precision_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.tensor_parallel > 1 and not ENGINES[rollout.engine].served:
         why = "the parts of a projection on the ranks of a tensor-parallel group would have different scales"
         yield unfit(key, why, "remove it, or set parallel.tensor_parallel=1 and shard the model instead")
+    if ENGINES[rollout.engine].served and recipe.model.dtype == "fp32":
+        yield unfit(key, f"{rollout.engine} quantises weights in bf16 or fp16 only", "set model.dtype=bf16")
+    if recipe.model.lora is not None and not ENGINES[rollout.engine].quantizes_adapted:
+        why = f"{rollout.engine} quantises only full weights, and the run sends an adapter"
+        yield unfit(key, why, "remove it, or use rollout.engine=native")
+    args = [word for word in rollout.server.args if word.startswith(("--quantization", "--load-format"))]
+    if args:
+        yield conflict("rollout.server.args", f"{args[0]} is set by rollout.precision", "remove it from the list")
     # `weight` has a default with rollout.precision, so only an explicit `none` disables it.
     if "weight" in correction.model_fields_set and not (correction.compares or correction.bypass):
         yield conflict(

@@ -41,7 +41,7 @@ class ServerManager:
         self.world = place.world
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         self.lora_rank = _lora_rank(policy)
-        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive)
+        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive, settings.precision)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False
