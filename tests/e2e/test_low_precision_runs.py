@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands import lockstep, torchrun
-from conftest import question_rows, write_jsonl
+from conftest import question_rows, run, write_jsonl
 from hang import HANG
 from kills import killed, lines
 from lockstep.recipe import load_recipe
@@ -185,3 +185,40 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return folder
+
+
+# -- training with fp8 matmuls -----------------------------------------------------------------------------------------
+
+
+def test_fp8_training_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
+    words = ["model.matmul=fp8", "run.steps=4", "checkpoint.every=2", "run.export=false"]
+    runs = tmp_path / "runs"
+    assert run("train", recipe_file, "run.name=whole", *words) == 0
+    killed(["train", recipe_file, "run.name=parts", *words], lines(runs / "parts" / "metrics.jsonl", 3))
+    assert run("train", recipe_file, "run.name=parts", *words) == 0
+    assert run("train", recipe_file, "run.name=plain", *words, "model.matmul=null") == 0
+    one, two = (stored(runs / name, 4) for name in ("parts", "whole"))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+    losses = [[metrics["train/loss"] for metrics in metrics_of(runs / name)] for name in ("whole", "plain")]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert losses[0] != losses[1]
+
+
+def test_an_online_run_trains_and_generates_in_fp8(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "model.matmul=fp8", "rollout.precision=fp8", "run.steps=2")
+    for metrics in metrics_of(tmp_path / "runs" / "run"):
+        assert metrics["actor/grad_norm"] > 0
+        assert 0 < metrics["rollout_corr/k3"] < 0.1
+
+
+@pytest.mark.slow
+def test_fp8_training_stays_in_step_with_bf16(warm_start: Path) -> None:
+    for name, matmul in (("sft-bf16", "null"), ("sft-fp8", "fp8")):
+        words = [f"run.name={name}", f"model.matmul={matmul}", f"run.folder={warm_start / 'runs'}"]
+        words += [f"model.path={warm_start / 'model'}", f"data.train={warm_start / 'data' / 'sft_train.parquet'}"]
+        words += [f"val.questions={warm_start / 'data' / 'val.parquet'}", "model.dtype=bf16", "run.export=false"]
+        done = lockstep("train", "warmup-arithmetic", *words, timeout=4 * HANG)
+        assert done.returncode == 0, done.stderr
+    runs = warm_start / "runs"
+    done = lockstep("compare", runs / "sft-bf16", runs / "sft-fp8", "--metric", "train/loss", timeout=HANG)
+    assert done.returncode == 0, done.stdout

@@ -98,6 +98,14 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
         )
 
 
+def matmul_of_device(context: Context) -> Iterator[Problem]:
+    """Reports fp8 training on a device without fp8 matmuls."""
+    matmul = context.recipe.model.matmul
+    why = None if matmul is None else context.device.no_low_precision(matmul)
+    if why is not None:
+        yield Problem("model.matmul", f"{why}, so {matmul} is not available", "remove it", code="unsupported-dtype")
+
+
 def precision_of_device(context: Context) -> Iterator[Problem]:
     """Reports a precision of generation that the engine does not have on this device."""
     device, rollout = context.device, context.recipe.rollout

@@ -12,6 +12,7 @@ from lockstep.recipe.keys_data import Data
 from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
+from lockstep.recipe.precision_checks import matmul_problems
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.rollout_checks import rollout_problems
 from lockstep.recipe.schema import Recipe
@@ -84,6 +85,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run = recipe.run
     if run.epochs is not None and run.steps is not None:
         yield conflict("run.steps", "cannot be combined with run.epochs", "remove run.steps or run.epochs")
+    yield from matmul_problems(recipe)
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _optim_problems(recipe)
