@@ -18,9 +18,13 @@ from hand_rollouts import recipe_of
 from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.npu import Npu
+from lockstep.kernels.attention.kv_cache import KVCache, uniform_layout
+from lockstep.kernels.attention.layout import Chunks, DecodePass, make_layout
+from lockstep.kernels.attention.paged import PrefillPass, paged_attention
 from lockstep.kernels.quantized.formats import quantize
 from lockstep.kernels.quantized.projections import projections
 from lockstep.kernels.quantized.token_products import dequantized_product, quantized_product, token_codes
+from lockstep.model.miniature import miniature_config
 from lockstep.model.policy import Policy
 from lockstep.model.text_model import model_on_meta
 from lockstep.preflight.batch_plan import logprob_limit
@@ -318,7 +322,7 @@ def test_every_correction_is_accepted(keys: dict[str, Any]) -> None:
 
 
 def test_the_plan_counts_the_view(tiny_folder: Path) -> None:
-    config = AutoConfig.from_pretrained(tiny_folder)
+    config = AutoConfig.from_pretrained(tiny_folder, trust_remote_code=False)
 
     def planned(**keys: Any) -> MemoryPlan:
         return plan_memory(recipe_of(**keys), config, 1, 64, 4)
@@ -337,6 +341,103 @@ def test_the_plan_counts_the_view(tiny_folder: Path) -> None:
     assert total(low, "generation") - total(plain, "generation") == view
     assert total(low, "optimizer step") == total(plain, "optimizer step")
     assert total(kept, "optimizer step") - total(plain, "optimizer step") == view + kept.cache
+
+
+# -- the KV cache in fp8 -----------------------------------------------------------------------------------------------
+
+
+def rounded_heads(rows: torch.Tensor) -> torch.Tensor:
+    """The numbers of e4m3 that are nearest to the rows of each head, in fp64."""
+    scale = rows.double().abs().amax(-1, keepdim=True) / 448
+    return (rows.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+
+def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of the last token of a sequence, in fp64: (H, D), (L, G, D)."""
+    shared = query.shape[0] // keys.shape[1]
+    k, v = (part.repeat_interleave(shared, 1) for part in (keys, values))
+    scores = torch.einsum("hd,lhd->hl", query.double(), k) * 0.25
+    return torch.einsum("hl,lhd->hd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "in chunks"])
+def test_attention_reads_rounded_keys_and_values(chunked: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    length, heads, groups, size, block = 11, 4, 2, 16, 4
+    query = torch.randn(length, heads, size, generator=generator)
+    keys, values = (torch.randn(length, groups, size, generator=generator) * 3 for _ in range(2))
+    cache = KVCache(uniform_layout(1, groups, size), 6, block, query, fp8=True)
+    table = torch.tensor([[4, 1, 3]])
+    slots = (table[0, :, None] * block + torch.arange(block)).flatten()[:length]
+    made = []
+    prefilled = length - 2
+    bounds = [0, 5, prefilled] if chunked else [0, prefilled]
+    for start, stop in itertools.pairwise(bounds):
+        where = (
+            Chunks.of([(start, stop)], [slots[:stop].numpy()], "sdpa", torch.device("cpu"))
+            if chunked
+            else make_layout([stop], torch.device("cpu"), "sdpa")
+        )
+        step = PrefillPass(cache, slots[start:stop], where)
+        rows = query[start:stop], keys[start:stop], values[start:stop]
+        made.append(paged_attention(*rows, step, 0, scale=0.25, window=None))
+    for at in range(prefilled, length):
+        decode = DecodePass(cache, "gather", slots[at : at + 1], table, torch.tensor([at + 1]))
+        rows = query[at : at + 1], keys[at : at + 1], values[at : at + 1]
+        made.append(paged_attention(*rows, decode, 0, scale=0.25, window=None))
+    low = rounded_heads(keys), rounded_heads(values)
+    expected = torch.stack([attended(query[at], *(part[: at + 1] for part in low)) for at in range(length)])
+    exact = torch.stack(
+        [attended(query[at], keys[: at + 1].double(), values[: at + 1].double()) for at in range(length)]
+    )
+    torch.testing.assert_close(torch.cat(made).double(), expected, rtol=0, atol=1e-5)
+    assert (expected - exact).abs().max() > 1e-2
+
+
+def test_blocks_are_copied_with_their_scales() -> None:
+    like = torch.randn(8, 2, 16)
+    cache = KVCache(uniform_layout(1, 2, 16), 4, 4, like, fp8=True)
+    keys, _ = cache.fp8_layer(0)
+    keys.index_copy_(0, torch.arange(4, 12), like)
+    cache.copy_blocks([(1, 3), (2, 0)])
+    for source, target in ((1, 3), (2, 0)):
+        one, other = (keys.index_select(0, block * 4 + torch.arange(4)) for block in (source, target))
+        assert torch.equal(one, other)
+        assert one.any()
+    assert cache.nbytes == 2 * 5 * 4 * 2 * (16 + 4)
+
+
+def test_samples_of_an_fp8_cache_differ_by_rounding_and_validation_does_not(
+    folder: Path, policy: Policy, requests: list[Request]
+) -> None:
+    plain, engine = run(native(policy, folder), requests, SAMPLING), native(policy, folder, kv_cache="fp8")
+    low, full = run(engine, requests, SAMPLING), run(engine, requests, FULL)
+    assert [(one.ids, one.logprobs) for one in full] == [(one.ids, one.logprobs) for one in plain]
+    first = [abs(one.logprobs[0] - two.logprobs[0]) for one, two in zip(low, plain, strict=True)]
+    assert 1e-4 < max(first) < 0.5
+    # The same samples with chunked prefill and one row at a time: a token's context is rounded in every way.
+    other = run(native(policy, folder, kv_cache="fp8", prefill_tokens=3, max_sequences=1), requests, SAMPLING)
+    assert [one.ids for one in other] == [one.ids for one in low]
+    torch.testing.assert_close(logprobs_of(other), logprobs_of(low), rtol=0, atol=5e-2)
+    assert (logprobs_of(other) - logprobs_of(low)).abs().median() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_a_cache_of_latents_is_refused(tmp_path: Path, tiny_folder: Path, family: str) -> None:
+    config = miniature_config(AutoConfig.for_model(family))
+    policy = load(write_model(tmp_path / family, config, tiny_folder))
+    with refuses("rollout.kv_cache", code="unsupported-model"):
+        NativeEngine(policy, Cpu(), recipe_of(rollout__kv_cache="fp8").rollout, str)
+
+
+def test_a_cache_in_fp8_is_corrected_and_counted(tiny_folder: Path) -> None:
+    recipe = recipe_of(rollout__kv_cache="fp8")
+    assert recipe.algorithm.rollout_correction.weight == "token"
+    assert logprob_limit(recipe) == 0.25
+    config = AutoConfig.from_pretrained(tiny_folder, trust_remote_code=False)
+    plain, low = (plan_memory(one, config, 1, 64, 4).cache for one in (recipe_of(), recipe))
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert low / plain == pytest.approx((size + 4) / (4 * size))
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,11 @@ class Decoder:
         self._refuse_states_of_rows()
         return latent_layout(self._probe.layout, self._latent_modules)
 
+    @property
+    def selects_rows(self) -> bool:
+        """Whether attention selects tokens by an indexer, so that it reads its cache in rows."""
+        return bool(self.attentions) and isinstance(self._probe, RowProbe)
+
     def _refuse_states_of_rows(self) -> None:
         if self.mixers and isinstance(self._probe, RowProbe):
             kind = type(self.mixers[0].module).__name__

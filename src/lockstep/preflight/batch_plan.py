@@ -200,7 +200,7 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     algorithm = recipe.algorithm
     if algorithm.rollout_correction.compares or estimator_row(algorithm.advantage).energy:
         return True
-    if recipe.rollout.precision is not None:
+    if recipe.rollout.low_precision is not None:
         return True  # the mismatch is measured in every step
     chosen_before = loss_row(algorithm.loss).selection_keys is not None
     needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
@@ -214,7 +214,7 @@ def logprob_limit(recipe: Recipe) -> float | None:
     if rollout.max_logprob_diff != "auto":
         return rollout.max_logprob_diff
     # Responses of earlier weights differ by more than rounding.
-    low_precision = rollout.precision is not None and not rollout.max_staleness
+    low_precision = rollout.low_precision is not None and not rollout.max_staleness
     if not (low_precision or ENGINES[rollout.engine].served):
         return None
     limit = LOW_PRECISION_LIMIT if low_precision else LOGPROB_LIMITS[recipe.model.dtype]

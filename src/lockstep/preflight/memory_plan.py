@@ -378,6 +378,10 @@ def _with_online_parts(
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
     token = kv_bytes(config, size, recipe.parallel.tensor_parallel)
+    if recipe.rollout.kv_cache is not None:
+        # One byte per element, and a scale in fp32 per head of keys and of values.
+        elements = kv_bytes(config, 1, recipe.parallel.tensor_parallel)
+        token = elements + 4 * elements // text_sizes(config).head_size
     slot = state_bytes(config, DTYPES[recipe.model.dtype])
     states = plan_states(slot, math.inf, sequences, recipe.rollout.n, "memory").bytes
     cached = sequences * engine.longest * token + states

@@ -110,6 +110,8 @@ def precision_of_device(context: Context) -> Iterator[Problem]:
     """Reports a precision of generation that the engine does not have on this device."""
     device, rollout = context.device, context.recipe.rollout
     precision = rollout.precision
+    if rollout.kv_cache is not None and (why := device.no_low_precision(rollout.kv_cache)) is not None:
+        yield Problem("rollout.kv_cache", f"{why}, so it has no fp8 cache", "remove it", code="unsupported-dtype")
     if precision is None:
         return
     if ENGINES[rollout.engine].served:

@@ -204,6 +204,12 @@ class EngineSettings(Section):
         "validation of a server has this precision. Default: the precision of `model.dtype`.",
         effect=Effect("matters", "responses are sampled from a quantised policy, and importance weights correct this"),
     )
+    kv_cache: Literal["fp8"] | None = Field(
+        None,
+        description="Native engine: keep keys and values of training responses in fp8, with one scale per token and "
+        "head. The correction of `precision` applies here too. Default: the precision of `model.dtype`.",
+        effect=Effect("matters", "responses are sampled with rounded keys and values; importance weights correct this"),
+    )
     block_tokens: int = Field(
         16, ge=1, description="Native engine: tokens per block of the KV cache.", effect=CACHE, resumable=True
     )
@@ -274,3 +280,10 @@ class EngineSettings(Section):
 
 class RolloutSettings(EnvironmentSettings, EngineSettings):
     """All keys of the group `rollout`."""
+
+    @property
+    def low_precision(self) -> str | None:
+        """Describes in which low precision training responses are generated; None in full precision."""
+        words = [] if self.precision is None else [self.precision]
+        words += [] if self.kv_cache is None else [f"a KV cache in {self.kv_cache}"]
+        return " with ".join(words) or None

@@ -28,8 +28,27 @@ def matmul_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def rollout_precision_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of `rollout.precision`: an engine that cannot quantise, and a mismatch that nothing corrects."""
-    rollout, correction, key = recipe.rollout, recipe.algorithm.rollout_correction, "rollout.precision"
+    """Yields problems of `rollout.precision` and `rollout.kv_cache`: an engine that cannot quantise, and a mismatch
+    that nothing corrects."""
+    rollout, correction = recipe.rollout, recipe.algorithm.rollout_correction
+    if rollout.low_precision is None:
+        return
+    yield from _weight_problems(recipe)
+    if rollout.kv_cache is not None and not ENGINES[rollout.engine].paged:
+        why = f"engine {rollout.engine} does not use the KV cache of lockstep"
+        yield unfit("rollout.kv_cache", why, "remove it, or set rollout.engine=native")
+    # `weight` has a default with low precision, so only an explicit `none` disables it.
+    if "weight" in correction.model_fields_set and not (correction.compares or correction.bypass):
+        yield conflict(
+            "algorithm.rollout_correction.weight",
+            f"responses of a policy in {rollout.low_precision} are off policy, and nothing would correct for that",
+            "remove it (the default is token), set sequence, or set bypass, mask or reject",
+        )
+
+
+def _weight_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of an engine that cannot quantise its weights, or not the weights of an update."""
+    rollout, key = recipe.rollout, "rollout.precision"
     if rollout.precision is None:
         return
     if rollout.precision not in ENGINES[rollout.engine].precisions:
@@ -47,10 +66,3 @@ def rollout_precision_problems(recipe: Recipe) -> Iterator[Problem]:
     args = [word for word in rollout.server.args if word.startswith(("--quantization", "--load-format"))]
     if args:
         yield conflict("rollout.server.args", f"{args[0]} is set by rollout.precision", "remove it from the list")
-    # `weight` has a default with rollout.precision, so only an explicit `none` disables it.
-    if "weight" in correction.model_fields_set and not (correction.compares or correction.bypass):
-        yield conflict(
-            "algorithm.rollout_correction.weight",
-            f"responses of a policy in {rollout.precision} are off policy, and nothing would correct for that",
-            "remove it (the default is token), set sequence, or set bypass, mask or reject",
-        )

@@ -433,7 +433,7 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     quantised weights, and an importance weight corrects for it.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
-    low_precision = recipe.rollout.precision is not None
+    low_precision = recipe.rollout.low_precision is not None
     if not (stale or low_precision or ENGINES[recipe.rollout.engine].served) or correction.bypass:
         return {}
     given = correction.model_fields_set

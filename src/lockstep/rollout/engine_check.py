@@ -116,7 +116,7 @@ def _engine_problem(
     engine: Engine, policy: Policy, device: torch.device, path: str, paged_on: Device | None
 ) -> Problem | None:
     name, remedy = type(policy.causal_lm).__name__, engine.instead
-    view = engine.view if isinstance(engine, NativeEngine) else None
+    low_precision = engine.settings.low_precision if isinstance(engine, NativeEngine) else None
     try:
         if paged_on is not None:
             check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
@@ -135,10 +135,12 @@ def _engine_problem(
     if not difference <= allowed:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
         return Problem(f"model.path {path}", why, remedy, code="logprobs-differ")
-    return None if view is None else _view_problem(engine, policy, device, path, view.format)
+    return None if low_precision is None else _low_precision_problem(engine, policy, device, path, low_precision)
 
 
-def _view_problem(engine: Engine, policy: Policy, device: torch.device, path: str, precision: str) -> Problem | None:
+def _low_precision_problem(
+    engine: Engine, policy: Policy, device: torch.device, path: str, precision: str
+) -> Problem | None:
     """Compares generation in low precision with the trainer: a model with extreme weights or activations loses too
     much."""
     engine_logprobs, trainer_logprobs = _two_scores(engine, policy, device, full_precision=False)
@@ -147,9 +149,9 @@ def _view_problem(engine: Engine, policy: Policy, device: torch.device, path: st
         return None
     return Problem(
         "rollout.precision",
-        f"quantised to {precision}, {path} gives log-probabilities that differ from the trainer's by {difference:.3g} "
-        f"on average (at most {VIEW_TOLERANCE})",
-        "remove rollout.precision",
+        f"in {precision}, {path} gives log-probabilities that differ from the trainer's by {difference:.3g} on average "
+        f"(at most {VIEW_TOLERANCE})",
+        "remove rollout.precision and rollout.kv_cache",
         code="logprobs-differ",
     )
 

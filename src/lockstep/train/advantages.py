@@ -79,7 +79,7 @@ def estimate_advantages(
         else:
             kl_penalty_K = penalty_K
         metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
-    measured = recipe.rollout.precision is not None
+    measured = recipe.rollout.low_precision is not None
     corrected = _correct(experience, outputs, algorithm.rollout_correction, measured=measured)
     keep_K, is_weights_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics

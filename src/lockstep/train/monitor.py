@@ -389,7 +389,7 @@ class Warnings:
                 else []
             ),
             *_since_the_draw(recipe),
-            *([] if recipe.rollout.precision is None else [_too_coarse(recipe.rollout.precision)]),
+            *([] if recipe.rollout.low_precision is None else [_too_coarse(recipe.rollout.low_precision)]),
             *COMMON,
         ]
 
@@ -435,7 +435,7 @@ def _too_coarse(precision: str) -> WarningSign:
         shows,
         f"the importance weights of responses in {precision} are far from equal (rollout_corr/effective_share is below "
         f"{LEAST_EFFECTIVE_SHARE:g}, or rollout_corr/capped_share above {MOST_CAPPED_SHARE:g}): little of the step "
-        "counts. Remove rollout.precision, or lower optim.lr",
+        "counts. Remove rollout.precision and rollout.kv_cache, or lower optim.lr",
     )
 
 
@@ -448,8 +448,8 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         fewer = f"or rollout.max_staleness, {fewer}"
     corrected = recipe.algorithm.rollout_correction.bypass or recipe.algorithm.rollout_correction.weight != "none"
     remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.rollout_correction.weight=token")
-    if recipe.rollout.precision is not None:
-        remedy = "Remove rollout.precision"
+    if recipe.rollout.low_precision is not None:
+        remedy = "Remove rollout.precision and rollout.kv_cache"
     if stale:
         remedy = "Lower optim.lr or rollout.max_staleness"
     return [

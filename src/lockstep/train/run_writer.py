@@ -304,7 +304,7 @@ def sampled_in(recipe: Recipe, kind: str) -> str | None:
     """Returns the low precision in which responses were generated, or None. Validation (`val`) of the built-in engine
     generates with the trained weights; a server has only the quantised weights."""
     served = ENGINES[recipe.rollout.engine].served
-    return recipe.rollout.precision if served or kind != "val" else None
+    return recipe.rollout.low_precision if served or kind != "val" else None
 
 
 def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experience, advantages: Advantages) -> None:
