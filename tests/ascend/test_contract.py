@@ -26,7 +26,7 @@ from lockstep.kernels.attention import npu_attention
 from lockstep.kernels.attention import npu_attention as npu_parts
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.partial_attention import sections
-from lockstep.kernels.quantized import token_products
+from lockstep.kernels.quantized import int8_npu
 
 pytestmark = pytest.mark.ascend
 
@@ -252,7 +252,7 @@ def swiglu() -> tuple[Any, list[Shape]]:
 
 def int8_product() -> tuple[Any, list[Shape]]:
     x, codes, scales = meta(7, 48), meta(24, 48, dtype=torch.int8), meta(24, 1, dtype=torch.float32)
-    return token_products.npu_int8_product(x, codes, scales), [(7, 24)]
+    return int8_npu.npu_int8_product(x, codes, scales), [(7, 24)]
 
 
 # Our own functions around each operator: what they give, and the shapes that their callers expect.

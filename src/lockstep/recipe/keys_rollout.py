@@ -284,6 +284,5 @@ class RolloutSettings(EnvironmentSettings, EngineSettings):
     @property
     def low_precision(self) -> str | None:
         """Describes in which low precision training responses are generated; None in full precision."""
-        words = [] if self.precision is None else [self.precision]
-        words += [] if self.kv_cache is None else [f"a KV cache in {self.kv_cache}"]
-        return " with ".join(words) or None
+        cache = None if self.kv_cache is None else f"a KV cache in {self.kv_cache}"
+        return " with ".join(filter(None, (self.precision, cache))) or None

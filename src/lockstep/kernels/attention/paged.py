@@ -72,8 +72,8 @@ def paged_attention(
     planes = step.cache.layout.calls[call]
     writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
     if step.cache.fp8:
-        options = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H, "chunk": chunk}
-        return _fp8_attention(query_THD, key_TGD, value_TGD, step, call, writes, **options)
+        rows = query_THD, key_TGD, value_TGD
+        return _fp8_attention(*rows, step, call, writes, scale, window, softcap, sinks_H, chunk)
     keys, values = step.cache.layer(call)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H, chunk)
     fused = writes[0] and (writes[1] or planes.latent is not None)
@@ -116,7 +116,6 @@ def _fp8_attention(
     step: PrefillPass | DecodePass,
     call: int,
     writes: tuple[bool, bool],
-    *,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -129,24 +128,24 @@ def _fp8_attention(
     for plane, rows, written in zip((keys, values), (key_TGD, value_TGD), writes, strict=True):
         if written:
             plane.index_copy_(0, step.slots_T, rows)
-    special = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
     if isinstance(step, DecodePass):
         block = step.cache.block
         if step.kernel in ("triton", "invariant") and query_THD.is_cuda:
             from lockstep.kernels.attention.paged_triton import paged_decode
 
-            blocks = step.table_BM, step.lengths_B, block
-            scales = keys.scales, values.scales
-            codes = keys.codes, values.codes
+            table, lengths, scales = step.table_BM, step.lengths_B, (keys.scales, values.scales)
+            cached = keys.codes, values.codes
             return paged_decode(
-                query_THD, *codes, *blocks, scale, window, softcap, sinks_H, None, chunk=chunk, scales=scales
+                query_THD, *cached, table, lengths, block, scale, window, softcap, sinks_H, chunk=chunk, scales=scales
             )
         mask = step.mask(window, query_THD.dtype, chunk)
         return _masked_decode(query_THD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
     if isinstance(step.where, Layout):
         where = step.where.chunked(chunk) if chunk else step.where
         key_TGD, value_TGD = keys.rounded(key_TGD), values.rounded(value_TGD)
-        return varlen_attention(query_THD, key_TGD, value_TGD, where, window=window, **special)
+        return varlen_attention(
+            query_THD, key_TGD, value_TGD, where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+        )
     pieces = (
         _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk)
         for piece in step.where.pieces

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.kernels.npu_limits import quant_problem
 from lockstep.kernels.quantized.formats import Quantized
+from lockstep.kernels.quantized.int8_npu import npu_int8_product
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 # A row of zeros gets this scale, so that no division by zero occurs.
@@ -63,29 +64,17 @@ def scaled_mm_fits(x_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
 
 def int8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
     """The sums are exact integers, so that the result of a row does not depend on the other rows."""
-    if x_TK.device.type == "npu":
+    if x_TK.device.type == "npu" and quant_problem(x_TK, codes_NK) is None:
         return npu_int8_product(x_TK, codes_NK, scales_N1)
     rows, (outputs, inputs) = len(x_TK), codes_NK.shape
     codes_TK, scales_T1 = token_codes(x_TK, "int8")
     if x_TK.device.type != "cpu":
-        if inputs % _STEP or outputs % _STEP:
+        if x_TK.device.type == "npu" or inputs % _STEP or outputs % _STEP:
             return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
         if rows < _LEAST_ROWS:
             codes_TK = torch.nn.functional.pad(codes_TK, (0, 0, 0, _LEAST_ROWS - rows))
     sums_TN = torch._int_mm(codes_TK, codes_NK.t())[:rows]
     return (sums_TN.float() * scales_T1 * scales_N1.t()).to(x_TK.dtype)
-
-
-def npu_int8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
-    """The product with torch_npu's operators. Not yet run on Ascend hardware."""
-    if quant_problem(x_TK, codes_NK) is not None:
-        return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
-    import torch_npu
-
-    codes_TK, scales_T = torch_npu.npu_dynamic_quant(x_TK)
-    return torch_npu.npu_quant_matmul(
-        codes_TK, codes_NK.t(), scales_N1[:, 0].contiguous(), pertoken_scale=scales_T, output_dtype=x_TK.dtype
-    )
 
 
 def dequantized_product(
