@@ -116,8 +116,9 @@ def test_killed_and_resumed_is_bit_identical(online_file: Path, tmp_path: Path, 
     assert all(torch.equal(one[name], two[name]) for name in two)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "adapter"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapter"])
 def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, lora: bool) -> None:
     # A weight that differs in its last bit can be rounded to another code, so the second step may differ a little more.
     words = [INT8, "log.samples=99", "run.export=false", "run.steps=2", "checkpoint.every=1"]
@@ -133,6 +134,7 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
             assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_process_beside_the_trainer_gets_every_update(online_file: Path, tmp_path: Path) -> None:
     """With staleness 0 the worker's weights are those of the trainer, so it samples what the trainer would."""
     words = [INT8, "log.samples=99", "run.steps=3"]
@@ -190,6 +192,7 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- training with fp8 matmuls -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fp8_training_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
     words = ["model.matmul=fp8", "run.steps=4", "checkpoint.every=2", "run.export=false"]
     runs = tmp_path / "runs"
