@@ -151,12 +151,12 @@ class Decoder:
 
     def untiled(self) -> str | None:
         """Returns why the MLPs cannot be tiled, or None if they can."""
-        return untiled(self._layers)
+        return untiled(self.layers)
 
     def tile_mlps(self, tokens: int) -> None:
         """Makes the MLPs of the layers compute `tokens` tokens at a time."""
-        refuse_untiled(self._layers, type(self.model).__name__)
-        tile_mlps(self._layers, tokens)
+        refuse_untiled(self.layers, type(self.model).__name__)
+        tile_mlps(self.layers, tokens)
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""

@@ -192,8 +192,21 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     dora = [layer for _, layer in lora_layers(model) if len(layer.lora_magnitude_vector)]
     weights = [layer.out_features * layer.in_features for layer in dora]
     outputs, weight = sum(layer.out_features for layer in dora), max(weights, default=0)
-    more = (coded, frozen_coded, shapes, roles_of(model), outputs, weight, tileable, view)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), *more)
+    return Counted(
+        *sizes,
+        whole,
+        fused,
+        frozen,
+        reward_bytes(recipe),
+        coded,
+        frozen_coded,
+        shapes,
+        roles_of(model),
+        dora_outputs=outputs,
+        dora_weight=weight,
+        tileable=tileable,
+        view=view,
+    )
 
 
 def _view_bytes(recipe: Recipe, layers: list[nn.Module]) -> int:
