@@ -1,6 +1,6 @@
 """Quantised experts: the stacked weights [experts, rows, columns] of a transformers module, stored as codes.
 
-The module reads a stack under its usual name and gets a `QuantizedStack` instead of the tensor. A matmul with a stack or
+The module reads a stack under its usual name and gets a `QuantizedStack` instead. A matmul with a stack or
 with one of its experts dequantises the weights, and the backward pass dequantises them again. Every other operation on
 a `QuantizedStack` gets the dequantised values.
 """
