@@ -15,13 +15,10 @@ from torch import nn
 from lockstep.optimizers.roles import Roles
 from lockstep.optimizers.rule_table import rule_of
 from lockstep.optimizers.stochastic_rounding import element_index, round_to_bf16, rounding_key
-from lockstep.optimizers.update_rule import ParameterStep, ShardLayout
+from lockstep.optimizers.update_rule import ROWS_TOGETHER, ParameterStep, ShardLayout
 from lockstep.parallel.sharded_files import fill_all
 from lockstep.recipe.keys_optim import Optim
 from lockstep.train.optim_offload import HostOptimizer, brought, local, put
-
-# The number of elements of a parameter that are updated at a time, if the rule can update rows one after the other.
-ROWS_TOGETHER = 2**24
 
 
 class RuleOptimizer(HostOptimizer):
