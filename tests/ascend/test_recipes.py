@@ -6,10 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from ascend_emulator import report
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from lockstep.model.tiny import write_tiny
+from lockstep.optimizers.stochastic_rounding import round_to_bf16
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
@@ -30,6 +32,10 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "sft lora": ("sft", LORA),
     "sft checkpointing": ("sft", ["model.gradient_checkpointing=true"]),
     "sft padded": ("sft", ["batch.tokens=null", "batch.micro_batch_size=2"]),
+    "sft adamw8bit": ("sft", ["optim.name=adamw8bit"]),
+    "sft adafactor": ("sft", ["optim.name=adafactor", "optim.eps=1e-8"]),
+    "sft muon": ("sft", ["optim.name=muon"]),
+    "sft lion": ("sft", ["optim.name=lion", "optim.eps=1e-8"]),
     "dpo": ("dpo", []),
     "dpo lora": ("dpo", LORA),
     "kto": ("kto", []),
@@ -116,7 +122,8 @@ def mean_error(ours: list[float], theirs: list[float]) -> float:
 
 
 # Another run of the same method, or with the same key, is there for every day.
-SLOW_RUNS = ("sft checkpointing", "dpo lora", "reinforce_pp")
+OPTIMIZERS = ("sft adamw8bit", "sft adafactor", "sft muon", "sft lion")
+SLOW_RUNS = ("sft checkpointing", "dpo lora", "reinforce_pp", *OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +149,20 @@ def test_in_step_with_the_cpu(model: Path, tmp_path: Path, name: str, recwarn: p
     else:
         assert mean_error([m[loss] for m in npu], [m[loss] for m in cpu]) <= LOSS_BAR
         assert npu[-1]["val/loss"] == pytest.approx(cpu[-1]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_draws_the_numbers_of_the_cpu(model: Path, tmp_path: Path) -> None:
+    words = ["model.dtype=bf16", "model.master_weights=false", "optim.stochastic_rounding=true"]
+    recipe = recipe_of(tmp_path, model, "sft", words)
+    report.clear()
+    npu = history(recipe, "npu")
+    assert not report.fallbacks()
+    cpu = history(recipe, "cpu")
+    assert mean_error([m["train/loss"] for m in npu], [m["train/loss"] for m in cpu]) <= LOSS_BAR
+    values, index = torch.rand(1000), torch.arange(1000)
+    there = round_to_bf16(values.to("npu"), 11, index.to("npu")).cpu()
+    assert torch.equal(there, round_to_bf16(values, 11, index))
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])
