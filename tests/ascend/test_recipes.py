@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from lockstep.model.tiny import write_tiny
 from lockstep.optimizers.stochastic_rounding import round_to_bf16
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS, write_recipe
+from runs import stored
 
 from .processes import python
 
@@ -199,3 +202,29 @@ def test_two_ranks_over_hccl_equal_one(model: Path, tmp_path: Path, method: str)
     online = ("actor/loss", "critic/score/mean", "actor/grad_norm")
     for name in online if method in ONLINE else ("train/loss", "train/grad_norm"):
         assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_two_ranks_with_their_optimizer_on_the_host_resume(model: Path, tmp_path: Path, name: str) -> None:
+    """The state of a rank is on the host, and its mesh is of devices."""
+    recipe_of(tmp_path, model, "sft", [])
+    words = ["device=npu", "run.export=false", "model.dtype=bf16", "parallel.offload=optimizer", f"optim.name={name}"]
+    words += ["run.steps=3", "optim.schedule=constant", "checkpoint.every=2", "checkpoint.keep_last=9"]
+
+    def train(run: str) -> None:
+        done = python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+            *("-m", "lockstep", "train", tmp_path / "recipe.yaml", f"run.name={run}", *words),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    train("once")
+    runs = tmp_path / "runs"
+    shutil.copytree(runs / "once", runs / "again")
+    shutil.rmtree(checkpoints.folder_of(runs / "again" / "checkpoints", 3))
+    train("again")
+    for part in ("weights", "optimizer"):
+        mine, theirs = stored(runs / "again", 3, part), stored(runs / "once", 3, part)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)

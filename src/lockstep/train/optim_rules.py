@@ -103,7 +103,7 @@ class RuleOptimizer(HostOptimizer):
             weight32 = round_to_bf16(weight32, rounding_key(self.seed, name, count), index)
         put(weight32, weight)
 
-    def local_state(self) -> dict[str, torch.Tensor]:
+    def _state_in_place(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, state in self._state.items():
             layout = self.layouts[name]
@@ -118,7 +118,7 @@ class RuleOptimizer(HostOptimizer):
         return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        stored, targets = set(tensors), self.local_state()
+        stored, targets = set(tensors), self._state_in_place()
         for name in self.parameters:
             keys = ["step", *(key for key in self._state[name] if key not in ("step", "master"))]
             # A checkpoint from the warm-up of the critic has no state of the policy.
