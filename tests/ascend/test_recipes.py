@@ -228,3 +228,14 @@ def test_two_ranks_with_their_optimizer_on_the_host_resume(model: Path, tmp_path
         mine, theirs = stored(runs / "again", 3, part), stored(runs / "once", 3, part)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.slow
+def test_int8_rollouts_run_on_the_operators_for_int8(model: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model, "grpo", ["model.dtype=bf16", "rollout.precision=int8"])
+    report.clear()
+    npu = history(recipe, "npu")
+    ran = {operator.name for operator in report.operators()}
+    assert {"npu::npu_dynamic_quant", "npu::npu_quant_matmul"} <= ran
+    assert not report.fallbacks()
+    assert all(0 < metrics["training/rollout_logprob_diff_mean"] < 0.25 for metrics in npu)

@@ -164,7 +164,10 @@ class Smoke:
         lora = values["model"]["lora"]
         if lora is not None and lora["adapter"] is not None:
             self.changes.append(("model.lora", "a new adapter of rank 4"))
-            lora.update(adapter=None, rank=lora["rank"] or 4)
+            lora.update(adapter=None, rank=lora["rank"] or 4, reference="base")
+        if lora is not None and lora["layers"] is not None:
+            self.changes.append(("model.lora.layers", "all layers of the small model"))
+            lora.update(layers=None)
         prm = values.get("prm")
         if prm and local_folder(self.given.model.path) is None:
             # Every token of the tiny model is one byte, so step placeholder and labels must be single bytes.

@@ -9,10 +9,12 @@ from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.recipe.algorithm_checks import algorithm_problems
 from lockstep.recipe.data_checks import data_problems
 from lockstep.recipe.keys_data import Data
+from lockstep.recipe.lora_checks import lora_problems, with_lora_rate
 from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
 from lockstep.recipe.optim_checks import optim_problems
+from lockstep.recipe.precision_checks import matmul_problems
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.rollout_checks import rollout_problems
 from lockstep.recipe.schema import Recipe
@@ -85,12 +87,14 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run = recipe.run
     if run.epochs is not None and run.steps is not None:
         yield conflict("run.steps", "cannot be combined with run.epochs", "remove run.steps or run.epochs")
+    yield from matmul_problems(recipe)
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
     yield from optim_problems(recipe)
     yield from _validation_problems(recipe)
     yield from measure_problems(recipe)
-    yield from _adapter_problems(recipe)
+    yield from lora_problems(recipe)
+    yield from _quantize_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
     yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
@@ -173,24 +177,24 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
         yield needs("val.rules", "val.questions is not set", "set val.questions, or remove this key")
 
 
-def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
-    lora = recipe.model.lora
-    if lora and lora.adapter is None and lora.rank is None:
-        yield Problem(
-            "model.lora.rank",
-            "must be set",
-            "set a rank, for example 8, or set model.lora.adapter to start from an adapter",
-            code="not-set",
+def _quantize_problems(recipe: Recipe) -> Iterator[Problem]:
+    model, key = recipe.model, "model.quantize"
+    if model.quantize is None:
+        if model.quantize_exclude:
+            yield needs("model.quantize_exclude", "model.quantize is not set", "set model.quantize, or remove this key")
+        return
+    if model.lora is None:
+        yield needs(
+            key,
+            f"{model.quantize} weights are frozen, and all weights would be trained",
+            "set model.lora.rank, for example 16, to train an adapter; or remove model.quantize",
         )
-    if lora and lora.adapter is not None:
-        for key in ("dropout", "targets", "exclude"):
-            if getattr(lora, key) != type(lora).model_fields[key].default:
-                yield unused(f"model.lora.{key}", "model.lora.adapter sets it", "remove it")
-        if recipe.method == "rm":
-            yield unused("model.lora.adapter", "a reward model trains a new adapter", "remove it")
-    if lora and lora.targets == []:
-        yield Problem(
-            "model.lora.targets", "must not be empty: nothing would be trained", "use all-linear", code="empty-value"
+    if recipe.method in ONLINE and ENGINES[recipe.rollout.engine].served:
+        yield unfit(
+            key,
+            f"{recipe.rollout.engine} would generate from the weights of model.path, which differ from the "
+            f"{model.quantize} weights of the trainer by more than rounding",
+            "set rollout.engine=native, which generates from the same weights",
         )
 
 
@@ -401,19 +405,24 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         recipe = recipe.model_copy(
             update={"algorithm": algorithm.model_copy(update={"rollout_correction": correction})}
         )
-    return recipe.model_copy(update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint})
+    optim = with_lora_rate(recipe.optim, model.lora)
+    return recipe.model_copy(
+        update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint, "optim": optim}
+    )
 
 
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
-    """Returns the default rollout correction for stale responses and for serving engines.
+    """Returns the default rollout correction for stale responses, for serving engines and for low precision.
 
     For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
     does not keep the policy near the policy that generated the responses (measured in docs/online.md), so the weight is
     the default only for losses that do not clip. A serving engine has the current weights, so its log-probs differ only
-    by rounding and an importance weight is sufficient.
+    by rounding and an importance weight is sufficient. With `rollout.precision`, they differ by the rounding of
+    quantised weights, and an importance weight corrects for it.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
-    if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:
+    low_precision = recipe.rollout.low_precision is not None
+    if not (stale or low_precision or ENGINES[recipe.rollout.engine].served) or correction.bypass:
         return {}
     given = correction.model_fields_set
     if (

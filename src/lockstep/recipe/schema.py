@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.keys_data import Data
+from lockstep.recipe.keys_lora import Lora as Lora
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.keys_online import Algorithm, Critic
 from lockstep.recipe.keys_optim import Optim
@@ -23,7 +24,6 @@ from lockstep.recipe.registry import ENVIRONMENTS, NO_ENVIRONMENT, TRACKERS
 from lockstep.recipe.renamed_keys import with_current_names
 from lockstep.recipe.section import (
     COLUMN,
-    FOLDER,
     GROUPS,
     MICRO,
     NAME,
@@ -134,36 +134,6 @@ class RunSettings(Section):
     )
 
 
-class Lora(Section):
-    rank: int | None = Field(
-        None,
-        ge=1,
-        description="Rank of the adapter matrices. Default: the rank of the adapter that `model.lora.adapter` names.",
-    )
-    alpha: float | None = Field(
-        None, gt=0, description="Numerator of the adapter's scale, alpha / rank. Default: 2 x rank."
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    targets: Literal["all-linear"] | list[str] = Field(
-        "all-linear",
-        description="Linear layers that get an adapter, as `all-linear` (all except the output head) or as a list of "
-        "name suffixes, each of which must match at least one layer. Layers that share their weight with another "
-        "layer (a tied embedding) cannot have an adapter.",
-    )
-    exclude: str | list[str] | None = Field(
-        None,
-        description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
-        "Each suffix or expression must match at least one layer.",
-    )
-    adapter: str | None = Field(
-        None,
-        description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
-        "such a run. The named adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short "
-        "for `model.lora.adapter`. The reference model is still the model without an adapter.",
-        effect=FOLDER,
-    )
-
-
 class Model(Section):
     path: str = Field(
         description="The model and its tokenizer: a Hugging Face folder, a run folder or one of its checkpoints, a "
@@ -185,6 +155,25 @@ class Model(Section):
         description="Train a LoRA adapter instead of all weights.",
         effect=Effect("blocks", "different parameters are trained"),
     )
+    quantize: Literal["nf4", "int8", "fp8"] | None = Field(
+        None,
+        description="Store the weights of the frozen linear layers in 4 bits (`nf4`) or 8 bits (`int8`, `fp8`). Needs "
+        "`model.lora`. Embeddings, output head, routers and norms keep `model.dtype`, in which the layers also "
+        "compute. Applies to all models of the run that have the precision `model.dtype`.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
+    double_quantize: bool = Field(
+        True,
+        description="Store the scales of `nf4` in 8 bits too, as bitsandbytes does: 0.52 instead of 0.56 bytes per "
+        "weight.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+        read_where=("model.quantize", ("nf4",)),
+    )
+    quantize_exclude: list[str] = Field(
+        default_factory=list,
+        description="Layers that are not quantised, as name suffixes. Each suffix must match at least one layer.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
     aux_loss_coef: float | None = Field(
         None,
         ge=0,
@@ -205,11 +194,28 @@ class Model(Section):
         effect=Effect("harmless", "activations are stored in host memory with the same values"),
         resumable=True,
     )
+    tiled_mlp: int | None = Field(
+        None,
+        ge=1,
+        description="Compute the feed-forward (MLP) of a layer for this many tokens at a time, and again in the "
+        "backward pass, so that its wide activations exist for so many tokens only. For long sequences; 4096 is a "
+        "good value. A model with experts is refused.",
+        effect=Effect("harmless", "the feed-forward computes each token alone; only rounding can differ"),
+        resumable=True,
+    )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
         "embedding kernels; `sdpa` uses plain PyTorch operations instead of these kernels.",
         effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
+    )
+
+    matmul: Literal["fp8"] | None = Field(
+        None,
+        description="Train with fp8 matmuls in the projections of the policy's decoder layers: the forward and the "
+        "gradients of activations in fp8, the gradients of weights in `model.dtype` (torchao's `rowwise_with_gw_hp`). "
+        "Weights and optimizer keep their precision. Default: matmuls in `model.dtype`.",
+        effect=Effect("matters", "matmuls round to fp8; metrics diverge slowly"),
     )
 
     @model_validator(mode="before")

@@ -147,7 +147,7 @@ class Models:
     critic: Learner | None = None
     reference: Policy | None = None
     """A separate frozen reference model. The attribute is None if there is no reference model, or if the reference is
-    the policy without its adapter."""
+    the policy without its adapter, or with the adapter of the start."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
     """The cached outputs of a reference model or teacher for all rows. If `cache` is set, the reference model or
@@ -205,7 +205,7 @@ class Models:
             found = self.score_targets(self.reference, inputs, lambda scores: scores.logprobs_K)
         else:
             assert isinstance(self.module, Policy)
-            with self.module.without_adapter():
+            with self.module.as_reference():
                 found = self.logprobs(inputs)
         if self.reference_outputs is not None:
             self.reference_outputs.append(found)

@@ -168,7 +168,9 @@ def reward_rule(done: Conversion) -> None:
         done.write("reward.function", f"{done[path]}:{done[name]}", path, name)
         group_rule(done, "reward.arguments", "custom_reward_function.reward_kwargs")
     elif not done["reward_model.enable"]:
-        done.write("reward.rules", dict(load_tables("verl")["reward_rules"]))
+        rules = dict(load_tables("verl")["reward_rules"][done.version])
+        note = "these rules give verl's scores; lockstep's own rules (gsm8k, math) also accept other notations"
+        done.write("reward.rules", rules, note=note)
     if done["reward_model.enable"]:
         if done["reward_model.model.path"] is None:
             done.refuse("reward_model.enable", "reward_model.model.path is not set", "give the reward model's path")

@@ -94,6 +94,7 @@ def lora_rule(done: Conversion, prefix: str) -> None:
     rank, alpha = (f"{prefix}.lora{'_' if plain else '.'}{name}" for name in ("rank", "alpha"))
     modules, exclude = f"{prefix}.target_modules", f"{prefix}.exclude_modules"
     adapter, dropout = f"{prefix}.lora_adapter_path", f"{prefix}.lora.dropout"
+    kind = f"{prefix}.lora.type"
     if done[adapter] is not None:
         done.write_text("model.lora.adapter", adapter)
         done.ignore("training starts from an adapter, whose config has this value", rank, alpha, modules, exclude)
@@ -110,6 +111,10 @@ def lora_rule(done: Conversion, prefix: str) -> None:
     done.write("model.lora.targets", targets if isinstance(targets, list) else str(targets), modules)
     if not plain and done[dropout]:
         done.write_number("model.lora.dropout", dropout)
+    if str(done[kind]) == "dora":
+        done.write("model.lora.dora", True, kind)
+    elif done.is_set(kind):
+        done.ignore("the layers of PEFT have separate adapters for each projection", kind)
 
 
 def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
