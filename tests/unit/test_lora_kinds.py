@@ -11,11 +11,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
+from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file
 from small_models import SIZES, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from lockstep.model.adapters.active import INITIAL, START
+from lockstep.kernels.quantized.formats import dequantize, quantize
+from lockstep.model.adapters.active import INITIAL, START, lora_layers
 from lockstep.model.adapters.lora_init import pissa_factors
 from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.export_check import probe_of
@@ -372,3 +374,46 @@ def test_keys_that_do_not_fit_together(tmp_path: Path, words: list[str], where: 
 def test_layer_ranges_include_both_ends() -> None:
     assert layer_indices("0-2, 5,7-8") == [0, 1, 2, 5, 7, 8]
     assert layer_indices([3, 1, 3]) == [1, 3]
+
+
+@torch.no_grad()
+@pytest.mark.daily("nf4-loftq", "int8-dora")
+@pytest.mark.parametrize("init", ["loftq", "dora"])
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_adapters_of_quantised_weights(folder: Path, tmp_path: Path, format: Any, init: str) -> None:
+    keys: dict[str, Any] = {"dora": True} if init == "dora" else {"init": "loftq", "modules_to_save": ["lm_head"]}
+    settings = settings_of(folder, **keys).model_copy(update={"quantize": format})
+    plain = settings_of(folder).model_copy(update={"quantize": format})
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    start, quantised = outputs(policy), outputs(load_policy(plain, CPU, "sdpa", 0))
+    if init == "dora":
+        torch.testing.assert_close(start, quantised, rtol=1e-4, atol=1e-5)
+    else:
+        assert (start - quantised).abs().max() > 1e-3
+    moved(policy)
+    with policy.as_reference():
+        torch.testing.assert_close(outputs(policy), start, rtol=1e-5, atol=1e-6)
+    probe, weights = probe_of(policy, CPU), trained_weights(policy.stored)
+    how: dict[str, Any] = {"where": "test", "folders": folders_of(settings), "probe": probe}
+    for adapter in (True, False):
+        assert export_model(settings, weights, tmp_path / f"{adapter}", adapter=adapter, **how).done
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "False")(input_ids=IDS).logits
+    torch.testing.assert_close(merged, outputs(policy), rtol=1e-4, atol=1e-4)
+    again = load_policy(settings, CPU, "sdpa", 7)
+    restore_weights(again.stored, weights, "test")
+    assert torch.equal(outputs(again), outputs(policy))
+
+
+@torch.no_grad()
+def test_loftq_is_the_decomposition_of_peft_divided_by_the_scale(folder: Path) -> None:
+    settings = settings_of(folder, init="loftq").model_copy(update={"quantize": "nf4"})
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, layer in lora_layers(policy.causal_lm):
+        weight = weights[f"{name}.weight"]
+        error = weight - dequantize(quantize(weight, "nf4"), torch.float32)
+        theirs = _low_rank_decomposition(error, reduced_rank=4)
+        ours = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        torch.testing.assert_close(ours, theirs["L"] @ theirs["R"], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(layer.base_layer.weight, weight - error)
+        assert (error - ours).norm() < error.norm()
