@@ -16,7 +16,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.optimizers.rule_table import RULES
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharded_files import StoredTensors, writer_of
-from lockstep.parallel.sharding import Sharding, shard, sharding_of, whole
+from lockstep.parallel.sharding import Sharding, as_sharded, shard, sharding_of, whole
 from lockstep.parallel.world import joined
 from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.keys_parallel import Parallel
@@ -142,6 +142,18 @@ def check_division(ranks: int, name: str) -> None:
         assert_alike({"weight": own, **own_state}, {"weight": weight, **state}, name, rounding=False)
 
 
+def check_host_state(ranks: int) -> None:
+    """Shards on the host stay there, although the ranks compute on another device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("elsewhere",))
+    mesh._device_type = "meta"
+    local = torch.zeros(2, 3)
+    as_sharded(local, mesh, [Shard(0)], (2 * ranks, 3)).to_local().fill_(7.0)
+    assert bool((local == 7).all())
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     device = Cpu()
@@ -149,6 +161,7 @@ def main(folder: Path) -> None:
         sharding = sharding_of(Parallel(), device, world)
         assert sharding is not None
         folder.mkdir(exist_ok=True)
+        check_host_state(world.size)
         for name in RULES:
             print(name, flush=True)
             for rounding in (False, True):

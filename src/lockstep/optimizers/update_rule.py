@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.parallel.sharding import held_part
+from lockstep.parallel.sharding import as_sharded, held_part
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.keys_optim import Optim
 
@@ -84,13 +84,10 @@ class ShardLayout:
         tensor is not divided along the dimension `reduced`."""
         if not self.placements:
             return shard
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import Replicate
 
         places = [Replicate() if not one.is_replicate() and one.dim == reduced else one for one in self.placements]
-        stride = torch.empty(*shape, device="meta").stride()
-        return DTensor.from_local(
-            shard, self.mesh, places, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-        )
+        return as_sharded(shard, self.mesh, places, shape)
 
 
 @dataclass

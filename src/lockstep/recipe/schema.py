@@ -194,11 +194,28 @@ class Model(Section):
         effect=Effect("harmless", "activations are stored in host memory with the same values"),
         resumable=True,
     )
+    tiled_mlp: int | None = Field(
+        None,
+        ge=1,
+        description="Compute the feed-forward (MLP) of a layer for this many tokens at a time, and again in the "
+        "backward pass, so that its wide activations exist for so many tokens only. For long sequences; 4096 is a "
+        "good value. A model with experts is refused.",
+        effect=Effect("harmless", "the feed-forward computes each token alone; only rounding can differ"),
+        resumable=True,
+    )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
         "embedding kernels; `sdpa` uses plain PyTorch operations instead of these kernels.",
         effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
+    )
+
+    matmul: Literal["fp8"] | None = Field(
+        None,
+        description="Train with fp8 matmuls in the projections of the policy's decoder layers: the forward and the "
+        "gradients of activations in fp8, the gradients of weights in `model.dtype` (torchao's `rowwise_with_gw_hp`). "
+        "Weights and optimizer keep their precision. Default: matmuls in `model.dtype`.",
+        effect=Effect("matters", "matmuls round to fp8; metrics diverge slowly"),
     )
 
     @model_validator(mode="before")

@@ -17,7 +17,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
 from lockstep.environments.agents.agent_setup import open_agents
 from lockstep.environments.loop import EnvironmentEngine
-from lockstep.environments.setup import open_environments
+from lockstep.environments.setup import TrajectoryEngineSetup, open_environments
 from lockstep.kernels.sampling import turn_key
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
@@ -65,6 +65,7 @@ class Generator:
         self._ahead: AskedAhead | None = None
         self._environments: list[EnvironmentEngine] = []
         self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
+        self._fp8_cache = settings.kv_cache is not None
         self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
@@ -86,7 +87,7 @@ class Generator:
         if not settings.interactive:
             return self.engine
         open_engine = open_environments if settings.agent is None else open_agents
-        environments = open_engine(
+        setup = TrajectoryEngineSetup(
             self.engine,
             settings,
             self.tokenizer,
@@ -95,6 +96,7 @@ class Generator:
             self._prompt_limit,
             None if self._logs is None else self._logs / f"environment-{self.world.rank}",
         )
+        environments = open_engine(setup)
         environments.progress = self.world.progress
         self._environments.append(environments)
         return environments
@@ -228,6 +230,11 @@ class Generator:
     def metadata(self) -> dict[str, Any]:
         """Returns the name and the metadata of the engine for the run record."""
         details = self.engine.metadata() if isinstance(self.engine, OtherProgram) else {}
+        view = getattr(self.engine, "view", None)
+        if view is not None:
+            details = {"precision": view.format, "quantised_parameters": view.parameters}
+        if self._fp8_cache:
+            details = {**details, "kv_cache": "fp8"}
         return {"name": self.engine_name, **details}
 
     def proof(self) -> str:

@@ -100,6 +100,10 @@ def _unfit(model: nn.Module, init: str) -> list[Problem]:
                     code="unfit-adapter",
                 )
             )
+        elif hasattr(base, "coding") and init != "loftq":
+            why = f"{init} decomposes weights, and the weight of {name} is quantised"
+            remedy = "use loftq, which decomposes the rounding errors, or another model.lora.init"
+            problems.append(Problem("model.lora.init", why, remedy, code="unfit-adapter"))
         elif len(layer.lora_magnitude_vector):
             why = f"DoRA starts from the norms of the unchanged weights, and {init} changes them"
             remedy = "set model.lora.dora=false, or model.lora.init=default"
