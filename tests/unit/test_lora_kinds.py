@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file
-from small_models import SIZES, write_model
+from small_models import SIZES, native, run, slow_sample, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from lockstep.kernels.quantized.formats import dequantize, quantize
@@ -32,6 +33,7 @@ from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.lora_checks import with_lora_rate
 from lockstep.recipe.schema import Lora, Model
 from lockstep.train.optim import Optimizer
+from lockstep.types import Request, Sampling
 from refusals import refuses
 
 CPU = torch.device("cpu")
@@ -417,3 +419,22 @@ def test_loftq_is_the_decomposition_of_peft_divided_by_the_scale(folder: Path) -
         torch.testing.assert_close(ours, theirs["L"] @ theirs["R"], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(layer.base_layer.weight, weight - error)
         assert (error - ours).norm() < error.norm()
+
+
+@torch.no_grad()
+@pytest.mark.daily("dora", "pissa", "copies")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_samples_from_the_adapter_of_each_kind(folder: Path, kind: str) -> None:
+    """Against transformers' own forward over whole sequences, with the trained adapter and with the reference."""
+    policy = policy_of(folder, **KINDS[kind][0])
+    moved(policy)
+    request, sampling = Request([7, 65, 66, 67], 3), Sampling(max_tokens=6, temperature=1.0, seed=5)
+    made = []
+    for reference in (False, True):
+        with policy.as_reference() if reference else nullcontext():
+            (found,) = run(native(policy, folder), [request], sampling)
+            ids, logprobs = slow_sample(policy, request, 0, sampling)
+        assert found.ids == ids
+        assert found.logprobs == pytest.approx(logprobs, abs=1e-4)
+        made.append(found.logprobs)
+    assert made[0] != pytest.approx(made[1], abs=1e-3)
