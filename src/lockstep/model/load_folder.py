@@ -19,6 +19,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.kernels.quantized.formats import dequantize, quantize
 from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 from lockstep.model.adapters.active import TRAINED, saved_copies
+from lockstep.model.adapters.divided_dora import divide_dora
 from lockstep.model.adapters.expert_adapters import adapt_experts
 from lockstep.model.adapters.lora_init import ReadWeight, fill_norms, unset_norms
 from lockstep.model.check import enter
@@ -183,6 +184,7 @@ def divide_model(
     decoder = inner_decoder(model)
     adapt_experts(decoder)
     replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
+    divide_dora(decoder, styles, sharding.tensor)
     if source is not None:
         source.replaced(replaced)
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.adapters.active import INITIAL, TRAINED, add_frozen, lora_layers
+from lockstep.model.adapters.divided_dora import DividedDora
 from lockstep.parallel.sharding import held_part
 
 ReadWeight = Callable[[str, nn.Module], torch.Tensor | None]
@@ -149,6 +150,10 @@ def unset_norms(model: nn.Module) -> list[str]:
     ]
 
 
+def row_norms(rows: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.norm(rows, dim=1)
+
+
 @torch.no_grad()
 def fill_norms(model: nn.Module, names: Sequence[str]) -> None:
     """Sets the magnitudes of new DoRA adapters to the norms of the rows of their weights. Weight and magnitude are
@@ -162,5 +167,6 @@ def fill_norms(model: nn.Module, names: Sequence[str]) -> None:
         rows, _ = held_part(layer.get_base_layer().weight.detach())
         magnitude, _ = held_part(layer.lora_magnitude_vector[TRAINED].weight.detach())
         assert len(rows) == len(magnitude), name
+        variant = layer.lora_variant[TRAINED]
         if len(rows):
-            magnitude.copy_(torch.linalg.norm(rows, dim=1))
+            magnitude.copy_(variant.row_norms(rows) if isinstance(variant, DividedDora) else row_norms(rows))
