@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from small_models import SIZES, native, run, slow_sample, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from conftest import write_sft_recipe
 from lockstep.kernels.quantized.formats import dequantize, quantize
 from lockstep.model.adapters.active import INITIAL, START, lora_layers
 from lockstep.model.adapters.lora_init import pissa_factors
@@ -27,6 +28,7 @@ from lockstep.model.load import load_policy, with_lora
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.preflight.model_sizes import Counted, count_parameters
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_lora import layer_indices
 from lockstep.recipe.keys_optim import Optim
@@ -438,3 +440,35 @@ def test_the_engine_samples_from_the_adapter_of_each_kind(folder: Path, kind: st
         assert found.logprobs == pytest.approx(logprobs, abs=1e-4)
         made.append(found.logprobs)
     assert made[0] != pytest.approx(made[1], abs=1e-3)
+
+
+def test_the_plan_counts_every_kind(tmp_path: Path, tiny_folder: Path) -> None:
+    config, path = LlamaConfig(**SIZES), write_sft_recipe(tmp_path, tiny_folder)
+    hidden, inner, words, layers, rank = 32, 48, 259, 2, 2
+
+    def counted(keys: str) -> Counted:
+        return count_parameters(
+            load_recipe(str(path), [f"model.lora={{rank: {rank}, targets: [down_proj]{keys}}}"]), config
+        )
+
+    plain = counted("")
+    assert plain.trained == layers * rank * (hidden + inner)
+    pissa = counted(", init: pissa")
+    assert (pissa.trained, pissa.parameters) == (plain.trained, plain.parameters + plain.trained)
+    copies = counted(", modules_to_save: [lm_head]")
+    assert (copies.trained - plain.trained, copies.parameters - plain.parameters) == (words * hidden, words * hidden)
+    dora = counted(", dora: true")
+    assert dora.trained == plain.trained + layers * hidden
+    assert (dora.dora_outputs, dora.dora_weight) == (layers * hidden, hidden * inner)
+    assert counted(", layers: [1]").trained == plain.trained // layers
+
+
+def test_masters_of_copies_have_the_digits_of_the_files(folder: Path) -> None:
+    settings = settings_of(folder, modules_to_save=["lm_head"]).model_copy(update={"dtype": "bf16"})
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    optimizer = Optimizer(policy.trainable(), Optim(), masters=True, fused=False)
+    policy.digits.into(optimizer.local_masters())
+    (name,) = (name for name in optimizer.master_weights if "lm_head" in name)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
+    assert torch.equal(optimizer.master_weights[name], wanted)
+    assert not torch.equal(policy.get_parameter(f"model.{name}").float(), wanted)
