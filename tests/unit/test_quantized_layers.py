@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.kernels.quantized.formats import FORMATS, dequantize, quantize
-from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, CodedStack
+from lockstep.kernels.quantized.quantized_experts import CodedStack, QuantizedExperts
 from lockstep.kernels.quantized.quantized_linear import Coding, QuantizedLinear, quantized_layers
 from lockstep.model.check import packed_row, tokens
 from lockstep.model.load import load_policy
