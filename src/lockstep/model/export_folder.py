@@ -20,7 +20,7 @@ from lockstep.model.export_check import AdapterBase, Verification, probe_of_tran
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
 from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
-from lockstep.model.merged_weights import dequantized_base, merged_weights
+from lockstep.model.merged_weights import base_record, dequantized_base, merged_weights, recorded_base
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -150,7 +150,7 @@ def export_model(
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         if not adapter:
             add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
-        _write_texts(aside, files)
+        _write_texts(aside, {**files, **(base_record(settings) if adapter else {})})
         base = AdapterBase(settings, folders.model) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
@@ -379,7 +379,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
     """Merges a PEFT adapter into its base model in fp32, and rounds to the dtype of the stored base model. Compares the
-    outputs of the merged model with those of base model and adapter."""
+    outputs of the merged model with those of base model and adapter. If the adapter was trained on quantised weights, it
+    is merged into the dequantised ones."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
@@ -393,7 +394,11 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
 
     config = pretrained(AutoConfig, base, where, "the config of its base")
     stored: Any = config.dtype or text_config(config).dtype or torch.float32
-    model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
+    quantized = recorded_base(adapter, base, where)
+    if quantized is None:
+        model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
+    else:
+        model = dequantized_base(quantized, ModelFolders(base), torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # PEFT warns about tied weights, but the outputs are compared below
