@@ -19,8 +19,8 @@ from lockstep.model import load_folder
 from lockstep.model.export_check import Verification, probe_of
 from lockstep.model.export_folder import export_model, export_value_model
 from lockstep.model.load import load_config, load_policy, load_value_model
-from lockstep.model.merged_weights import RECORD
 from lockstep.model.miniature import miniature_config, randomise
+from lockstep.model.quantized.merged_weights import RECORD
 from lockstep.model.resolve import folders_of, model_folder
 from lockstep.model.weights import trained_weights
 from lockstep.preflight.model_sizes import count_parameters

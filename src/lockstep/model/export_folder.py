@@ -18,9 +18,8 @@ from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
 from lockstep.model.check import tokens
 from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
-from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
+from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, has_codes, stream_transformers
 from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
-from lockstep.model.merged_weights import base_record, dequantized_base, merged_weights, recorded_base
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -30,7 +29,9 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
-from lockstep.model.quantize import dequantize_layers
+from lockstep.model.quantized.merged_weights import base_record, dequantized_base, merged_weights, recorded_base
+from lockstep.model.quantized.quantize import dequantize_layers
+from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.tower import add_towers
@@ -213,7 +214,7 @@ def _write_in_memory(
     source = stream_transformers(LanguageModel, folders.model, settings.dtype, settings.path) if adapter else None
     if source is not None:
         base = source.model  # the files of an adapter need no weights of the base model
-    elif settings.quantize:
+    elif has_codes(settings, folders.model):
         base = dequantized_base(settings, folders, dtype)
     else:
         base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
@@ -379,8 +380,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
     """Merges a PEFT adapter into its base model in fp32, and rounds to the dtype of the stored base model. Compares the
-    outputs of the merged model with those of base model and adapter. If the adapter was trained on quantised weights, it
-    is merged into the dequantised ones."""
+    outputs of the merged model with those of base model and adapter. If the adapter was trained on quantised weights,
+    it is merged into the dequantised ones."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
@@ -395,6 +396,8 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
     config = pretrained(AutoConfig, base, where, "the config of its base")
     stored: Any = config.dtype or text_config(config).dtype or torch.float32
     quantized = recorded_base(adapter, base, where)
+    if quantized is None and readable_quantization(Path(base)) is not None:
+        raise needs_dequantizing(base, f"{where}: its base {base}", "an adapter is merged into plain weights")
     if quantized is None:
         model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
     else:

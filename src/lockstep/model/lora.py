@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, shortened
-from lockstep.model.quantize import adapted_stacks
+from lockstep.model.quantized.quantize import adapted_stacks
 from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 

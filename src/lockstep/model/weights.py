@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.errors import Refusal
+from lockstep.model.quantized.quantized_folder import stored_tensors
 from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, stored_bytes, weight_files
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
@@ -121,7 +122,7 @@ def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, In
     if files is None:
         return None
     try:
-        stored = StoredTensors(files)
+        stored = stored_tensors(files, folder)
     except (OSError, SafetensorError):
         return None
     places = places_of(model, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from lockstep.data.encode.chat_template import with_template
@@ -15,8 +16,10 @@ from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
+from lockstep.model.quantized.quantized_folder import readable_quantization, stored_tensors
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
+from lockstep.model.streamed import weight_files
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.text_model import placeholder_ids, text_config
 from lockstep.model.tower import tower_tensors
@@ -125,6 +128,7 @@ def architectures(context: Context) -> Iterator[Problem]:
     for key, path in model_folders(recipe).items():
         config = load_config(path)
         problems = problems_of(refuse_quantized, config, f"{key} {path}")
+        problems += problems_of(refuse_unreadable_codes, model_folder(path), f"{key} {path}")
         if key != "model.path":
             problems += problems_of(refuse_other_vocabulary, recipe, key, path)
         if key == "distill.teacher":
@@ -134,6 +138,12 @@ def architectures(context: Context) -> Iterator[Problem]:
             torch_device = device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
             problems = problems_of(check_architecture, config, path, dtype, kernel, torch_device, context.console)
         yield from problems
+
+
+def refuse_unreadable_codes(folder: str, where: str) -> None:
+    """Raises `Refusal` if the folder is quantised and its files lack what its method needs. Reads no weights."""
+    if readable_quantization(Path(folder)) is not None and (files := weight_files(folder)):
+        stored_tensors(files, where)
 
 
 def missing_weights(context: Context) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from lockstep.kernels.quantized.formats import quantized_bytes
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
-from lockstep.model.quantize import quantizable, stacks_of
+from lockstep.model.quantized.quantize import quantizable, stacks_of
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
