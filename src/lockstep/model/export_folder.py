@@ -15,11 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
+from lockstep.model.adapters.active import give_storage
+from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.check import tokens
 from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, has_codes, stream_transformers
-from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
+from lockstep.model.lora import CONFIG, WEIGHTS, NewAdapter, with_adapter
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -37,7 +39,7 @@ from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.tower import add_towers
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
-from lockstep.recipe.schema import Model
+from lockstep.recipe.schema import Lora, Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
 from lockstep.run.tensor_file import write_model
@@ -218,17 +220,22 @@ def _write_in_memory(
         base = dequantized_base(settings, folders, dtype)
     else:
         base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
-    model = with_adapter(base, settings.lora, 0, folders.adapter)
+    model = with_adapter(base, _without_reference(settings.lora), NewAdapter(0, values=False), folders.adapter)
+    give_storage(model)
     restore_weights(model, weights, where)
     if adapter:
         # The adapter refers to its base model by the path of the recipe, not by the resolved folder.
-        model.peft_config["default"].base_model_name_or_path = settings.path
-        model.save_pretrained(folder)
+        save_adapter(model, folder, settings.path)
         return
     merged = model.merge_and_unload() if settings.lora else model
     rounded(merged, DTYPES[settings.dtype])
     _stop_at(merged, end_tokens)
     save_model(merged, folder)
+
+
+def _without_reference(lora: Lora | None) -> Lora | None:
+    """Returns the settings without the frozen copy of the adapter that only training needs."""
+    return None if lora is None else lora.model_copy(update={"reference": "base"})
 
 
 def _write_texts(folder: Path, files: Mapping[str, str]) -> None:

@@ -16,9 +16,10 @@ import torch
 
 from lockstep.errors import Refusal, first_line
 from lockstep.kernels.quantized.formats import dequantize
+from lockstep.model.adapters.active import give_storage
 from lockstep.model.decoder import own_attention
 from lockstep.model.load_folder import DTYPES, ModelFolders, load_base, stream_transformers
-from lockstep.model.lora import with_adapter
+from lockstep.model.lora import NewAdapter, with_adapter
 from lockstep.model.quantized.quantize import CodedWeight, dequantize_layers
 from lockstep.model.streamed import InFiles, Streamed, blocks_of, coded_blocks_of
 from lockstep.model.text_model import LanguageModel
@@ -72,7 +73,8 @@ def merged_weights(
     places = {name: source.places[parameter] for name, parameter in parameters.items()}
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     source.quantize(settings, DTYPES[settings.dtype])
-    adapted = with_adapter(source.model, settings.lora, 0, folders.adapter)
+    adapted = with_adapter(source.model, settings.lora, NewAdapter(0, values=False), folders.adapter)
+    give_storage(adapted)
     restore_weights(adapted, trained, where)
     layers = _merged_layers(adapted, shapes)
     if layers is None:
