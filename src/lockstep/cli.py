@@ -104,22 +104,35 @@ def plan(
         str | None,
         typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices each, without access to them."),
     ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="List the settings that fit on one DEVICE, the fastest first."),
+    ] = None,
     response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --cluster: mean response length [rollout.max_tokens].")
+        int | None, typer.Option(min=1, help="With --cluster or --fit: mean response length [rollout.max_tokens].")
     ] = None,
 ) -> None:
     """Show batches and memory of RECIPE without loading the model; fail if they do not fit.
 
     With --cluster, also show the step time if the device is known. Examples: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    With --fit, show settings as key=value arguments. Examples: rtx4090, "24 GB", h200:80 (80 GB of an H200).
     """
-    if cluster is None and response_tokens is not None:
-        raise typer.BadParameter("needs --cluster", param_hint="--response-tokens")
+    if cluster is None and fit is None and response_tokens is not None:
+        raise typer.BadParameter("needs --cluster or --fit", param_hint="--response-tokens")
     if cluster is not None and devices is not None:
         raise typer.BadParameter("cannot be combined with --devices", param_hint="--cluster")
+    if fit is not None and (devices is not None or cluster is not None):
+        raise typer.BadParameter("cannot be combined with --devices or --cluster", param_hint="--fit")
 
     from lockstep.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])
+
+    if fit is not None:
+        from lockstep.commands.fit import show_fit
+
+        show_fit(checked, fit, response_tokens, lambda words: load_recipe(recipe, [*(overrides or []), *words]))
+        return
 
     if cluster is not None:
         from lockstep.commands.plan import show_cluster_plan

@@ -15,11 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
+from lockstep.model.adapters.active import give_storage
+from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.check import tokens
 from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, has_codes, stream_transformers
-from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
+from lockstep.model.lora import CONFIG, WEIGHTS, NewAdapter, with_adapter
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -29,7 +31,7 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
-from lockstep.model.quantized.merged_weights import dequantized_base, merged_weights
+from lockstep.model.quantized.merged_weights import base_record, dequantized_base, merged_weights, recorded_base
 from lockstep.model.quantized.quantize import dequantize_layers
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
@@ -37,7 +39,7 @@ from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.tower import add_towers
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
-from lockstep.recipe.schema import Model
+from lockstep.recipe.schema import Lora, Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
 from lockstep.run.tensor_file import write_model
@@ -151,7 +153,7 @@ def export_model(
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         if not adapter:
             add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
-        _write_texts(aside, files)
+        _write_texts(aside, {**files, **(base_record(settings) if adapter else {})})
         base = AdapterBase(settings, folders.model) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
@@ -218,17 +220,22 @@ def _write_in_memory(
         base = dequantized_base(settings, folders, dtype)
     else:
         base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
-    model = with_adapter(base, settings.lora, 0, folders.adapter)
+    model = with_adapter(base, _without_reference(settings.lora), NewAdapter(0, values=False), folders.adapter)
+    give_storage(model)
     restore_weights(model, weights, where)
     if adapter:
         # The adapter refers to its base model by the path of the recipe, not by the resolved folder.
-        model.peft_config["default"].base_model_name_or_path = settings.path
-        model.save_pretrained(folder)
+        save_adapter(model, folder, settings.path)
         return
     merged = model.merge_and_unload() if settings.lora else model
     rounded(merged, DTYPES[settings.dtype])
     _stop_at(merged, end_tokens)
     save_model(merged, folder)
+
+
+def _without_reference(lora: Lora | None) -> Lora | None:
+    """Returns the settings without the frozen copy of the adapter that only training needs."""
+    return None if lora is None else lora.model_copy(update={"reference": "base"})
 
 
 def _write_texts(folder: Path, files: Mapping[str, str]) -> None:
@@ -380,7 +387,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
     """Merges a PEFT adapter into its base model in fp32, and rounds to the dtype of the stored base model. Compares the
-    outputs of the merged model with those of base model and adapter."""
+    outputs of the merged model with those of base model and adapter. If the adapter was trained on quantised weights,
+    it is merged into the dequantised ones."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
@@ -394,9 +402,13 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
 
     config = pretrained(AutoConfig, base, where, "the config of its base")
     stored: Any = config.dtype or text_config(config).dtype or torch.float32
-    if readable_quantization(Path(base)) is not None:
+    quantized = recorded_base(adapter, base, where)
+    if quantized is None and readable_quantization(Path(base)) is not None:
         raise needs_dequantizing(base, f"{where}: its base {base}", "an adapter is merged into plain weights")
-    model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
+    if quantized is None:
+        model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
+    else:
+        model = dequantized_base(quantized, ModelFolders(base), torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # PEFT warns about tied weights, but the outputs are compared below

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
+from lockstep.model.adapters.active import TRAINED, saved_copies
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load_folder import (
@@ -19,8 +20,10 @@ from lockstep.model.load_folder import (
     config_of,
     divide_model,
     division_of,
+    follow_copies,
     kernel_of,
     load_base,
+    new_adapter,
     spread,
 )
 from lockstep.model.lora import put_adapter
@@ -121,7 +124,9 @@ def build_value_model(
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
             # Only the decoder gets adapters; all weights of the head are trained.
-            put_adapter(decoder, settings.lora, seed, None, folders.adapter)
+            put_adapter(decoder, settings.lora, new_adapter(seed, source, sharding), None, folders.adapter)
+            if source is not None:
+                follow_copies(decoder, source.places)
         divide_model(decoder, styles, source, sharding)
         value_model = ValueModel(decoder, head, kernel)
         value_model.unused = tuple(info["unused"])
@@ -131,6 +136,8 @@ def build_value_model(
     except RuntimeError as error:
         refuse_trouble(error, device)
         raise
+    if settings.tiled_mlp is not None:
+        value_model.runner.tile_mlps(settings.tiled_mlp)
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activation_offload:
@@ -153,10 +160,13 @@ def refuse_no_classifier(config: Any, path: str) -> None:
 
 
 def merge_adapters(decoder: nn.Module) -> None:
-    """Merges every LoRA adapter of the decoder into its base layer."""
+    """Merges every LoRA adapter of the decoder into its base layer, and puts trained copies in the place of their
+    modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(decoder.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
             decoder.set_submodule(name, layer.get_base_layer())
+    for name, wrapper in saved_copies(decoder):
+        decoder.set_submodule(name, wrapper.modules_to_save[TRAINED])

@@ -16,8 +16,10 @@ from lockstep.model.load_folder import (
     config_of,
     divide_model,
     division_of,
+    follow_copies,
     kernel_of,
     load_base,
+    new_adapter,
     spread,
 )
 from lockstep.model.lora import with_adapter
@@ -26,7 +28,7 @@ from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.text_model import LanguageModel
-from lockstep.model.weights import digits_of
+from lockstep.model.weights import digits_of, read_places
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Lora, Model
 
@@ -66,19 +68,24 @@ def load_policy(
             model.to(device)
             fuse(model, kernel)
         styles = division_of(model, sharding)
-        adapted = with_adapter(model, settings.lora, seed, folders.adapter)
+        copied = bool(settings.lora and settings.lora.modules_to_save)
+        found = read_places(model, folders.model) if copied and source is None else None
+        adapted = with_adapter(model, settings.lora, new_adapter(seed, source, sharding), folders.adapter)
+        follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)
         policy.unused = tuple(info["unused"])
         if frozen:
             policy.requires_grad_(False)
-        elif settings.lora is None:
-            policy.digits = digits_of(policy, model, source, folders.model, DTYPES[settings.dtype])
+        elif settings.lora is None or copied:
+            policy.digits = digits_of(policy, model, source, folders.model, DTYPES[settings.dtype], found)
         spread(policy, source, sharding, model, kernel)
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise unsupported(settings.path, type(model).__name__, first_line(error)) from error
     check_policy(policy, settings.path, device)
+    if settings.tiled_mlp is not None and not (frozen and policy.decoder.untiled()):
+        policy.decoder.tile_mlps(settings.tiled_mlp)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activation_offload and not frozen:

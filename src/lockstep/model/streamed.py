@@ -125,7 +125,11 @@ InFiles = str | Made
 def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
     """Reads the target tensors, sharded or not, from the files. Converted tensors are read one after the other, to save
     memory."""
-    stored.fill({place: target for place, target in targets if isinstance(place, str)})
+    named = [(place, target) for place, target in targets if isinstance(place, str)]
+    stored.fill(dict(named))
+    # A trained copy of a module (`modules_to_save`) has the same place in the files as the module.
+    last = dict(named)
+    stored.fill({place: target for place, target in named if target is not last[place]})
     with torch.no_grad():
         for place, target in targets:
             if isinstance(place, Made):
@@ -322,6 +326,12 @@ class Streamed:
         for before, now in others.items():
             if before in self.places:
                 self.places[now] = self.places.pop(before)
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Returns the full values of a parameter on the host, in the dtype of the model."""
+        target = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        fill_from(self.stored, [(self.places[parameter], target)])
+        return target
 
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their

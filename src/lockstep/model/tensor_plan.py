@@ -94,22 +94,46 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
     """Returns how each module of a decoder with LoRA adapters is split (its style). If the outputs of a layer are
-    split, its lora_B is split too. If the inputs of a layer are split, its lora_A is split."""
+    split, its lora_B is split too. If the inputs of a layer are split, its lora_A is split. Adapters of experts are not
+    split; each rank uses the part of them that belongs to its experts. Trained copies of a module are split like the
+    module."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():
-        adapters = getattr(decoder.get_submodule(name), "lora_A", None)
-        if adapters is not None and style not in sides:
-            raise Refusal.at(
-                "model.lora.targets",
-                f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}",
-                "set other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
-                "(parallel.shard)",
-                code="unfit-adapter",
-            )
-        found[name if adapters is None else f"{name}.base_layer"] = style
-        found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}
+        module: Any = decoder.get_submodule(name)
+        if (copies := getattr(module, "modules_to_save", None)) is not None:
+            found[f"{name}.original_module"] = style
+            found |= {f"{name}.modules_to_save.{one}": style for one in copies}
+            continue
+        adapters = getattr(module, "lora_A", None)
+        if adapters is None:
+            found[name] = style
+        elif style == "experts":
+            found[f"{name}{'.base_layer' * _depth(module)}"] = style
+        elif style not in sides or len(module.lora_magnitude_vector):
+            raise _undivided(name, style, dora=style in sides)
+        else:
+            found[f"{name}.base_layer"] = style
+            found |= {f"{name}.{sides[style]}.{one}": style for one in adapters}
     return found
+
+
+def _depth(module: Any) -> int:
+    """Returns how many adapters of single parameters wrap a module of experts."""
+    return 1 + _depth(module.base_layer) if hasattr(module, "parameter_name") else 0
+
+
+def _undivided(name: str, style: Style, *, dora: bool) -> Refusal:
+    why = f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}"
+    remedy = "set other layers in model.lora.targets"
+    if dora:
+        why, remedy = f"{why}, and DoRA needs the norms of complete rows of the weight", "set model.lora.dora=false"
+    return Refusal.at(
+        "model.lora.dora" if dora else "model.lora.targets",
+        why,
+        f"{remedy}; or set parallel.tensor_parallel=1 and shard the model (parallel.shard)",
+        code="unfit-adapter",
+    )
 
 
 def _expert_plan(config: Any) -> dict[str, str]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # How a module is split: by outputs, by inputs or by experts. A `shared` module (a per-head norm) is not split, but each
 # rank applies it to its own heads.
 Style = Literal["columns", "rows", "experts", "shared"]
+# Name of the attribute of an experts module with a function for each parameter that has an adapter. The function gets
+# this rank's part of the parameter, the index of its first expert and the group, and returns the adapted part.
+ADAPTED = "lockstep_adapted"
 # Name of the model attribute that refers to the model's tensor-parallel group.
 GROUP = "lockstep_tensor_group"
 
@@ -227,6 +230,8 @@ def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGro
     router weight 0, because some modules do not skip that index."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
+    for name, adapted in vars(module).get(ADAPTED, {}).items():
+        parts[name] = adapted(parts[name], num_local * group.mesh.get_local_rank(), group)
     _show(module, **parts)
     states, chosen, weights = inputs
     index = chosen - num_local * group.mesh.get_local_rank()

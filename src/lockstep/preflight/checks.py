@@ -249,6 +249,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(model.routers, CheckStage.MODEL),
         PreflightCheck(model.classifier, CheckStage.MODEL, lambda context: model.trains_value_model(context.recipe)),
         PreflightCheck(model.architectures, CheckStage.MODEL),
+        PreflightCheck(model.tiled_mlps, CheckStage.MODEL, lambda context: context.recipe.model.tiled_mlp is not None),
         PreflightCheck(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
     ),
     "rollout": (
@@ -256,11 +257,12 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(engine_package, CheckStage.SETTINGS, _served),
         PreflightCheck(engine_device, CheckStage.SETTINGS, _served),
         PreflightCheck(stop_ids, CheckStage.MODEL),
-        PreflightCheck(cached_positions, CheckStage.ROWS, _online),
         PreflightCheck(
             trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None
         ),
         PreflightCheck(trials.environment, CheckStage.ROWS, _interactive),
+        # The environment may make prompts longer.
+        PreflightCheck(cached_positions, CheckStage.ROWS, _online),
     ),
     "val": (
         PreflightCheck(rows.read_questions_of, CheckStage.OPEN),

@@ -12,6 +12,7 @@ from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
+from lockstep.model.decoder import decoder_layers, refuse_untiled
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
@@ -21,7 +22,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.streamed import weight_files
 from lockstep.model.tensor_plan import refuse_indivisible
-from lockstep.model.text_model import placeholder_ids, text_config
+from lockstep.model.text_model import model_on_meta, placeholder_ids, text_config
 from lockstep.model.tower import tower_tensors
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
@@ -159,6 +160,13 @@ def tensor_division(context: Context) -> Iterator[Problem]:
     """Reports models, trained or frozen, that tensor parallelism cannot divide."""
     for path in model_folders(context.recipe).values():
         yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
+
+
+def tiled_mlps(context: Context) -> Iterator[Problem]:
+    """Reports trained models whose MLPs `model.tiled_mlp` cannot tile. Frozen models are tiled where possible."""
+    for path in trained_folders(context.recipe).values():
+        config = load_config(path)
+        yield from problems_of(refuse_untiled, decoder_layers(model_on_meta(config)), f"{path} ({config.model_type})")
 
 
 def context_division(context: Context) -> Iterator[Problem]:

@@ -28,11 +28,6 @@ from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 
-# The memory traffic of the optimizer in bytes per parameter. With fp32 master weights, the optimizer reads the
-# gradient, writes the half-precision weight, and reads and writes master weight and two moments. Without master
-# weights, all tensors are assumed in fp32.
-MASTER_BYTES, PLAIN_BYTES = 4 + 2 + 6 * 4, 4 + 6 * 4
-
 
 class Traffic(NamedTuple):
     """The bytes that a device receives over its links in a step, by type of collective."""
@@ -161,6 +156,7 @@ class StepTimes:
             weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
             + cache_seconds(cost, batch, context, self.memory * reached.reading, self.size)
             + cost.layers * reached.layer_seconds
+            + self._dequantising()
         )
 
     def reference(self) -> PhaseTime:
@@ -190,10 +186,16 @@ class StepTimes:
         passes = self._pass(cost, tokens, squares, targets if head else 0, micro, frozen=frozen)
         if recipe.model.gradient_checkpointing:
             passes += self._pass(cost, tokens, squares, 0, 0) / 3
+        elif self.kernels.tiles(_up(tokens / micro)):
+            passes += self._feed_forwards(tokens)
+        passes += micro * self._dequantising() * (3 if recipe.model.gradient_checkpointing else 2)
         masters = bool(recipe.model.master_weights)
         own = counted.trained / self.pieces
-        state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
-        adamw = state / self.memory * self.chip.reached.optimizer_passes
+        # The optimizer reads the gradient, reads and writes its state, and writes the weight. Without master weights,
+        # it also reads the weight.
+        state = counted.state_bytes(recipe) / self.pieces
+        moved = 2 * state + own * (4 + self.size if masters else 3 * self.size)
+        adamw = moved / self.memory * self.chip.reached.optimizer_passes
         # If an update has several micro-batches, their gradients are accumulated in fp32.
         adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
         # The weights of a layer are gathered before its forward pass and again before its backward pass. Gradients are
@@ -207,7 +209,7 @@ class StepTimes:
         links = whole.links + back.links + self.cluster.sum_seconds(slice_bytes, self.copies) + cut.links
         traffic = cut.traffic + sums.traffic + whole.traffic
         traffic += Traffic(scattered=back.traffic.gathered, summed=2 * _others(slice_bytes, self.copies))
-        host = (self._host_bytes(own, micro, masters) + self._activations(tokens)) / self.chip.host
+        host = (self._host_bytes(own, micro, state) + self._activations(tokens)) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
         computing = times * (passes + adding + adamw)
         return PhaseTime("update", computing, times * sums.waiting, times * links, times * host, traffic=all_traffic)
@@ -247,6 +249,20 @@ class StepTimes:
             + reached.head_passes * 4 * cost.vocabulary * targets / self.memory
             + micro * cost.layers * reached.micro_batch_seconds
         )
+
+    def _dequantising(self) -> float:
+        """Returns the seconds in which all quantised weights are dequantised once: codes are read, and weights are
+        written and read again. Not measured."""
+        if self.recipe.model.quantize is None:
+            return 0.0
+        codes = 0.5 if self.recipe.model.quantize == "nf4" else 1.0
+        return (codes + 2 * self.size) * self.models.cost.read / self.grid.tensor / self.memory
+
+    def _feed_forwards(self, tokens: float) -> float:
+        """Returns the seconds in which feed-forwards in tiles are computed once more. With checkpointing, they are part
+        of the recomputed layers."""
+        hidden, inner, *_, layers, _ = text_sizes(self.models.config)
+        return 2 * 3 * hidden * inner * layers / self.grid.tensor * tokens / self.flops
 
     def _part_of(self, cost: ModelCost) -> ModelCost:
         """Returns the sizes of the model part on one tensor-parallel rank: the full output head, and this rank's
@@ -304,11 +320,11 @@ class StepTimes:
         back = gradients if backward else 0.0
         return PhaseTime("", links=seconds, traffic=Traffic(gathered=sent - back, scattered=back))
 
-    def _host_bytes(self, own: float, micro: int, masters: bool) -> float:
+    def _host_bytes(self, own: float, micro: int, state: float) -> float:
         """Returns the bytes that parameter and optimizer offload copies to and from the host in an update."""
         offload, found = self.recipe.parallel.offload, 0.0
         if offload in ("optimizer", "all"):
-            found += 2 * own * ((3 if masters else 2) * (4 if masters else self.size))
+            found += 2 * state
         if offload in ("params", "all"):
             found += micro * (2 * self.models.counted.parameters * self.size / self.pieces + 4 * own)
         return found
