@@ -136,3 +136,12 @@ def test_plan_of_a_quantised_folder(folders: tuple[Path, Path], tmp_path: Path) 
         texts.append([line for line in done.stdout.splitlines() if "GiB" in line or "MiB" in line])
     assert texts[0]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_serving_engine_needs_plain_weights(folders: tuple[Path, Path], tmp_path: Path, engine: str) -> None:
+    recipe = write_online_recipe(tmp_path, folders[0])
+    with pytest.raises(Refusal) as refused:
+        trained(recipe, "model.lora.rank=4", f"rollout.engine={engine}")
+    remedies = {one.remedy for one in refused.value.problems if one.code == "quantized-weights"}
+    assert any(f"lockstep dequantize {folders[0]} DIR" in remedy for remedy in remedies)
