@@ -18,11 +18,13 @@ from lockstep.kernels.quantized.quantized_linear import quantized_layers
 from lockstep.model import load_folder
 from lockstep.model.export_check import Verification, probe_of
 from lockstep.model.export_folder import export_model, export_value_model
-from lockstep.model.load import load_policy, load_value_model
+from lockstep.model.load import load_config, load_policy, load_value_model
 from lockstep.model.miniature import miniature_config, randomise
-from lockstep.model.resolve import folders_of
+from lockstep.model.quantized.merged_weights import RECORD
+from lockstep.model.resolve import folders_of, model_folder
 from lockstep.model.weights import trained_weights
-from lockstep.recipe.schema import Lora, Model
+from lockstep.preflight.model_sizes import count_parameters
+from lockstep.recipe.schema import Lora, Model, Recipe
 from recipe_files import BASE, keys, refused, write
 from refusals import has_problem, refuses
 
@@ -165,6 +167,21 @@ def test_an_adapter_is_verified_on_the_quantised_weights(tmp_path: Path, tiny_fo
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_an_exported_adapter_is_merged_into_the_weights_it_was_trained_on(tmp_path: Path, tiny_folder: Path) -> None:
+    """`model.path` may name an adapter. Merged into the original weights it would be another model."""
+    policy, _ = exported(settings_of(tiny_folder), tmp_path / "adapter", adapter=True)
+    probe = probe_of(policy, CPU)
+    merged = model_folder(str(tmp_path / "adapter"))
+    found = probe_of(load_policy(Model(path=merged), CPU, "sdpa", 0), CPU)
+    assert found["values"] == pytest.approx(probe["values"], abs=1e-4)
+    (tmp_path / "adapter" / RECORD).unlink()
+    original = probe_of(load_policy(Model(path=model_folder(str(tmp_path / "adapter"))), CPU, "sdpa", 0), CPU)
+    assert original["values"] != pytest.approx(probe["values"], abs=1e-3)
+    (tmp_path / "adapter" / RECORD).write_text("[]")
+    with refuses("model.path", "damaged-file", RECORD):
+        model_folder(str(tmp_path / "adapter"))
+
+
 def test_a_reward_model_is_exported_with_its_adapter_merged(tmp_path: Path, tiny_folder: Path) -> None:
     settings = settings_of(tiny_folder)
     model = load_value_model(settings, settings.path, CPU, "sdpa", 0, key="model.path")
@@ -195,3 +212,23 @@ def test_a_server_with_other_weights_is_refused(tmp_path: Path, engine: str) -> 
     recipe = {"method": "grpo", "model": {"path": "m", "quantize": "nf4", "lora": {"rank": 2}}}
     recipe |= {"data": {"train": "rows.jsonl"}, "rollout": {"engine": engine}, "reward": {"rules": {"a": "gsm8k"}}}
     assert has_problem(refused(write(tmp_path, recipe)), "model.quantize", "", engine, remedy="native")
+
+
+# Plan
+
+
+@pytest.mark.parametrize(("format", "double"), [("nf4", True), ("nf4", False), ("int8", True), ("fp8", True)])
+def test_the_plan_counts_the_bytes_of_the_loaded_model(tiny_folder: Path, format: str, double: bool) -> None:
+    settings = settings_of(tiny_folder, format, double_quantize=double, quantize_exclude=["k_proj"], dtype="bf16")
+    recipe = Recipe(model=settings, data={"train": "rows.jsonl"})
+    counted = count_parameters(recipe, load_config(str(tiny_folder)))
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    held = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
+    assert counted.weight_bytes(2) == held
+    assert counted.coded.parameters == sum(layer.weight.numel() for _, layer in quantized_layers(policy))
+    assert counted.coded.largest == max(layer.weight.numel() for _, layer in quantized_layers(policy))
+    plain = count_parameters(
+        recipe.model_copy(update={"model": settings_of(tiny_folder, None)}), policy.causal_lm.config
+    )
+    assert plain.parameters == counted.parameters
+    assert plain.weight_bytes(2) == 2 * plain.parameters

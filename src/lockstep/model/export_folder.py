@@ -31,7 +31,7 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
-from lockstep.model.quantized.merged_weights import dequantized_base, merged_weights
+from lockstep.model.quantized.merged_weights import base_record, dequantized_base, merged_weights, recorded_base
 from lockstep.model.quantized.quantize import dequantize_layers
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
@@ -153,7 +153,7 @@ def export_model(
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         if not adapter:
             add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
-        _write_texts(aside, files)
+        _write_texts(aside, {**files, **(base_record(settings) if adapter else {})})
         base = AdapterBase(settings, folders.model) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
@@ -387,7 +387,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
     """Merges a PEFT adapter into its base model in fp32, and rounds to the dtype of the stored base model. Compares the
-    outputs of the merged model with those of base model and adapter."""
+    outputs of the merged model with those of base model and adapter. If the adapter was trained on quantised weights,
+    it is merged into the dequantised ones."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
@@ -401,9 +402,13 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
 
     config = pretrained(AutoConfig, base, where, "the config of its base")
     stored: Any = config.dtype or text_config(config).dtype or torch.float32
-    if readable_quantization(Path(base)) is not None:
+    quantized = recorded_base(adapter, base, where)
+    if quantized is None and readable_quantization(Path(base)) is not None:
         raise needs_dequantizing(base, f"{where}: its base {base}", "an adapter is merged into plain weights")
-    model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
+    if quantized is None:
+        model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
+    else:
+        model = dequantized_base(quantized, ModelFolders(base), torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # PEFT warns about tied weights, but the outputs are compared below

@@ -162,11 +162,13 @@ def _title(
 ) -> list[str]:
     last = max((number for number, _ in history), default=step)
     what = "A LoRA adapter for" if adapter else "Trained from"
+    format = recipe["model"].get("quantize") if adapter else None
+    base = f" It was trained on the {format} weights of this model." if format else ""
     return [
         f"# {_cell(run.path.resolve().name)}",
         "",
         f"{what} `{_short(recipe['model']['path'])}` by lockstep, method `{recipe['method']}`: the weights after step "
-        f"{step} of {last}. The values below are from the files of the run.",
+        f"{step} of {last}.{base} The values below are from the files of the run.",
     ]
 
 

@@ -7,13 +7,17 @@ whole.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.errors import Refusal, first_line
 from lockstep.kernels.quantized.formats import dequantize
 from lockstep.model.adapters.active import give_storage
+from lockstep.model.decoder import own_attention
 from lockstep.model.load_folder import DTYPES, ModelFolders, load_base, stream_transformers
 from lockstep.model.lora import NewAdapter, with_adapter
 from lockstep.model.quantized.quantize import CodedWeight, dequantize_layers
@@ -103,4 +107,32 @@ def dequantized_base(settings: Model, folders: ModelFolders, dtype: torch.dtype)
     cpu = torch.device("cpu")
     _, model, _ = load_base(LanguageModel, folders.model, settings, settings.path, cpu, None)
     dequantize_layers(model, dtype)
+    model.set_attn_implementation(own_attention(model))
     return model.to(dtype)
+
+
+# An exported adapter records the quantised weights on which it was trained, so that it can be merged into these.
+
+RECORD = "quantized_base.json"
+_RECORDED = ("dtype", "quantize", "double_quantize", "quantize_exclude")
+
+
+def base_record(settings: Model) -> dict[str, str]:
+    """Returns the file that an exported adapter has beside its weights, by name. An adapter of weights that are not
+    quantised has no such file."""
+    if settings.quantize is None:
+        return {}
+    return {RECORD: json.dumps({key: getattr(settings, key) for key in _RECORDED}, indent=2) + "\n"}
+
+
+def recorded_base(adapter: Path, base: str, where: str) -> Model | None:
+    """Returns the model settings of the quantised weights on which an adapter was trained, or None if these were not
+    quantised."""
+    file = adapter / RECORD
+    if not file.is_file():
+        return None
+    try:
+        return Model(path=base, **json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        why = f"{RECORD} cannot be read: {first_line(error)}"
+        raise Refusal.at(where, why, "export the adapter again", code="damaged-file") from error
