@@ -157,7 +157,8 @@ def quantize_stacks(
         stacks[name] = coding(tuple(parameter.shape), f"{name}_")
         stacks[name].register(module, parameter.device)
     # The class of the module reads its weights by name, so the names become properties of a subclass.
-    module.__class__ = _with_stacks(type(module), tuple(names))
+    kind: Any = type(module)
+    module.__class__ = _with_stacks(kind, tuple(names))
     assert isinstance(module, QuantizedExperts)
     module.stacks, module.dtype = stacks, dtype
     return module
