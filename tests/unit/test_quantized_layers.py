@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.kernels.quantized.formats import FORMATS, dequantize, quantize
-from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, Stack
+from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, QuantizedStack
 from lockstep.kernels.quantized.quantized_linear import Coding, QuantizedLinear, quantized_layers
 from lockstep.model.check import packed_row, tokens
 from lockstep.model.load import load_policy
@@ -234,7 +234,10 @@ def test_a_stack_stands_in_for_its_tensor() -> None:
     coding = Coding("nf4", True, (3, 32, 64))
     parts = coding.parts_of(quantize(weight, "nf4", True))
     stored = [parts.get(name) for name in ("codes", "scales", "scale_codes", "scale_scales", "scale_offset")]
-    stack, exact = Stack(coding, torch.float32, stored), dequantize(quantize(weight, "nf4", True), torch.float32)
+    stack, exact = (
+        QuantizedStack(coding, torch.float32, stored),
+        dequantize(quantize(weight, "nf4", True), torch.float32),
+    )
     assert stack.shape == exact.shape
     assert stack.transpose(-2, -1).shape == exact.transpose(1, 2).shape
     assert torch.equal(torch.mul(stack, 2.0), exact * 2)  # type: ignore[call-overload]
