@@ -1,134 +1,136 @@
-"""What a number format does to the curve of a run, ours beside plain torch.
+"""The difference of log-probs between engine and trainer by precision, for one model on one device.
 
-    python bench/precision.py MODEL ROWS.parquet                     # CPU
-    python bench/precision.py MODEL ROWS.parquet --device cuda --steps 30 --rows 64 --lr 1e-4
+python bench/precision.py                                  # the embedded tiny model on a CPU
+python bench/precision.py --device cuda --model FOLDER --prompts 64 --tokens 512 --out result.json
 
-The same rows in the same order go through SFT in five ways: ours in fp32 and in bf16, and a plain loop over
-transformers' model with torch's AdamW in fp32, under autocast, and with bf16 weights beside fp32 masters. A pair of
-formats that is out of step here is so by its rounding where plain torch parts in the same way, and by a fault where
-ours parts alone. `lockstep data arithmetic FOLDER` writes rows (`sft_train.parquet`).
+Each case generates responses with the native engine and computes the log-probs of the same tokens with the trainer's
+forward pass, with the same weights. `fp32`, `bf16` and `fp16` are dtypes of both sides. `bf16 + fp8` is a trainer in
+bf16 with `rollout.precision: fp8`, and likewise int8. The cases draw the same random numbers, but not always the same
+tokens. Random weights show rounding only; use the folder of a trained model for its mismatch.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-from collections.abc import Callable, Sequence
+import statistics
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import pyarrow.parquet as pq
 import torch
-from transformers import AutoModelForCausalLM
 
-import lockstep
+from lockstep.algorithms.correction import correct
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.device.base import Device
 from lockstep.device.select import select
+from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.load_folder import DTYPES
+from lockstep.model.policy import Policy, Scoring
+from lockstep.model.tiny import write_tiny
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.schema import Model
+from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.types import Completion, Example, Origin, Request, Sampling
 from report import machine, write_record
 
-WARM_UP = 5
-PLAIN = ("fp32", "autocast", "bf16 + masters")
-Curve = tuple[list[float], list[float]]
-"""Losses and gradient norms."""
+DTYPE_CASES = ("fp32", "bf16", "fp16")
+QUANTISED = ("fp8", "int8")
+# The first generation compiles kernels and captures graphs.
+RUNS = 3
+
+
+def cases(device: Device, trainer: str) -> list[tuple[str, str | None]]:
+    """Pairs of a dtype and a precision of generation."""
+    own = [(name, None) for name in DTYPE_CASES if device.supports(DTYPES[name])]
+    return [*own, *((trainer, name) for name in QUANTISED if device.no_low_precision(name) is None)]
+
+
+@torch.no_grad()
+def trainer_logprobs(policy: Policy, prompts: list[list[int]], made: list[Completion], device: Any) -> torch.Tensor:
+    """The log-probs of the generated tokens, a few responses at a time."""
+    policy.scoring = Scoring()
+    policy.eval()
+    parts = []
+    for start in range(0, len(made), 4):
+        rows = [
+            Example(
+                prompts[one.request] + one.ids, [0] * len(prompts[one.request]) + [1] * len(one.ids), Origin("b", 0)
+            )
+            for one in made[start : start + 4]
+        ]
+        parts.append(policy(to_device(micro_batch(rows, packed=True, pad_id=0), device)).logprobs_K.float().cpu())
+    return torch.cat(parts)
+
+
+def measured(folder: str, dtype: str, precision: str | None, given: argparse.Namespace) -> dict[str, Any]:
+    device = select(given.device)
+    where = device.torch_device(0)
+    policy = load_policy(Model(path=folder, dtype=dtype), where, device.attention, 0)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(folder)
+    prompts = [tokenizer(f"{17 * n % 97} + {31 * n % 89} = ")["input_ids"] for n in range(given.prompts)]
+    engine = NativeEngine(policy, device, RolloutSettings(precision=precision), tokenizer.decode)  # type: ignore[arg-type]
+    requests = [Request(ids, key, n=given.n) for key, ids in enumerate(prompts)]
+    sampling = Sampling(max_tokens=given.tokens, seed=given.seed)
+    seconds = []
+    for _ in range(given.runs):
+        begun = time.perf_counter()
+        made = sorted(engine.generate(requests, sampling), key=lambda one: (one.request, one.sample))
+        device.synchronise()
+        seconds.append(time.perf_counter() - begun)
+    engine_K = torch.tensor([logprob for one in made for logprob in one.logprobs])
+    trainer_K = trainer_logprobs(policy, prompts, made, where)
+    sequence_K = torch.repeat_interleave(torch.arange(len(made)), torch.tensor([len(one.ids) for one in made]))
+    found = correct(
+        trainer_K, engine_K, sequence_K, len(made), weight="token", cap=2.0, mask="none", low=0.5, high=2.0
+    ).metrics
+    off_K = (trainer_K - engine_K).abs()
+    return {
+        "dtype": dtype,
+        "precision": precision,
+        "tokens": len(engine_K),
+        "mean_diff": float(off_K.mean()),
+        "max_diff": float(off_K.max()),
+        "kl": found["rollout_corr/kl"],
+        "k3": found["rollout_corr/k3"],
+        "capped_share": found["rollout_corr/capped_share"],
+        "effective_share": found["rollout_corr/effective_share"],
+        "tokens_per_second": len(engine_K) / statistics.median(seconds[1:] or seconds),
+        "quantised_parameters": 0 if engine.view is None else engine.view.parameters,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("data")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--model", help="a folder; default: the embedded tiny model")
+    parser.add_argument(
+        "--trainer", default="bf16", choices=DTYPE_CASES, help="dtype of the trainer beside fp8 and int8"
+    )
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--n", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--out")
-    args = parser.parse_args()
-    table = pq.read_table(args.data).to_pylist()
-    random.Random(0).shuffle(table)
-    updates: list[list[Any]] = []
-    curves: dict[str, Curve] = {}
-    for dtype in ("fp32", "bf16"):
-        handle = lockstep.load(args.model, device=args.device, dtype=dtype, lr=args.lr)
-        if not updates:
-            texts = [[message["content"] for message in row["messages"]] for row in table]
-            rows = [handle.example(question, answer) for question, answer in texts[: args.steps * args.rows]]
-            updates = [rows[at : at + args.rows] for at in range(0, len(rows), args.rows)]
-        curves[f"ours, {dtype}"] = ours(handle, updates, args.lr)
-        del handle
-    for way in PLAIN:
-        curves[f"plain torch, {way}"] = plain(args.model, args.device, way, updates, args.lr)
-    report(curves)
-    if args.out:
-        settings = {key: value for key, value in vars(args).items() if key != "out"}
-        write_record({"settings": settings, "machine": machine(select(args.device)), "curves": curves}, args.out)
-
-
-def rate(peak: float, step: int) -> float:
-    return peak * min(1.0, (step + 1) / WARM_UP)
-
-
-def ours(handle: Any, updates: Sequence[Sequence[Any]], peak: float) -> Curve:
-    losses, norms = [], []
-    for step, rows in enumerate(updates):
-        losses.append(handle.forward_backward(rows, "nll")["loss"])
-        metrics = handle.optim_step(lr=rate(peak, step))
-        norms.append(next(value for name, value in metrics.items() if name.endswith("grad_norm")))
-    return losses, norms
-
-
-def plain(folder: str, device: str, way: str, updates: Sequence[Sequence[Any]], peak: float) -> Curve:
-    half = way == "bf16 + masters"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if half else torch.float32)
-    model = model.to(device).train()
-    weights = list(model.parameters())
-    masters = [weight.detach().float().clone() for weight in weights] if half else weights
-    adamw = torch.optim.AdamW(masters, lr=peak, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    losses, norms = [], []
-    for step, rows in enumerate(updates):
-        ids, trained, seen = padded(rows, device)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=way == "autocast"):
-            logits = model(input_ids=ids, attention_mask=seen).logits
-        logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
-        loss = -(logprobs * trained[:, 1:]).sum() / trained[:, 1:].sum()
-        loss.backward()
-        if half:
-            for weight, master in zip(weights, masters, strict=True):
-                assert weight.grad is not None
-                master.grad, weight.grad = weight.grad.float(), None
-        norms.append(float(torch.nn.utils.clip_grad_norm_(masters, 1.0)))
-        for group in adamw.param_groups:
-            group["lr"] = rate(peak, step)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
-        if half:
-            with torch.no_grad():
-                for weight, master in zip(weights, masters, strict=True):
-                    weight.copy_(master)
-        losses.append(float(loss))
-    return losses, norms
-
-
-def padded(rows: Sequence[Any], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, what is trained, and what is no padding."""
-    examples = [row.sequences[0] for row in rows]
-    width = max(len(example) for example in examples)
-
-    def column(numbers: Callable[[Any], Sequence[int]]) -> torch.Tensor:
-        lines = [[*numbers(one), *[0] * (width - len(one))] for one in examples]
-        return torch.tensor(lines, device=device)
-
-    return column(lambda one: one.ids), column(lambda one: one.loss_mask).bool(), column(lambda one: [1] * len(one))
-
-
-def report(curves: dict[str, Curve]) -> None:
-    base = curves["ours, fp32"][0]
-    print(f"{'':28}{'mean':>8} {'|error|':>8} {'drift':>8}   every {max(1, len(base) // 6)}th loss")
-    for name, (losses, _) in curves.items():
-        apart = [one - other for one, other in zip(losses, base, strict=True)]
-        size, drift = (sum(numbers) / len(base) for numbers in (map(abs, apart), apart))
-        shown = " ".join(f"{loss:.3f}" for loss in losses[:: max(1, len(base) // 6)])
-        print(f"{name:28}{sum(losses) / len(losses):8.4f} {size:8.4f} {drift:+8.4f}   {shown}")
+    given = parser.parse_args()
+    device = select(given.device)
+    record: dict[str, Any] = {"machine": machine(device), "arguments": vars(given), "cases": []}
+    with tempfile.TemporaryDirectory() as folder:
+        if given.model is None:
+            write_tiny(Path(folder) / "model")
+        model = given.model or str(Path(folder) / "model")
+        print(f"{'engine':<12} {'mean |d|':>9} {'max |d|':>9} {'k3':>9} {'capped':>7} {'ESS':>7} {'tokens/s':>9}")
+        for dtype, precision in cases(device, given.trainer):
+            one = measured(model, dtype, precision, given)
+            record["cases"].append(one)
+            name = dtype if precision is None else f"{dtype} + {precision}"
+            print(
+                f"{name:<12} {one['mean_diff']:>9.2e} {one['max_diff']:>9.2e} {one['k3']:>9.2e} "
+                f"{one['capped_share']:>7.4f} {one['effective_share']:>7.4f} {one['tokens_per_second']:>9.0f}"
+            )
+    if given.out:
+        write_record(record, given.out)
 
 
 if __name__ == "__main__":

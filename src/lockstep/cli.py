@@ -104,10 +104,7 @@ def plan(
         str | None,
         typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices each, without access to them."),
     ] = None,
-    fit: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="List the settings that fit on one DEVICE, the fastest first."),
-    ] = None,
+    fit: Annotated[str | None, typer.Option(metavar="DEVICE", help="List the settings that fit on one DEVICE.")] = None,
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="With --cluster or --fit: mean response length [rollout.max_tokens].")
     ] = None,
@@ -368,18 +365,14 @@ def export(
 
 @app.command()
 def dequantize(
-    folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="A model folder (or a hub model) with quantised weights.")
-    ],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder or hub model with quantised weights.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     dtype: Annotated[str, typer.Option(help="Type of the written weights: bf16, fp16 or fp32.")] = "bf16",
 ) -> None:
     """Write a folder with quantised weights (GPTQ, AWQ, fp8, MXFP4, ...) as a folder with bf16 weights."""
-    from lockstep.commands.dequantize import dequantize_folder
-    from lockstep.model.resolve import model_folder
+    from lockstep.commands.dequantize import dequantize_named
 
-    done = dequantize_folder(Path(model_folder(folder, "FOLDER")), out, dtype)
-    write(f"dequantised {folder} to {out}: {done.sentence}")
+    write(dequantize_named(folder, out, dtype))
 
 
 @app.command()

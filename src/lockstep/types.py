@@ -256,8 +256,9 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Whether log-probs are computed from the truncated distribution (top-p, top-k, min-p). If `score_truncated` is
-    false, log-probs are computed from the full distribution."""
+    """Whether log-probs are of the truncated distribution (top-p, top-k, min-p) and not of the full distribution."""
+    full_precision: bool = False
+    """Whether the built-in engine ignores `rollout.precision` and `rollout.kv_cache`, as in validation."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from lockstep.kernels.attention import npu_attention
 from lockstep.kernels.attention import npu_attention as npu_parts
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.partial_attention import sections
+from lockstep.kernels.quantized import int8_npu
 
 pytestmark = pytest.mark.ascend
 
@@ -249,6 +250,11 @@ def swiglu() -> tuple[Any, list[Shape]]:
     return npu_modules.gated(gated, meta(2, 7, 48)), [(2, 7, 48)]
 
 
+def int8_product() -> tuple[Any, list[Shape]]:
+    x, codes, scales = meta(7, 48), meta(24, 48, dtype=torch.int8), meta(24, 1, dtype=torch.float32)
+    return int8_npu.npu_int8_product(x, codes, scales), [(7, 24)]
+
+
 # Our own functions around each operator: what they give, and the shapes that their callers expect.
 SHAPES: dict[str, list[Case]] = {
     "npu_fusion_attention": [fusion(None), fusion(4), part],
@@ -257,6 +263,8 @@ SHAPES: dict[str, list[Case]] = {
     "npu_rms_norm": [rms_norm],
     "npu_rotary_mul": [rotary],
     "npu_swiglu": [swiglu],
+    "npu_dynamic_quant": [int8_product],
+    "npu_quant_matmul": [int8_product],
 }
 
 

@@ -178,3 +178,14 @@ def test_two_ranks_over_hccl_equal_one(model: Path, tmp_path: Path, method: str)
     online = ("actor/loss", "critic/score/mean", "actor/grad_norm")
     for name in online if method in ONLINE else ("train/loss", "train/grad_norm"):
         assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_int8_rollouts_run_on_the_operators_for_int8(model: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, model, "grpo", ["model.dtype=bf16", "rollout.precision=int8"])
+    report.clear()
+    npu = history(recipe, "npu")
+    ran = {operator.name for operator in report.operators()}
+    assert {"npu::npu_dynamic_quant", "npu::npu_quant_matmul"} <= ran
+    assert not report.fallbacks()
+    assert all(0 < metrics["training/rollout_logprob_diff_mean"] < 0.25 for metrics in npu)

@@ -91,4 +91,28 @@ def chunks(device: str) -> None:
         _agree(query, keys, values, table, torch.tensor(lengths, device=device), chunk=8)
 
 
-CHECKS = {"value_sizes": value_sizes, "latents": latents, "chunks": chunks}
+def fp8_cache(device: str) -> None:
+    """Keys and values as codes in fp8 with a scale per token and head, against the dequantised cache."""
+    from lockstep.kernels.attention.paged import gathered_decode
+    from lockstep.kernels.attention.paged_triton import paged_decode
+    from lockstep.kernels.quantized.token_products import token_codes
+
+    generator = torch.Generator().manual_seed(0)
+    table, lengths = _paged(device)
+    dtypes = (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,)
+    for dtype in dtypes:
+        query = torch.randn(3, 4, 16, generator=generator).to(device, dtype)
+        rows = [torch.randn(61 * BLOCK, 2, n, generator=generator).to(device) * 5 for n in (16, 24)]
+        codes, scales = zip(*(token_codes(part, "fp8") for part in rows), strict=True)
+        read = [(code.float() * scale).to(dtype) for code, scale in zip(codes, scales, strict=True)]
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+        for window in (None, 20):
+            common = (table, lengths, BLOCK, 0.2, window)
+            twin = gathered_decode(query, *read, *common)
+            for splits in (1, 2):
+                given = tuple(scale[..., 0].contiguous() for scale in scales)
+                found = paged_decode(query, *codes, *common, splits=splits, scales=given)
+                torch.testing.assert_close(found, twin, **close)
+
+
+CHECKS = {"value_sizes": value_sizes, "latents": latents, "chunks": chunks, "fp8_cache": fp8_cache}

@@ -41,6 +41,14 @@ class DequantizedFolder:
         return f"{text}; left out {self.dropped:,} scales of activations" if self.dropped else text
 
 
+def dequantize_named(name: str, out: Path, dtype: str) -> str:
+    """Dequantises a folder or a hub model, and returns a sentence about the result."""
+    from lockstep.model.resolve import model_folder
+
+    done = dequantize_folder(Path(model_folder(name, "FOLDER")), out, dtype)
+    return f"dequantised {name} to {out}: {done.sentence}"
+
+
 def dequantize_folder(source: Path, out: Path, dtype: str = "bf16") -> DequantizedFolder:
     """Writes the folder `source` to `out` with dequantised weights in `dtype`, tensor by tensor. Tensors that `source`
     stores in fp32 stay fp32. Refuses values that are not finite in `dtype`."""

@@ -142,6 +142,10 @@ class Device(ABC):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 or dtype in self.autocast_dtypes
 
+    def no_low_precision(self, precision: str) -> str | None:
+        """Returns why the device has no matmul in `precision` (fp8 or int8), or None if it has one."""
+        return None
+
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
         """Runs short benchmarks. Returns warnings about settings that slow down a model with weight matrices of `outer`
         x `inner`."""

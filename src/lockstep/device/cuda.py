@@ -97,6 +97,16 @@ class Cuda(Accelerator):
             return (torch.bfloat16, torch.float16)
         return (torch.float16,)
 
+    def no_low_precision(self, precision: str) -> str | None:
+        """fp8 needs the matrix units of Ada or Hopper. int8 runs from Turing on."""
+        needed = {"fp8": (8, 9), "int8": (7, 5)}[precision]
+        found = torch.cuda.get_device_capability()
+        if found >= needed:
+            return None
+        return (
+            f"{self.chip()} has compute capability {found[0]}.{found[1]}, and {precision} needs {needed[0]}.{needed[1]}"
+        )
+
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Returns the peak FLOP/s of `dtype`. The value for float32 assumes that TF32 is off, which is torch's
         default."""

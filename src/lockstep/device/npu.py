@@ -126,6 +126,9 @@ _CANN_LIBRARIES = ("libascendcl", "libhccl", "libacl_op_compiler", "libge_runner
 _DRIVER_LIBRARIES = ("libascend_hal", "libdrvdsmi", "libdcmi", "libmmpa")
 
 
+NO_FP8 = "Ascend 910 chips have no fp8 matmuls"
+
+
 class Npu(Accelerator):
     name = "npu"
     collective = "hccl"
@@ -180,6 +183,9 @@ class Npu(Accelerator):
         if self.api.is_bf16_supported():
             return (torch.bfloat16, torch.float16)
         return (torch.float16,)
+
+    def no_low_precision(self, precision: str) -> str | None:
+        return NO_FP8 if precision == "fp8" else None
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         if dtype == torch.float32 or not self.supports(dtype):

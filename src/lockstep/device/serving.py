@@ -33,6 +33,8 @@ class Serving:
     version."""
     unusable: str | None = None
     """Why the engine is not available on the device, or None if it is available."""
+    precisions: tuple[str, ...] = ()
+    """The values of `rollout.precision` for which the engine quantises the weights of every update on this device."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Additional command-line flags (`--name value`) with their reasons."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
@@ -103,8 +105,8 @@ _SGLANG_ASCEND = Serving(
 SERVING: dict[str, dict[str, Serving]] = {
     "npu": {"vllm": _VLLM_ASCEND, "sglang": _SGLANG_ASCEND},
     "cuda": {
-        "vllm": Serving(_environment(".venv-vllm", "vllm"), variables=_NO_SEGMENTS),
-        "sglang": Serving(_environment(".venv-sglang", "sglang"), variables=_NO_SEGMENTS),
+        "vllm": Serving(_environment(".venv-vllm", "vllm"), precisions=("fp8",), variables=_NO_SEGMENTS),
+        "sglang": Serving(_environment(".venv-sglang", "sglang"), precisions=("fp8",), variables=_NO_SEGMENTS),
     },
     "cpu": {
         "vllm": Serving(

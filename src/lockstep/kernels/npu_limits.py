@@ -35,6 +35,16 @@ def _first(*problems: tuple[bool, str]) -> str | None:
     return next((text for wrong, text in problems if wrong), None)
 
 
+def quant_problem(x_TK: torch.Tensor, codes_NK: torch.Tensor) -> str | None:
+    """Checks npu_dynamic_quant and npu_quant_matmul with one scale per token."""
+    outputs, inputs = codes_NK.shape
+    return _first(
+        (x_TK.dtype not in HALF, f"type {x_TK.dtype}"),
+        (not len(x_TK), "no tokens"),
+        (max(inputs, outputs) > WIDEST, f"rows of {max(inputs, outputs)}, at most {WIDEST} are supported"),
+    )
+
+
 def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float) -> str | None:
     _, heads, size = query_THD.shape
     return _first(

@@ -49,7 +49,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
         # The layers are found before sharding, because sharding renames the class of a layer.
-        self._layers = decoder_layers(model)
+        self.layers = decoder_layers(model)
         self.records_router_logits = False
         """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
@@ -99,6 +99,11 @@ class Decoder:
         self._refuse_states_of_rows()
         return latent_layout(self._probe.layout, self._latent_modules)
 
+    @property
+    def selects_rows(self) -> bool:
+        """Whether attention selects tokens by an indexer, so that it reads its cache in rows."""
+        return bool(self.attentions) and isinstance(self._probe, RowProbe)
+
     def _refuse_states_of_rows(self) -> None:
         if self.mixers and isinstance(self._probe, RowProbe):
             kind = type(self.mixers[0].module).__name__
@@ -135,23 +140,23 @@ class Decoder:
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """Makes forward passes offload the activations of the layers to host memory until the backward pass."""
-        if not self._layers:
+        if not self.layers:
             raise Refusal.at(
                 "model.activation_offload",
                 f"transformers does not list the layers of {type(self.model).__name__}",
                 "set it to false, or use model.gradient_checkpointing instead",
                 code="unsupported-model",
             )
-        self._activations = ActivationOffload(self._layers, device)
+        self._activations = ActivationOffload(self.layers, device)
 
     def untiled(self) -> str | None:
         """Returns why the MLPs cannot be tiled, or None if they can."""
-        return untiled(self._layers)
+        return untiled(self.layers)
 
     def tile_mlps(self, tokens: int) -> None:
         """Makes the MLPs of the layers compute `tokens` tokens at a time."""
-        refuse_untiled(self._layers, type(self.model).__name__)
-        tile_mlps(self._layers, tokens)
+        refuse_untiled(self.layers, type(self.model).__name__)
+        tile_mlps(self.layers, tokens)
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""

@@ -9,6 +9,8 @@ import torch
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal, first_line
 from lockstep.kernels.fused import fuse
+from lockstep.kernels.quantized.fp8_linear import train_in_fp8
+from lockstep.kernels.quantized.projections import projections
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
 from lockstep.model.heads import ValueModel, build_value_model
 from lockstep.model.load_folder import (
@@ -86,11 +88,27 @@ def load_policy(
     check_policy(policy, settings.path, device)
     if settings.tiled_mlp is not None and not (frozen and policy.decoder.untiled()):
         policy.decoder.tile_mlps(settings.tiled_mlp)
+    if settings.matmul is not None and not frozen:
+        _train_in_fp8(policy)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activation_offload and not frozen:
         policy.decoder.keep_activations_on_host(device)
     return policy
+
+
+def _train_in_fp8(policy: Policy) -> None:
+    """Replaces the matmuls after the log-probs were compared with those of transformers, which are not in fp8."""
+    assert policy.decoder.attentions or policy.decoder.mixers  # the access finds the recurrent modules
+    found = projections(policy.decoder.layers, [mixer.module for mixer in policy.decoder.mixers])
+    policy.matmul = "fp8"
+    if not train_in_fp8(found.values()):
+        raise Refusal.at(
+            "model.matmul",
+            f"the layers of {type(policy.causal_lm).__name__} have no linear layers of torch that could train in fp8",
+            "remove model.matmul",
+            code="unsupported-model",
+        )
 
 
 def load_value_model(

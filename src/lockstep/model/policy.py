@@ -116,6 +116,8 @@ class Policy(nn.Module):
         self.digits = NONE
         self.unused: tuple[str, ...] = ()
         """Names of tensors in the model's files that the model does not use."""
+        self.matmul: str | None = None
+        """The precision of the matmuls (`model.matmul`), or None for that of the weights."""
         self.decoder = Decoder(self.causal_lm, kernel)
 
     @property

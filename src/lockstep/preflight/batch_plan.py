@@ -186,6 +186,8 @@ def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) ->
 # the mean difference is about 1 nat. The limit of the k3 KL estimate is half of this limit, because k3 gives more
 # weight to the few tokens with large differences.
 LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
+# The limit with `rollout.precision`, where the weights of the engine have eight bits.
+LOW_PRECISION_LIMIT = 0.25
 
 
 def old_needed(recipe: Recipe, updates: int) -> bool:
@@ -198,6 +200,8 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     algorithm = recipe.algorithm
     if algorithm.rollout_correction.compares or estimator_row(algorithm.advantage).energy:
         return True
+    if recipe.rollout.low_precision is not None:
+        return True  # the mismatch is measured in every step
     chosen_before = loss_row(algorithm.loss).selection_keys is not None
     needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
     return needed and not algorithm.rollout_correction.bypass
@@ -209,10 +213,13 @@ def logprob_limit(recipe: Recipe) -> float | None:
     rollout = recipe.rollout
     if rollout.max_logprob_diff != "auto":
         return rollout.max_logprob_diff
-    if not ENGINES[rollout.engine].served:
+    # Responses of earlier weights differ by more than rounding.
+    low_precision = rollout.low_precision is not None and not rollout.max_staleness
+    if not (low_precision or ENGINES[rollout.engine].served):
         return None
+    limit = LOW_PRECISION_LIMIT if low_precision else LOGPROB_LIMITS[recipe.model.dtype]
     # Logits are divided by the temperature, so a temperature below 1 also increases their rounding errors.
-    return LOGPROB_LIMITS[recipe.model.dtype] / min(1.0, rollout.temperature)
+    return limit / min(1.0, rollout.temperature)
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:

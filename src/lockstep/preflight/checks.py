@@ -243,6 +243,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
     "log": (PreflightCheck(trackers, CheckStage.SETTINGS, lambda context: context.main),),
     "model": (
         PreflightCheck(model.dtype_of_device, CheckStage.SETTINGS),
+        PreflightCheck(model.matmul_of_device, CheckStage.SETTINGS),
         PreflightCheck(model.open_tokenizer, CheckStage.OPEN),
         PreflightCheck(model.open_config, CheckStage.OPEN),
         PreflightCheck(model.tokenizer_of_model, CheckStage.MODEL),
@@ -253,6 +254,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
     ),
     "rollout": (
+        PreflightCheck(model.precision_of_device, CheckStage.SETTINGS, _online),
         PreflightCheck(async_worker, CheckStage.SETTINGS, _asynchronous),
         PreflightCheck(engine_package, CheckStage.SETTINGS, _served),
         PreflightCheck(engine_device, CheckStage.SETTINGS, _served),

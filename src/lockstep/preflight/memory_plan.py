@@ -236,7 +236,7 @@ def plan_memory(
         # The engine gathers all weights, except those of other tensor-parallel ranks.
         gathered = plan.weight_bytes * (parameters - counted.divided + counted.divided // tensor) // parameters
         before = plan.phases[-1]
-        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room, counted.view)
         engine = replace(engine, workspace=counted.coded.workspace(size))
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine, counted)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
@@ -375,6 +375,8 @@ class EnginePlan:
     keeps_cache: int
     cache_room: int | None = None
     """The maximum bytes of the KV cache, or None if it is not limited."""
+    view: int = 0
+    """Bytes of the quantised weights of `rollout.precision`, which stay allocated together with the KV cache."""
     workspace: int = 0
     """The bytes of a dequantised weight."""
 
@@ -412,6 +414,10 @@ def _with_online_parts(
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
     token = kv_bytes(config, size, recipe.parallel.tensor_parallel)
+    if recipe.rollout.kv_cache is not None:
+        # One byte per element, and a scale in fp32 per head of keys and of values.
+        elements = kv_bytes(config, 1, recipe.parallel.tensor_parallel)
+        token = elements + 4 * elements // text_sizes(config).head_size
     slot = state_bytes(config, DTYPES[recipe.model.dtype])
     states = plan_states(slot, math.inf, sequences, recipe.rollout.n, "memory").bytes
     cached = sequences * engine.longest * token + states
@@ -424,6 +430,7 @@ def _with_online_parts(
     )
     standing = phases[-1]
     kept = engine.kept(recipe, cache)
+    kept += engine.view if kept else 0
     phases = tuple(
         phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
     )
@@ -433,7 +440,7 @@ def _with_online_parts(
     prefilled = min(engine.prefill_tokens, prompts)
     passes = prefill_bytes(text_config(config), prefilled, size)
     passes += selection_bytes(config, prefilled, engine.longest, size, masks=2) + engine.workspace
-    generation = Phase("generation", gathered + beside, 0, standing.optimizer, cache + passes)
+    generation = Phase("generation", gathered + beside + engine.view, 0, standing.optimizer, cache + passes)
     stored = plan.checkpoint_bytes + own
     return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
 

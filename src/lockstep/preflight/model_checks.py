@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.encode.chat_template import with_template
+from lockstep.device.serving import serving_on
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
@@ -28,7 +29,7 @@ from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.registry import estimator_row
+from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.types import Origin
 
 
@@ -99,6 +100,34 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
             f"use {' or '.join(usable)}",
             code="unsupported-dtype",
         )
+
+
+def matmul_of_device(context: Context) -> Iterator[Problem]:
+    """Reports fp8 training on a device without fp8 matmuls."""
+    matmul = context.recipe.model.matmul
+    why = None if matmul is None else context.device.no_low_precision(matmul)
+    if why is not None:
+        yield Problem("model.matmul", f"{why}, so {matmul} is not available", "remove it", code="unsupported-dtype")
+
+
+def precision_of_device(context: Context) -> Iterator[Problem]:
+    """Reports a precision of generation that the engine does not have on this device."""
+    device, rollout = context.device, context.recipe.rollout
+    precision = rollout.precision
+    if rollout.kv_cache is not None and (why := device.no_low_precision(rollout.kv_cache)) is not None:
+        yield Problem("rollout.kv_cache", f"{why}, so it has no fp8 cache", "remove it", code="unsupported-dtype")
+    if precision is None:
+        return
+    if ENGINES[rollout.engine].served:
+        if precision not in serving_on(device.name, rollout.engine).precisions:
+            why = f"{rollout.engine} on {device.name} does not quantise the weights of an update to {precision}"
+            yield Problem("rollout.precision", why, "remove it, or use rollout.engine=native", code="unsupported-dtype")
+        return
+    why = device.no_low_precision(precision)
+    if why is not None:
+        usable = [one for one in ("fp8", "int8") if device.no_low_precision(one) is None]
+        remedy = f"use {' or '.join(usable)}, or remove it" if usable else "remove it"
+        yield Problem("rollout.precision", f"{why}, so {precision} is not available", remedy, code="unsupported-dtype")
 
 
 def tokenizer_of_model(context: Context) -> None:

@@ -16,6 +16,7 @@ from lockstep.errors import refuse_all
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.quantized.formats import quantized_bytes
+from lockstep.kernels.quantized.projections import projections
 from lockstep.kernels.tiled_mlp import untiled
 from lockstep.methods import METHODS
 from lockstep.model.adapters.active import lora_layers
@@ -34,6 +35,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.optim_checks import unmatched_groups
+from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
@@ -140,6 +142,8 @@ class Counted:
     """The number of parameters of the largest weight with a DoRA adapter, whose norms each forward pass computes."""
     tileable: bool = False
     """Whether `model.tiled_mlp` supports the layers."""
+    view: int = 0
+    """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
     _states: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
     """Results of `state_bytes`, which a search for settings asks for many times."""
 
@@ -171,6 +175,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
+        view = _view_bytes(recipe, layers)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
         model = with_lora(base, recipe.model.lora, seed=0)
@@ -187,8 +192,31 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     dora = [layer for _, layer in lora_layers(model) if len(layer.lora_magnitude_vector)]
     weights = [layer.out_features * layer.in_features for layer in dora]
     outputs, weight = sum(layer.out_features for layer in dora), max(weights, default=0)
-    more = (coded, frozen_coded, shapes, roles_of(model), outputs, weight, tileable)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), *more)
+    return Counted(
+        *sizes,
+        whole,
+        fused,
+        frozen,
+        reward_bytes(recipe),
+        coded,
+        frozen_coded,
+        shapes,
+        roles_of(model),
+        dora_outputs=outputs,
+        dora_weight=weight,
+        tileable=tileable,
+        view=view,
+    )
+
+
+def _view_bytes(recipe: Recipe, layers: list[nn.Module]) -> int:
+    """Returns the bytes of the view of `rollout.precision`. Projections of recurrent modules are counted too, although
+    the view does not have them, because these modules are known only after a forward pass."""
+    precision = recipe.rollout.precision
+    if recipe.method not in ONLINE or precision is None or ENGINES[recipe.rollout.engine].served:
+        return 0
+    shapes = [(one.out_features, one.in_features) for one in projections(layers).values()]
+    return sum(quantized_bytes(shape, precision) for shape in shapes)
 
 
 def _trains_policy(recipe: Recipe) -> bool:

@@ -195,6 +195,21 @@ class EngineSettings(Section):
         effect=CACHE,
         resumable=True,
     )
+    precision: Literal["fp8", "int8"] | None = Field(
+        None,
+        description="Generate training responses with weights and activations of eight bits. The weights are quantised "
+        "after every update, with one scale per row; activations have one scale per token. Embeddings, output head, "
+        "norms, routers and recurrent layers keep `model.dtype`. Then `algorithm.rollout_correction.weight` is `token` "
+        "by default, and a correction is required. Validation of the native engine generates in `model.dtype`; "
+        "validation of a server has this precision. Default: the precision of `model.dtype`.",
+        effect=Effect("matters", "responses are sampled from a quantised policy, and importance weights correct this"),
+    )
+    kv_cache: Literal["fp8"] | None = Field(
+        None,
+        description="Native engine: keep keys and values of training responses in fp8, with one scale per token and "
+        "head. The correction of `precision` applies here too. Default: the precision of `model.dtype`.",
+        effect=Effect("matters", "responses are sampled with rounded keys and values; importance weights correct this"),
+    )
     block_tokens: int = Field(
         16, ge=1, description="Native engine: tokens per block of the KV cache.", effect=CACHE, resumable=True
     )
@@ -247,8 +262,9 @@ class EngineSettings(Section):
         "auto",
         description="Largest mean difference between the engine's and the trainer's log-probabilities of the "
         "generated tokens. The run stops before the updates of a step if the difference is larger, or if the k3 "
-        "estimate of the KL divergence exceeds half of this value. `auto` checks only serving engines, with 0.005 in "
-        "fp32, 0.03 in fp16 and 0.1 in bf16, divided by `temperature` if that is below 1. `null`: no check.",
+        "estimate of the KL divergence exceeds half of this value. `auto` checks serving engines, with 0.005 in fp32, "
+        "0.03 in fp16 and 0.1 in bf16, and every engine with `precision`, with 0.25; the limit is divided by "
+        "`temperature` if that is below 1. `null`: no check.",
         effect=Effect("harmless", "this key affects only whether and when the run stops"),
         resumable=True,
     )
@@ -264,3 +280,9 @@ class EngineSettings(Section):
 
 class RolloutSettings(EnvironmentSettings, EngineSettings):
     """All keys of the group `rollout`."""
+
+    @property
+    def low_precision(self) -> str | None:
+        """Describes in which low precision training responses are generated; None in full precision."""
+        cache = None if self.kv_cache is None else f"a KV cache in {self.kv_cache}"
+        return " with ".join(filter(None, (self.precision, cache))) or None

@@ -14,6 +14,7 @@ from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
 from lockstep.recipe.optim_checks import optim_problems
+from lockstep.recipe.precision_checks import matmul_problems
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.rollout_checks import rollout_problems
 from lockstep.recipe.schema import Recipe
@@ -86,6 +87,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run = recipe.run
     if run.epochs is not None and run.steps is not None:
         yield conflict("run.steps", "cannot be combined with run.epochs", "remove run.steps or run.epochs")
+    yield from matmul_problems(recipe)
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
     yield from optim_problems(recipe)
@@ -410,15 +412,17 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
 
 
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
-    """Returns the default rollout correction for stale responses and for serving engines.
+    """Returns the default rollout correction for stale responses, for serving engines and for low precision.
 
     For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
     does not keep the policy near the policy that generated the responses (measured in docs/online.md), so the weight is
     the default only for losses that do not clip. A serving engine has the current weights, so its log-probs differ only
-    by rounding and an importance weight is sufficient.
+    by rounding and an importance weight is sufficient. With `rollout.precision`, they differ by the rounding of
+    quantised weights, and an importance weight corrects for it.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
-    if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:
+    low_precision = recipe.rollout.low_precision is not None
+    if not (stale or low_precision or ENGINES[recipe.rollout.engine].served) or correction.bypass:
         return {}
     given = correction.model_fields_set
     if (

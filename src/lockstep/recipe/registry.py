@@ -62,6 +62,10 @@ class EngineRow:
     length, which makes cached keys invalid. Sequences above this length are refused."""
     divided: bool = False
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
+    precisions: tuple[str, ...] = ()
+    """The values of `rollout.precision` that the engine supports."""
+    quantizes_adapted: bool = True
+    """Whether `rollout.precision` may be combined with a LoRA adapter."""
     server_adapter: str = ""
     """`package.module:name` of the `ServerAdapter` (`rollout/servers/`); empty if the engine is not a server. A serving
     engine has its weights in another process and is reached over HTTP. A run starts a server with the settings in
@@ -162,16 +166,21 @@ TOOLS: dict[str, str] = {
 NO_ENVIRONMENT = {"none": ""}
 
 ENGINES: dict[str, EngineRow] = {
-    "native": EngineRow("lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True),
+    "native": EngineRow(
+        "lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True, precisions=("fp8", "int8")
+    ),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.vllm:Vllm",
+        precisions=("fp8",),
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.sglang:Sglang",
+        precisions=("fp8",),
+        quantizes_adapted=False,
         scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
     ),
 }

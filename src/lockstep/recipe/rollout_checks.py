@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.recipe.precision_checks import rollout_precision_problems
 from lockstep.recipe.registry import ENGINES, adapter_row, estimator_row
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _environment_problems(recipe)
     yield from _weight_sync_problems(recipe)
     yield from _server_problems(recipe)
+    yield from rollout_precision_problems(recipe)
 
 
 def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -210,6 +210,14 @@ class Model(Section):
         effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
     )
 
+    matmul: Literal["fp8"] | None = Field(
+        None,
+        description="Train with fp8 matmuls in the projections of the policy's decoder layers: the forward and the "
+        "gradients of activations in fp8, the gradients of weights in `model.dtype` (torchao's `rowwise_with_gw_hp`). "
+        "Weights and optimizer keep their precision. Default: matmuls in `model.dtype`.",
+        effect=Effect("matters", "matmuls round to fp8; metrics diverge slowly"),
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _adapter(cls, values: Any) -> Any:

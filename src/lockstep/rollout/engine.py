@@ -93,6 +93,7 @@ def validation_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
         stop_ids=tuple(sorted({*stop_ids, *recipe.rollout.stop_ids})),
         stop_strings=tuple(recipe.rollout.stop),
         seed=recipe.run.seed,
+        full_precision=True,
     )
 
 

@@ -65,6 +65,7 @@ class Generator:
         self._ahead: AskedAhead | None = None
         self._environments: list[EnvironmentEngine] = []
         self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
+        self._fp8_cache = settings.kv_cache is not None
         self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
@@ -229,6 +230,11 @@ class Generator:
     def metadata(self) -> dict[str, Any]:
         """Returns the name and the metadata of the engine for the run record."""
         details = self.engine.metadata() if isinstance(self.engine, OtherProgram) else {}
+        view = getattr(self.engine, "view", None)
+        if view is not None:
+            details = {"precision": view.format, "quantised_parameters": view.parameters}
+        if self._fp8_cache:
+            details = {**details, "kv_cache": "fp8"}
         return {"name": self.engine_name, **details}
 
     def proof(self) -> str:

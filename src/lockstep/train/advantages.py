@@ -79,7 +79,8 @@ def estimate_advantages(
         else:
             kl_penalty_K = penalty_K
         metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
-    corrected = _correct(experience, outputs, algorithm.rollout_correction)
+    measured = recipe.rollout.low_precision is not None
+    corrected = _correct(experience, outputs, algorithm.rollout_correction, measured=measured)
     keep_K, is_weights_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
     if algorithm.overlong.mask_truncated:
@@ -157,9 +158,12 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
     return Estimate(estimate.advantages_K[local], estimate.returns_K[local])
 
 
-def _correct(experience: Experience, outputs: ModelOutputs, settings: RolloutCorrection) -> Corrected:
-    """Returns the weights of rollout correction. If the recipe has no rollout correction, every token has weight 1."""
-    if not settings.compares:
+def _correct(
+    experience: Experience, outputs: ModelOutputs, settings: RolloutCorrection, *, measured: bool
+) -> Corrected:
+    """Returns the weights of rollout correction. If the recipe has no rollout correction, every token has weight 1.
+    `measured`: the metrics of the mismatch are computed also without weights."""
+    if not settings.compares and not measured:
         ones_K = torch.ones(len(experience.sequence_K))
         return Corrected(ones_K, ones_K)
     trainer_K = outputs.trainer_K if settings.bypass else outputs.old_K

@@ -356,6 +356,8 @@ def _all_masked(cut: float) -> IdleCause:
 # A warning is printed again only if its condition was last true more than this many steps ago.
 STEPS_BETWEEN_WARNINGS = 20
 COLLAPSED_SHARE = 0.05
+# Importance weights with a smaller effective share, or with more weights at the cap, are reported.
+LEAST_EFFECTIVE_SHARE, MOST_CAPPED_SHARE = 0.5, 0.05
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,7 @@ class Warnings:
                 else []
             ),
             *_since_the_draw(recipe),
+            *([] if recipe.rollout.low_precision is None else [_too_coarse(recipe.rollout.low_precision)]),
             *COMMON,
         ]
 
@@ -420,6 +423,22 @@ def _runs_away(recipe: Recipe) -> WarningSign:
     )
 
 
+def _too_coarse(precision: str) -> WarningSign:
+    """Returns the warning for importance weights of low-precision responses that are far from equal."""
+
+    def shows(metrics: dict[str, float]) -> bool:
+        few = metrics.get("rollout_corr/effective_share", 1.0) < LEAST_EFFECTIVE_SHARE
+        return few or metrics.get("rollout_corr/capped_share", 0.0) > MOST_CAPPED_SHARE
+
+    return WarningSign(
+        "low precision",
+        shows,
+        f"the importance weights of responses in {precision} are far from equal (rollout_corr/effective_share is below "
+        f"{LEAST_EFFECTIVE_SHARE:g}, or rollout_corr/capped_share above {MOST_CAPPED_SHARE:g}): little of the step "
+        "counts. Remove rollout.precision and rollout.kv_cache, or lower optim.lr",
+    )
+
+
 def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
     """Returns the warnings for a policy that moved too far from the old policy of the importance ratio."""
     stale = bool(recipe.rollout.max_staleness)
@@ -429,6 +448,8 @@ def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
         fewer = f"or rollout.max_staleness, {fewer}"
     corrected = recipe.algorithm.rollout_correction.bypass or recipe.algorithm.rollout_correction.weight != "none"
     remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.rollout_correction.weight=token")
+    if recipe.rollout.low_precision is not None:
+        remedy = "Remove rollout.precision and rollout.kv_cache"
     if stale:
         remedy = "Lower optim.lr or rollout.max_staleness"
     return [

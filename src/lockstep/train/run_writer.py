@@ -27,7 +27,7 @@ from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.registry import ADAPTERS, TOOLS, plugin_file
+from lockstep.recipe.registry import ADAPTERS, ENGINES, TOOLS, plugin_file
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
@@ -275,6 +275,8 @@ class Run:
             )
             for rollout, values in zip(rollouts, advantage_lists, strict=True)
         ]
+        if (precision := sampled_in(self.recipe, kind)) is not None:
+            lines = [line | {"precision": precision} for line in lines]
         append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     # -- methods that are called after the last step
@@ -296,6 +298,13 @@ class Run:
         self.console.end()
         for tracker in self.trackers:
             tracker.close(ok)
+
+
+def sampled_in(recipe: Recipe, kind: str) -> str | None:
+    """Returns the low precision in which responses were generated, or None. Validation (`val`) of the built-in engine
+    generates with the trained weights; a server has only the quantised weights."""
+    served = ENGINES[recipe.rollout.engine].served
+    return recipe.rollout.low_precision if served or kind != "val" else None
 
 
 def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experience, advantages: Advantages) -> None:

@@ -10,6 +10,7 @@ from ascend_emulator.kernels import (  # noqa: F401  importing a module is what 
     fusion_attention,
     infer_attention,
     norms,
+    quant,
     reference,
     rotary,
 )

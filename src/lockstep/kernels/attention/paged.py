@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.attention.explicit import causal_attention, masked_attention
 from lockstep.kernels.attention.flash import LARGEST_HEAD, flash_part, flash_part_fits
-from lockstep.kernels.attention.kv_cache import KVCache
+from lockstep.kernels.attention.kv_cache import Fp8Plane, KVCache
 from lockstep.kernels.attention.layout import Chunk, Chunks, DecodePass, Layout, decode_mask
 from lockstep.kernels.attention.masks import CALLS, Seen
 from lockstep.kernels.attention.npu_attention import infer_decode, infer_fits
@@ -69,9 +69,12 @@ def paged_attention(
 ) -> torch.Tensor:
     """Stores new keys and values in the KV cache, unless they are already stored (`stored`). Computes causal attention
     within each token's sequence, or within its chunk of `chunk` tokens."""
-    keys, values = step.cache.layer(call)
     planes = step.cache.layout.calls[call]
     writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
+    if step.cache.fp8:
+        rows = query_THD, key_TGD, value_TGD
+        return _fp8_attention(*rows, step, call, writes, scale, window, softcap, sinks_H, chunk)
+    keys, values = step.cache.layer(call)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H, chunk)
     fused = writes[0] and (writes[1] or planes.latent is not None)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and fused:
@@ -99,6 +102,50 @@ def paged_attention(
         # One call for all pieces: a turn of many conversations has many short pieces.
         k, v = (cached.index_select(0, step.where.slots_S) for cached in (keys, values))
         return flash_part(query_THD, k, v, step.where.sections, scale, window)[0]
+    pieces = (
+        _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk)
+        for piece in step.where.pieces
+    )
+    return torch.cat(list(pieces))
+
+
+def _fp8_attention(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    step: PrefillPass | DecodePass,
+    call: int,
+    writes: tuple[bool, bool],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    """`paged_attention` over a cache in fp8. Tokens of the same pass are rounded too, so that a token's output does not
+    depend on whether its context was in the cache."""
+    keys, values = step.cache.fp8_layer(call)
+    for plane, rows, written in zip((keys, values), (key_TGD, value_TGD), writes, strict=True):
+        if written:
+            plane.index_copy_(0, step.slots_T, rows)
+    if isinstance(step, DecodePass):
+        block = step.cache.block
+        if step.kernel in ("triton", "invariant") and query_THD.is_cuda:
+            from lockstep.kernels.attention.paged_triton import paged_decode
+
+            table, lengths, scales = step.table_BM, step.lengths_B, (keys.scales, values.scales)
+            cached = keys.codes, values.codes
+            return paged_decode(
+                query_THD, *cached, table, lengths, block, scale, window, softcap, sinks_H, chunk=chunk, scales=scales
+            )
+        mask = step.mask(window, query_THD.dtype, chunk)
+        return _masked_decode(query_THD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
+    if isinstance(step.where, Layout):
+        where = step.where.chunked(chunk) if chunk else step.where
+        key_TGD, value_TGD = keys.rounded(key_TGD), values.rounded(value_TGD)
+        return varlen_attention(
+            query_THD, key_TGD, value_TGD, where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+        )
     pieces = (
         _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk)
         for piece in step.where.pieces
@@ -177,8 +224,8 @@ def gathered_decode(
 
 def _masked_decode(
     query_BHD: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: torch.Tensor | Fp8Plane,
+    values: torch.Tensor | Fp8Plane,
     table_BM: torch.Tensor,
     block: int,
     scale: float,
@@ -189,8 +236,7 @@ def _masked_decode(
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     k, v = (
-        cached.unflatten(0, (-1, block)).index_select(0, table_BM.flatten()).view(batch, -1, groups, cached.shape[-1])
-        for cached in (keys, values)
+        _rows_of_blocks(cached, table_BM, block).view(batch, -1, groups, cached.shape[-1]) for cached in (keys, values)
     )
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if softcap is not None or sinks_H is not None:
@@ -202,10 +248,18 @@ def _masked_decode(
     return out.reshape(batch, heads, -1)
 
 
+def _rows_of_blocks(cached: torch.Tensor | Fp8Plane, table_BM: torch.Tensor, block: int) -> torch.Tensor:
+    """Returns the rows of all blocks of the table, in order."""
+    if isinstance(cached, torch.Tensor):
+        return cached.unflatten(0, (-1, block)).index_select(0, table_BM.flatten())
+    places = torch.arange(block, device=table_BM.device)
+    return cached.index_select(0, (table_BM.flatten()[:, None] * block + places).flatten())
+
+
 def _chunk_attention(
     query_THD: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: torch.Tensor | Fp8Plane,
+    values: torch.Tensor | Fp8Plane,
     piece: Chunk,
     scale: float,
     window: int | None,

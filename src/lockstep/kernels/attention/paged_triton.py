@@ -47,6 +47,8 @@ def _decode(  # type: ignore[no-untyped-def]
     table,
     lengths,
     sinks,
+    key_scales,
+    value_scales,
     out,
     m_parts,
     l_parts,
@@ -64,6 +66,7 @@ def _decode(  # type: ignore[no-untyped-def]
     value_slot_stride,
     value_head_stride,
     table_stride,
+    scale_stride,
     SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     MAIN: tl.constexpr,
@@ -79,6 +82,7 @@ def _decode(  # type: ignore[no-untyped-def]
     NEW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Computes decode attention. Each Triton program handles one sequence and up to ROWS of the SHARED query heads of
     one key/value head.
@@ -86,7 +90,7 @@ def _decode(  # type: ignore[no-untyped-def]
     A key has MAIN columns and, if the KV cache holds latents, REST further columns. The values of latents are the first
     MAIN columns of the keys, so these columns are read only once. With SPLITS > 1, a program reads one split of the
     sequence, and `_merge` combines the splits. With CHUNKED, `window` is a chunk size: a token sees only tokens of its
-    own chunk.
+    own chunk. With FP8, keys and values are codes with a scale per token and head.
     """
     # Neighbouring programs read neighbouring memory, because they handle the heads of a token and the samples of one
     # prompt.
@@ -172,7 +176,11 @@ def _decode(  # type: ignore[no-untyped-def]
         blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
         offsets = slots[:, None] * slot_stride + group * head_stride
         k = tl.load(keys + offsets + columns[None, :], mask=seen[:, None] & sized[None, :], other=0.0)
+        if FP8:
+            k = k.to(q.dtype)
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if FP8:
+            qk = qk * tl.load(key_scales + slots * scale_stride + group, mask=seen, other=0.0)[None, :]
         if REST:
             k_rest = tl.load(
                 keys + offsets + MAIN + rest_columns[None, :], mask=seen[:, None] & rest_sized[None, :], other=0.0
@@ -189,7 +197,11 @@ def _decode(  # type: ignore[no-untyped-def]
         m_new = tl.maximum(m_i, tl.max(qk, axis=1))
         alpha = tl.exp(m_i - m_new)
         p = tl.exp(qk - m_new[:, None])
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        weights = p
+        if FP8:
+            v = v.to(q.dtype)
+            weights = p * tl.load(value_scales + slots * scale_stride + group, mask=seen, other=0.0)[None, :]
+        acc = acc * alpha[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         l_i = l_i * alpha + tl.sum(p, axis=1)
         m_i = m_new
     place = sequence * (tl.num_programs(0) // TILES * SHARED) + heads
@@ -234,10 +246,12 @@ def paged_decode(
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     splits: int | None = None,
     chunk: int | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Computes paged decode attention. `new` has the keys (B, G, D) and values (B, G, V) of each sequence's last token
     if they are not cached yet. The kernel writes `new` to the cache. If `values` are the first columns of `keys`
-    (latents), the kernel reads them once."""
+    (latents), the kernel reads them once. With `scales` (slots, G), keys and values are codes in fp8."""
+    assert scales is None or (new is None and keys.data_ptr() != values.data_ptr())
     batch, heads, _ = query_BHD.shape
     groups, sizes = keys.shape[1], _sizes(keys, values)
     launch = _launch(sizes, heads // groups)
@@ -259,6 +273,7 @@ def paged_decode(
         table_BM,
         lengths_B,
         query if sinks_H is None else sinks_H.contiguous(),
+        *((query, query) if scales is None else scales),
         acc,
         m_parts,
         l_parts,
@@ -271,6 +286,7 @@ def paged_decode(
         *keys.stride()[:2],
         *values.stride()[:2],
         table_BM.stride(0),
+        0 if scales is None else scales[0].stride(0),
         SHARED=heads // groups,
         ROWS=launch.rows,
         MAIN=sizes.main,
@@ -286,6 +302,7 @@ def paged_decode(
         NEW=new is not None,
         CAPPED=softcap is not None,
         SINKS=sinks_H is not None,
+        FP8=scales is not None,
         num_warps=launch.warps,
         num_stages=launch.stages,
     )

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.kernels.attention.kv_cache import KVCache
+from lockstep.kernels.attention.kv_cache import KVCache, token_bytes
 from lockstep.kernels.decode.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
+from lockstep.kernels.quantized.projections import projections
+from lockstep.kernels.quantized.view import QuantizedView
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
@@ -122,6 +124,12 @@ class NativeEngine(SharedWeights):
         self._layers_tried = False
         self._plan = StatePlan(settings.max_sequences)
         self._shapes: list[ModuleShapes] | None = None
+        self._fp8_cache = False
+        """Whether the current call of `generate` keeps keys and values in fp8 (`rollout.kv_cache`)."""
+        if settings.kv_cache is not None:
+            refuse_fp8_cache(policy)
+        self.view = quantized_view(policy, settings.precision)
+        """The quantised weights of `rollout.precision`."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests and not isinstance(self.further, Conversations):
@@ -135,6 +143,10 @@ class NativeEngine(SharedWeights):
             longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
         refuse_moving_positions(text_config(model.config), longest, type(model).__name__)
+        self._fp8_cache = self.settings.kv_cache is not None and not sampling.full_precision
+        if self.view is not None and not sampling.full_precision:
+            # Every call quantises the current weights, so that the view cannot be stale.
+            self.view.refresh()
         runner = self._runner(sequences, longest, sampling)
         cache, settings = runner.cache, self.settings
         config, size = text_config(model.config), cache.element_size
@@ -157,8 +169,11 @@ class NativeEngine(SharedWeights):
             self.preempted = scheduler.preempted
             self._counts = PrefillCounts(scheduler.computed, scheduler.reused, scheduler.parked.evicted)
             self._ended.clear()
+            self._fp8_cache = False
             if self._frees_cache():
                 self.release_memory()
+                if self.view is not None:
+                    self.view.free()
 
     def end_session(self, session: int) -> None:
         """Frees the blocks that are kept for the next turn of a trajectory."""
@@ -278,9 +293,12 @@ class NativeEngine(SharedWeights):
     def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
         """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have not
         moved in memory; else a new runner."""
-        layers = self.ready_layers()
+        view = None if sampling.full_precision else self.view
+        # The fused layers read the trained weights, and write keys and values in their own dtype.
+        layers = self.ready_layers() if view is None and not self._fp8_cache else None
         # With tensor parallelism, each call creates a new KV cache, which has the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
+        addresses += () if view is None else view.addresses
         kept = self._cache_kept
         self._plan = self.state_plan(sequences)
         if kept is None or addresses != self._weights or not self._fits(kept, self._blocks(sequences, longest)):
@@ -295,12 +313,12 @@ class NativeEngine(SharedWeights):
             runner = Runner(self.policy, kept, graph_sampling, self.device, rows, longest)
             self._cache_kept, self._weights = kept, addresses
             self._runners[graph_sampling] = runner
-        runner.layers = layers
+        runner.layers, runner.view = layers, view
         return runner
 
     def _fits(self, kept: KVCache, blocks: int) -> bool:
         slots = 0 if kept.states is None else kept.states.slots
-        return kept.blocks >= blocks and slots >= (self._plan.slots or 0)
+        return kept.fp8 == self._fp8_cache and kept.blocks >= blocks and slots >= (self._plan.slots or 0)
 
     def state_plan(self, sequences: Sequence[SequenceState] | None = None) -> StatePlan:
         """Returns how many sequences run at once, and the slots for the states of recurrent layers. Without `sequences`
@@ -367,8 +385,8 @@ class NativeEngine(SharedWeights):
     def block_bytes(self) -> int:
         """Returns the bytes of one KV-cache block."""
         like = self.policy.causal_lm.get_input_embeddings().weight
-        elements = self.policy.decoder.cache_layout().token_elements
-        return int(elements * self.settings.block_tokens * like.element_size())
+        layout = self.policy.decoder.cache_layout()
+        return self.settings.block_tokens * token_bytes(layout, like.element_size(), fp8=self._fp8_cache)
 
     def cache_room(self) -> float:
         """Returns the bytes available for the KV cache."""
@@ -379,11 +397,41 @@ class NativeEngine(SharedWeights):
 
     def cache_of(self, blocks: int, plan: StatePlan) -> KVCache:
         like = self.policy.causal_lm.get_input_embeddings().weight
-        cache = KVCache(self.policy.decoder.cache_layout(), blocks, self.settings.block_tokens, like)
+        layout = self.policy.decoder.cache_layout()
+        cache = KVCache(layout, blocks, self.settings.block_tokens, like, fp8=self._fp8_cache)
         if plan.slots is not None:
             assert self._shapes is not None
             cache.states = StateSlots(self._shapes, plan.slots, like.device)
         return cache
+
+
+def refuse_fp8_cache(policy: Policy) -> None:
+    """Raises `Refusal` if the attention of the model reads its KV cache in another way than by keys and values."""
+    calls = policy.decoder.cache_layout().calls
+    if policy.decoder.selects_rows or any(call.latent is not None for call in calls):
+        raise Refusal.at(
+            "rollout.kv_cache",
+            f"the attention of {type(policy.causal_lm).__name__} caches latents, or selects tokens by their keys",
+            "remove rollout.kv_cache",
+            code="unsupported-model",
+        )
+
+
+def quantized_view(policy: Policy, precision: str | None) -> QuantizedView | None:
+    """Returns the view of the projections of the decoder layers, or None if generation has the trained precision."""
+    if precision is None:
+        return None
+    assert policy.decoder.attentions or policy.decoder.mixers  # the access finds the recurrent modules
+    found = projections(policy.decoder.layers, [mixer.module for mixer in policy.decoder.mixers])
+    if not found:
+        raise Refusal.at(
+            "rollout.precision",
+            f"{type(policy.causal_lm).__name__} has no projections that can be quantised to {precision}: its layers "
+            "have no linear layers of torch, or their weights are quantised already",
+            "remove rollout.precision",
+            code="unsupported-model",
+        )
+    return QuantizedView(found, precision)
 
 
 def _completion(sequence: SequenceState, stop: str) -> Completion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,6 +20,7 @@ from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
+from lockstep.kernels.quantized.view import QuantizedView
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.cached_spans import CachedSpan, SequenceState
@@ -68,6 +70,8 @@ class Runner:
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
         """The device's fused decoder layers, or None if the device has no such layers."""
+        self.view: QuantizedView | None = None
+        """The quantised weights with which the model's modules generate, or None for the trained weights."""
         self.torch_device = cache.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy that does not use the device's attention kernel uses the plain PyTorch sampler.
@@ -197,7 +201,8 @@ class Runner:
         return run(state.tokens_B, state.positions_B, layout)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
-        return self.policy.decoder.engine_states(ids, at, layout)
+        with nullcontext() if self.view is None else self.view.used():
+            return self.policy.decoder.engine_states(ids, at, layout)
 
     def _prefill_states(self, work: Sequence[tuple[CachedSpan, int]]) -> PrefillStates | None:
         if self.cache.states is None:

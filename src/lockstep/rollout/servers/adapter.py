@@ -162,6 +162,8 @@ class ServerNeeds:
     """Rank of the LoRA adapter, or None if the run has no adapter."""
     turns: bool = False
     """Whether trajectories have several turns, which the prefix cache of the server speeds up."""
+    precision: str | None = None
+    """The value of `rollout.precision`: the server quantises the weights of every push."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,15 @@ class ServerMetadata:
     dtype: str | None = None
     wrong: Sequence[str] = field(default=())
     """Reasons why the run cannot use the server's settings, each with a remedy."""
+
+
+def other_quantization(found: str | None, expected: str | None) -> str | None:
+    """Returns why the run cannot use a server with the quantisation `found`, or None if it is the expected one."""
+    if found == expected:
+        return None
+    if expected is None:
+        return f"its weights are quantized ({found}): start it without quantization"
+    return f"its weights are not quantized as rollout.precision needs it ({found}): use --quantization {expected}"
 
 
 class ServerAdapter(Protocol):

@@ -43,7 +43,7 @@ class ServerManager:
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         refuse_unserved(policy.model, server_adapter.name)
         self.lora_rank = served_rank(policy.model)
-        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive)
+        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive, settings.precision)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False

@@ -156,7 +156,7 @@ def start_server(
         host,
         _free_port(host),
         server.tensor_parallel,
-        ServerNeeds(device.name, settings.sleep, lora_rank, settings.interactive),
+        ServerNeeds(device.name, settings.sleep, lora_rank, settings.interactive, settings.precision),
         tuple(server.args),
         key,
         "" if key_file is None else str(key_file),

@@ -26,6 +26,7 @@ from lockstep.rollout.servers.adapter import (
     ServerNeeds,
     ServerStart,
     WantedSample,
+    other_quantization,
     prompt_digest,
     refuse_other_prompt,
 )
@@ -34,6 +35,9 @@ from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _BAD_REQUEST, _NOT_FOUND = 400, 404
+# The load format of SGLang that quantises weights again in every update. SGLang supports it for Qwen2 and Qwen3, and
+# does not start with other models.
+RELOADED = "flash_rl"
 _TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -79,6 +83,11 @@ class Sglang:
         if needs.sleep and needs.lora_rank is not None:
             backup = "the run sends only the adapter after a sleep, so the server must keep the base weights"
             flags["--enable-weights-cpu-backup"] = backup
+        if needs.precision is not None:
+            # With --quantization alone, an update would copy new weights into quantised tensors without their scales.
+            flags[f"--quantization {needs.precision} --load-format {RELOADED}"] = (
+                "rollout.precision: every push is quantised"
+            )
         return flags
 
     def environment(self, start: ServerStart) -> dict[str, str]:
@@ -307,8 +316,10 @@ class Sglang:
         wrong = []
         if not info.get("enable_deterministic_inference"):
             wrong.append("seeds have no effect on this server: start it with --enable-deterministic-inference")
-        if info.get("quantization") is not None:
-            wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
+        if (problem := other_quantization(info.get("quantization"), needs.precision)) is not None:
+            wrong.append(problem)
+        if needs.precision is not None and info.get("load_format") != RELOADED:
+            wrong.append(f"an update would not quantise the new weights: start it with --load-format {RELOADED}")
         if info.get("speculative_algorithm") is not None:
             wrong.append(
                 f"its draft model ({info['speculative_algorithm']}) gets no new weights: start without a draft model"

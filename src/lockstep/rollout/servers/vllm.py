@@ -24,6 +24,7 @@ from lockstep.rollout.servers.adapter import (
     ServerNeeds,
     ServerStart,
     WantedSample,
+    other_quantization,
     refuse_other_prompt,
 )
 from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
@@ -35,6 +36,9 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The values of --max-lora-rank that vLLM accepts.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _NOT_FOUND = 404
+# The quantisation of vLLM for a value of `rollout.precision`. It has one scale per output row and per token, like the
+# native engine, and `reload_weights` quantises the new weights.
+QUANTIZATION = {"fp8": "fp8_per_channel"}
 
 
 class Vllm:
@@ -86,6 +90,8 @@ class Vllm:
         if needs.turns:
             # It is the default for most models, but some versions of vLLM leave it off for hybrid models.
             flags["--enable-prefix-caching"] = "rollout.environment: each turn reuses the cache of the turns before"
+        if needs.precision is not None:
+            flags[f"--quantization {QUANTIZATION[needs.precision]}"] = "rollout.precision: every push is quantised"
         return flags
 
     def environment(self, start: ServerStart) -> dict[str, str]:
@@ -241,8 +247,9 @@ class Vllm:
         wrong = []
         if info["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")
-        if info["quantization"] is not None:
-            wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
+        expected = None if needs.precision is None else QUANTIZATION[needs.precision]
+        if (problem := other_quantization(info["quantization"], expected)) is not None:
+            wrong.append(problem)
         if needs.sleep and not info["sleep"] and info["device"] != "cpu":
             # The route /sleep succeeds even if the flag is missing, so the flag is checked here.
             wrong.append("the server cannot release memory (rollout.sleep): start it with --enable-sleep-mode")

@@ -48,6 +48,15 @@ MOST = {
     torch.float16: Bounds(0.02, 0.2),
 }
 ROOM = 4.0
+# The bounds for a server with `rollout.precision`, and the smallest change of log-probs that is not attributed to the
+# rounding of weights.
+LOW_PRECISION_LEAST, LOW_PRECISION_MOST = Bounds(0.05, 0.5), Bounds(0.25, 3.0)
+LOW_PRECISION_NOISE = 0.01
+
+
+def most_of(dtype: torch.dtype, precision: str | None) -> Bounds:
+    """Returns the largest bounds for a server with the trained weights, or with weights quantised to `precision`."""
+    return MOST[dtype] if precision is None else LOW_PRECISION_MOST
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,9 @@ def checked(
     return CheckResult([answer.ids for answer in answers], rollout_logprobs_K, trainer_K)
 
 
-def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> Bounds:
+def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype, precision: str | None = None) -> Bounds:
     """Computes the bounds of later weight checks from the checks of two pushes of the same weights."""
-    least, most = LEAST[dtype], MOST[dtype]
+    least, most = LEAST[dtype] if precision is None else LOW_PRECISION_LEAST, most_of(dtype, precision)
     mean, largest = max(first.off.mean, second.off.mean), max(first.off.largest, second.off.largest)
     return Bounds(
         min(most.mean, max(least.mean, ROOM * mean)),
@@ -116,15 +125,14 @@ def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> B
     )
 
 
-def repeat_noise(first: CheckResult, second: CheckResult) -> float:
+def repeat_noise(first: CheckResult, second: CheckResult, precision: str | None = None) -> float:
     """Returns the largest difference of the engine's log-probs between two pushes of the same weights; inf if no tokens
-    can be compared."""
+    can be compared. A small update may leave all weights in `precision` unchanged."""
     same = _common_tokens(first, second)
-    return (
-        float((first.rollout_logprobs_K[same] - second.rollout_logprobs_K[same]).abs().max())
-        if len(same)
-        else float("inf")
-    )
+    if not len(same):
+        return float("inf")
+    noise = float((first.rollout_logprobs_K[same] - second.rollout_logprobs_K[same]).abs().max())
+    return noise if precision is None else max(noise, LOW_PRECISION_NOISE)
 
 
 def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:

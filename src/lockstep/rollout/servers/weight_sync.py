@@ -17,12 +17,12 @@ from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, Wante
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME_REMEDY, ServerManager, refusal_kind
 from lockstep.rollout.servers.weight_check import (
-    MOST,
     Bounds,
     CheckResult,
     calibrated,
     check_requests,
     checked,
+    most_of,
     repeat_noise,
     why_rejected,
 )
@@ -176,11 +176,12 @@ class WeightSync:
         self._push(server, weights)
         result = self._check(server)
         if self.bounds is None:
-            self._refuse_check(server, why_rejected(result, None, MOST[self.dtype], 0.0))
+            self._refuse_check(server, why_rejected(result, None, most_of(self.dtype, self.settings.precision), 0.0))
             self._next_version()
             self._push(server, weights)
             second = self._check(server)
-            self.bounds, self._noise = calibrated(result, second, self.dtype), repeat_noise(result, second)
+            self.bounds = calibrated(result, second, self.dtype, self.settings.precision)
+            self._noise = repeat_noise(result, second, self.settings.precision)
             self._refuse_check(server, why_rejected(second, None, self.bounds, 0.0))
             result = second
         if not self._truncation_checked:
@@ -359,7 +360,7 @@ class WeightSync:
         )
         if (settings.top_p, settings.top_k, settings.min_p) == (1.0, 0, 0.0):
             return
-        result, bounds = self._check(server, sampling), MOST[self.dtype]
+        result, bounds = self._check(server, sampling), most_of(self.dtype, settings.precision)
         if not result.off.mean <= bounds.mean:
             raise Refusal.at(
                 "rollout.truncated_sampling",

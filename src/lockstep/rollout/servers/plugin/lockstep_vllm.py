@@ -245,9 +245,16 @@ def _loaded_names(model: Any, reload: Callable[[], None]) -> set[str] | None:
 def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
     if loaded is None:
         return
-    left = sorted({name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} - loaded)
+    names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    left = sorted(name for name in names - loaded if not _is_scale_of(name, loaded))
     if left:
         raise ValueError(f"{len(left)} parameters of the engine got no new value, such as {left[:5]}")
+
+
+def _is_scale_of(name: str, loaded: set[str]) -> bool:
+    """Returns whether a parameter is the scale of a loaded weight. vLLM computes the scales of online quantisation when
+    it has loaded all parts of the weight, so the checkpoint has no such tensor."""
+    return name.endswith("weight_scale") and name.removesuffix("_scale") in loaded
 
 
 def _repack_heads(model: Any) -> None:

@@ -1,0 +1,103 @@
+"""Linear layers that train with fp8 matmuls: the forward and the gradient of the input in fp8, the gradient of the
+weight in the dtype of the model.
+
+The formula is the recipe `rowwise_with_gw_hp` of torchao (`torchao.float8`): inputs and weights have one scale per row
+in the forward. The gradient of the output has one scale per row, and there the weight has a single scale. Scales are
+powers of two, so that dividing by them does not round. Every tensor is quantised from its current values (dynamic
+scaling), so there is no state between steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.kernels.quantized.token_products import LARGEST, scaled_mm_fits
+
+# The smallest magnitude that torchao scales by.
+_SMALLEST = 1e-12
+# The bits of an fp32 number that are its sign and exponent.
+_EXPONENT = 0xFF800000 - (1 << 32)
+
+
+def power_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Returns the factor that maps the magnitude `largest` to the range of e4m3, rounded down to a power of two."""
+    scale = (LARGEST["fp8"] / largest.double().clamp(min=_SMALLEST)).float()
+    return (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def fp8_codes(x: torch.Tensor, *, rowwise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of a matrix, and the factor that restores it: one per row [rows, 1], or one in all [1, 1]."""
+    largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax().reshape(1, 1)
+    scale = power_scale(largest)
+    codes = (x.float() * scale).clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(torch.float8_e4m3fn)
+    return codes, scale.reciprocal()
+
+
+def _product(
+    x: tuple[torch.Tensor, torch.Tensor], weight: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, *, fast: bool
+) -> torch.Tensor:
+    """Multiplies codes [T, K] by codes [N, K] with their factors [T, 1] and [N, 1]."""
+    (codes_TK, scales_T1), (codes_NK, scales_N1) = x, weight
+    if not scaled_mm_fits(like, codes_NK):
+        return ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(like.dtype)
+    return torch._scaled_mm(
+        codes_TK, codes_NK.t(), scale_a=scales_T1, scale_b=scales_N1.t(), out_dtype=like.dtype, use_fast_accum=fast
+    )
+
+
+class Fp8Product(torch.autograd.Function):
+    """`x @ weight.T` for x [T, K]. Only `x` and the weight itself are saved for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TK, weight_NK)
+        return _product(fp8_codes(x_TK), fp8_codes(weight_NK), x_TK, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TK, weight_NK = ctx.saved_tensors
+        grad_TN = grads[0]
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            codes, scale = fp8_codes(weight_NK, rowwise=False)
+            columns = codes.t().contiguous(), scale.expand(weight_NK.shape[1], 1).contiguous()
+            grad_x = _product(fp8_codes(grad_TN), columns, grad_TN, fast=False)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad_TN.t() @ x_TK
+        return grad_x, grad_weight
+
+
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight)
+    out = out if bias is None else out + bias
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class Fp8Forward:
+    """The forward of a linear layer that trains in fp8. It keeps a weak reference to the module, like `KernelForward`
+    of `fused_modules.py`, but is not of this class: fused layers that read the weight directly must not replace it."""
+
+    def __init__(self, module: nn.Linear):
+        self._module = weakref.ref(module)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        module = self._module()
+        assert module is not None  # the caller has a reference to the module
+        return fp8_linear(x, module.weight, module.bias)
+
+    def __reduce__(self) -> tuple[type[Fp8Forward], tuple[nn.Linear | None]]:
+        return type(self), (self._module(),)
+
+
+def train_in_fp8(modules: Iterable[nn.Linear]) -> int:
+    """Makes linear layers compute in fp8. Returns their number."""
+    count = 0
+    for module in modules:
+        module.__dict__["forward"] = Fp8Forward(module)
+        count += 1
+    return count

@@ -1,0 +1,89 @@
+"""Products with quantised weights and quantised inputs (W8A8), in plain torch.
+
+Every row of the input (a token) has its own scale, which is computed in the forward pass, so there is no calibration.
+Tensor names end with their dimensions: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.kernels.npu_limits import quant_problem
+from lockstep.kernels.quantized.formats import Quantized
+from lockstep.kernels.quantized.int8_npu import npu_int8_product
+
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+# A row of zeros gets this scale, so that no division by zero occurs.
+_SMALLEST_SCALE = 2.0**-126
+# torch._int_mm on NVIDIA devices needs more than 16 rows.
+_LEAST_ROWS = 17
+# Matrix units read 16 values at a time.
+_STEP = 16
+
+
+def token_codes(x_TK: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of each row and its scale in fp32 [T, 1]. The formulas are those of `formats.quantize`, without
+    its check for NaN, which would wait for the device. A row with NaN or infinity has no finite product."""
+    wide = x_TK.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / LARGEST[format]).clamp(min=_SMALLEST_SCALE)
+    if format == "int8":
+        codes = torch.round(wide * (1.0 / scale)).clamp(-LARGEST[format], LARGEST[format])
+        return codes.to(torch.int8), scale
+    return (wide / scale).clamp(-LARGEST[format], LARGEST[format]).to(torch.float8_e4m3fn), scale
+
+
+def quantized_product(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `x @ weight.T + bias` in the dtype of `x`, with the rows of `x` quantised to the format of the weight."""
+    assert weight.scales is not None
+    flat = x.reshape(-1, x.shape[-1])
+    out = PRODUCTS[weight.format](flat, weight.codes, weight.scales)
+    out = out if bias is None else out + bias
+    return out.reshape(*x.shape[:-1], weight.codes.shape[0])
+
+
+def fp8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
+    if not scaled_mm_fits(x_TK, codes_NK):
+        return dequantized_product(x_TK, codes_NK, scales_N1, "fp8")
+    codes_TK, scales_T1 = token_codes(x_TK, "fp8")
+    return torch._scaled_mm(
+        codes_TK, codes_NK.t(), scale_a=scales_T1, scale_b=scales_N1.t(), out_dtype=x_TK.dtype, use_fast_accum=True
+    )
+
+
+def scaled_mm_fits(x_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
+    """Returns whether torch's scaled matmul with one scale per row supports these matrices."""
+    if not len(x_TK):
+        return False
+    if x_TK.device.type == "cpu":
+        return True
+    outputs, inputs = codes_NK.shape
+    return x_TK.dtype is torch.bfloat16 and inputs % _STEP == 0 and outputs % _STEP == 0
+
+
+def int8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
+    """The sums are exact integers, so that the result of a row does not depend on the other rows."""
+    if x_TK.device.type == "npu" and quant_problem(x_TK, codes_NK) is None:
+        return npu_int8_product(x_TK, codes_NK, scales_N1)
+    rows, (outputs, inputs) = len(x_TK), codes_NK.shape
+    codes_TK, scales_T1 = token_codes(x_TK, "int8")
+    if x_TK.device.type != "cpu":
+        if x_TK.device.type == "npu" or inputs % _STEP or outputs % _STEP:
+            return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
+        if rows < _LEAST_ROWS:
+            codes_TK = torch.nn.functional.pad(codes_TK, (0, 0, 0, _LEAST_ROWS - rows))
+    sums_TN = torch._int_mm(codes_TK, codes_NK.t())[:rows]
+    return (sums_TN.float() * scales_T1 * scales_N1.t()).to(x_TK.dtype)
+
+
+def dequantized_product(
+    x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor, format: str
+) -> torch.Tensor:
+    """The same product without the device's matrix units for eight bits: both matrices are dequantised to fp32."""
+    codes_TK, scales_T1 = token_codes(x_TK, format)
+    return ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(x_TK.dtype)
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+PRODUCTS: dict[str, Product] = {"fp8": fp8_product, "int8": int8_product}

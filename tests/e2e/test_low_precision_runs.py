@@ -1,0 +1,227 @@
+"""Runs with low-precision rollouts: mismatch metrics, validation, kills, several processes, learning."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import lockstep, torchrun
+from conftest import question_rows, run, write_jsonl
+from hang import HANG
+from kills import killed, lines
+from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
+from lockstep.run.metrics import read_metrics
+from lockstep.train import advantages
+from lockstep.train.online import train_online
+from refusals import refuses
+from runs import close, facts, stored
+
+INT8 = "rollout.precision=int8"
+
+
+def train(recipe: Path, *overrides: str) -> None:
+    train_online(load_recipe(str(recipe), ["run.export=false", *overrides]), Console.silent())
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [metrics for _, metrics in read_metrics(run / "metrics.jsonl")]
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.daily("int8")
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_the_mismatch_of_every_step_is_that_of_its_tokens(
+    online_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    told: list[tuple[list[float], list[float]]] = []
+    correct = advantages.correct
+
+    def spy(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        told.append((trainer_K.tolist(), rollout_logprobs_K.tolist()))
+        return correct(trainer_K, rollout_logprobs_K, *rest, **named)
+
+    monkeypatch.setattr(advantages, "correct", spy)
+    cap = 1.0005
+    train(online_file, f"rollout.precision={precision}", "run.steps=3", f"algorithm.rollout_correction.cap={cap}")
+    steps = metrics_of(tmp_path / "runs" / "run")
+    assert len(told) == len(steps) == 3
+    for (trainer, engine), metrics in zip(told, steps, strict=True):
+        off = [a - b for a, b in zip(trainer, engine, strict=True)]
+        ratios = [math.exp(each) for each in off]
+        weights = [min(ratio, cap) for ratio in ratios]
+        count = len(off)
+        expected = {
+            "rollout_corr/kl": -sum(off) / count,
+            "rollout_corr/k3": sum(ratio - each - 1 for ratio, each in zip(ratios, off, strict=True)) / count,
+            "rollout_corr/capped_share": sum(ratio > cap for ratio in ratios) / count,
+            "rollout_corr/weight_mean": sum(weights) / count,
+            "rollout_corr/effective_share": sum(weights) ** 2 / count / sum(weight**2 for weight in weights),
+            "training/rollout_logprob_diff_mean": sum(map(abs, off)) / count,
+        }
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+        # The engine rounds, so the numbers are not those of a run in full precision.
+        assert metrics["training/rollout_logprob_diff_mean"] > 1e-5
+        assert 0 < metrics["rollout_corr/capped_share"] < 1
+
+
+def test_a_mismatch_over_its_limit_stops_the_run(online_file: Path) -> None:
+    with refuses("rollout.max_logprob_diff", code="logprobs-differ"):
+        train(online_file, INT8, "rollout.max_logprob_diff=1e-7")
+
+
+def test_bypass_measures_the_mismatch_too(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, INT8, "run.steps=1", "algorithm.rollout_correction.bypass=true")
+    (metrics,) = metrics_of(tmp_path / "runs" / "run")
+    assert metrics["rollout_corr/k3"] > 0
+    assert metrics["training/rollout_logprob_diff_mean"] > 1e-5
+
+
+def test_validation_generates_with_the_trained_weights(online_file: Path, tmp_path: Path) -> None:
+    val = write_jsonl(tmp_path / "val.jsonl", question_rows(5))
+    words = [f"val.questions={val}", "val.max_new_tokens=6", "val.at_start=true", "val.every=1", "run.steps=1"]
+    runs = tmp_path / "runs"
+    train(online_file, "run.name=low", INT8, *words)
+    train(online_file, "run.name=full", *words)
+    low, full = (
+        [s for s in samples_of(runs / name) if s["kind"] == "val" and s["step"] == 0] for name in ("low", "full")
+    )
+    assert low
+    assert low == full
+    kinds = {(sample["kind"], sample.get("precision")) for sample in samples_of(runs / "low")}
+    assert kinds == {("val", None), ("train", "int8")}
+    assert not any("precision" in sample for sample in samples_of(runs / "full"))
+
+
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_killed_and_resumed_is_bit_identical(online_file: Path, tmp_path: Path, precision: str) -> None:
+    words = [f"rollout.precision={precision}", "checkpoint.every=2", "log.samples=8", "run.export=false"]
+    runs = tmp_path / "runs"
+    train(online_file, "run.name=whole", *words)
+    killed(["train", online_file, "run.name=killed", *words], lines(runs / "killed" / "metrics.jsonl", 3))
+    done = lockstep("train", online_file, "run.name=killed", *words)
+    assert done.returncode == 0, done.stderr
+    assert facts(runs / "killed") == facts(runs / "whole")
+    assert (runs / "killed" / "samples.jsonl").read_text() == (runs / "whole" / "samples.jsonl").read_text()
+    one, two = (stored(runs / name, 4) for name in ("killed", "whole"))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapter"])
+def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, lora: bool) -> None:
+    # A weight that differs in its last bit can be rounded to another code, so the second step may differ a little more.
+    words = [INT8, "log.samples=99", "run.export=false", "run.steps=2", "checkpoint.every=1"]
+    words += ["model.lora.rank=4"] if lora else []
+    train(online_file, "run.name=one", *words)
+    two = torchrun("train", online_file, "run.name=two", *words)
+    assert two.returncode == 0, two.stderr
+    single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert [s["response"] for s in samples_of(single)] == [s["response"] for s in samples_of(double)]
+    assert close(stored(single, 2), stored(double, 2))
+    for one, other in zip(metrics_of(single), metrics_of(double), strict=True):
+        for name in ("rollout_corr/k3", "rollout_corr/effective_share"):
+            assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_a_process_beside_the_trainer_gets_every_update(online_file: Path, tmp_path: Path) -> None:
+    """With staleness 0 the worker's weights are those of the trainer, so it samples what the trainer would."""
+    words = [INT8, "log.samples=99", "run.steps=3"]
+    train(online_file, "run.name=turns", *words)
+    train(online_file, "run.name=beside", "rollout.max_staleness=0", *words)
+    told = [[(s["response"], s["score"]) for s in samples_of(tmp_path / "runs" / name)] for name in ("turns", "beside")]
+    assert told[0] == told[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_low_precision_rollouts_lift_held_out_accuracy(warm_start: Path, precision: str) -> None:
+    words = ["batch.prompts=16", "rollout.n=8", "run.steps=40", "val.every=1000", "run.export=false"]
+    reached = []
+    for name, more in (("full", []), (precision, [f"rollout.precision={precision}"])):
+        done = lockstep(
+            "train",
+            "grpo-arithmetic",
+            f"run.name={name}",
+            f"run.folder={warm_start / 'runs'}",
+            f"model.path={warm_start / 'runs' / 'warmup-arithmetic' / 'export'}",
+            f"data.train={warm_start / 'data' / 'train.parquet'}",
+            f"val.questions={warm_start / 'data' / 'val.parquet'}",
+            *words,
+            *more,
+            timeout=4 * HANG,
+        )
+        assert done.returncode == 0, done.stderr
+        accuracy = [one["val/accuracy"] for one in metrics_of(warm_start / "runs" / name) if "val/accuracy" in one]
+        assert accuracy[-1] >= accuracy[0] + 0.25
+        reached.append(accuracy[-1])
+    # Two runs of 200 held-out sums that differ by less than their noise: two deviations of a share near a half.
+    assert reached[1] >= reached[0] - 2 * (0.5 * 0.5 * 2 / 200) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a model that answers some of the held-out sums, but far from all."""
+    folder = tmp_path_factory.mktemp("warm")
+    assert lockstep("tiny", folder / "model").returncode == 0
+    assert lockstep("data", "arithmetic", folder / "data", "--difficulty", "2").returncode == 0
+    done = lockstep(
+        "train",
+        "warmup-arithmetic",
+        f"run.folder={folder / 'runs'}",
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'data' / 'sft_train.parquet'}",
+        f"val.questions={folder / 'data' / 'val.parquet'}",
+        timeout=4 * HANG,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+# -- training with fp8 matmuls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_fp8_training_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
+    words = ["model.matmul=fp8", "run.steps=4", "checkpoint.every=2", "run.export=false"]
+    runs = tmp_path / "runs"
+    assert run("train", recipe_file, "run.name=whole", *words) == 0
+    killed(["train", recipe_file, "run.name=parts", *words], lines(runs / "parts" / "metrics.jsonl", 3))
+    assert run("train", recipe_file, "run.name=parts", *words) == 0
+    assert run("train", recipe_file, "run.name=plain", *words, "model.matmul=null") == 0
+    one, two = (stored(runs / name, 4) for name in ("parts", "whole"))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+    losses = [[metrics["train/loss"] for metrics in metrics_of(runs / name)] for name in ("whole", "plain")]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert losses[0] != losses[1]
+
+
+def test_an_online_run_trains_and_generates_in_fp8(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "model.matmul=fp8", "rollout.precision=fp8", "run.steps=2")
+    for metrics in metrics_of(tmp_path / "runs" / "run"):
+        assert metrics["actor/grad_norm"] > 0
+        assert 0 < metrics["rollout_corr/k3"] < 0.1
+
+
+@pytest.mark.slow
+def test_fp8_training_stays_in_step_with_bf16(warm_start: Path) -> None:
+    for name, matmul in (("sft-bf16", "null"), ("sft-fp8", "fp8")):
+        words = [f"run.name={name}", f"model.matmul={matmul}", f"run.folder={warm_start / 'runs'}"]
+        words += [f"model.path={warm_start / 'model'}", f"data.train={warm_start / 'data' / 'sft_train.parquet'}"]
+        words += [f"val.questions={warm_start / 'data' / 'val.parquet'}", "model.dtype=bf16", "run.export=false"]
+        done = lockstep("train", "warmup-arithmetic", *words, timeout=4 * HANG)
+        assert done.returncode == 0, done.stderr
+    runs = warm_start / "runs"
+    done = lockstep("compare", runs / "sft-bf16", runs / "sft-fp8", "--metric", "train/loss", timeout=HANG)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,145 @@
+"""Training with fp8 matmuls: the numbers of a linear layer against fp64 and torchao, and what recipes may combine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SIZES, native, prompts, run, write_model
+from torch import nn
+from transformers import Qwen2Config
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.kernels.quantized.fp8_linear import Fp8Forward, fp8_codes, fp8_linear, power_scale
+from lockstep.model.load import load_policy
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.recipe_checks import combination_problems
+from lockstep.recipe.schema import Model
+from lockstep.types import Example, Origin, Request, Sampling
+from refusals import has_problem
+
+CASES = {"normal": (6, 32, 48), "odd": (5, 33, 17), "one token": (1, 16, 16)}
+
+
+def drawn(case: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, inputs, outputs = CASES[case]
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((tokens, inputs), (outputs, inputs), (outputs,), (tokens, outputs))
+    x, weight, bias, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
+    x[0, 3] = 200.0  # an outlier
+    return x, weight, bias, upstream
+
+
+def rounded(x: torch.Tensor, *, rowwise: bool) -> torch.Tensor:
+    """Numbers of e4m3 times a power of two, found by comparing magnitudes."""
+    largest = x.double().abs().amax(-1, keepdim=True) if rowwise else x.double().abs().max()
+    exponent = torch.floor(torch.log2(448.0 / largest.clamp(min=1e-12)))
+    scale = torch.exp2(exponent)
+    return (x.double() * scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() / scale
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_output_and_gradients_are_those_of_the_rounded_matrices(case: str) -> None:
+    x, weight, bias, upstream = drawn(case)
+    inputs = [one.clone().requires_grad_() for one in (x, weight, bias)]
+    out = fp8_linear(inputs[0][None], inputs[1], inputs[2])[0]
+    grads = torch.autograd.grad(out, inputs, upstream)
+    expected = rounded(x, rowwise=True) @ rounded(weight, rowwise=True).t() + bias.double()
+    by_hand = (
+        rounded(upstream, rowwise=True) @ rounded(weight, rowwise=False),
+        upstream.double().t() @ x.double(),
+        upstream.double().sum(0),
+    )
+    for made, wanted in ((out, expected), *zip(grads, by_hand, strict=True)):
+        assert ((made.double() - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    assert not torch.allclose(out, x @ weight.t() + bias, rtol=1e-4)  # it rounds
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-20, 0.3, 1.0, 448.0, 449.0, 3e38])
+def test_a_scale_is_the_largest_power_of_two_that_does_not_overflow(largest: float) -> None:
+    scale = float(power_scale(torch.tensor([largest])))
+    assert scale == 2.0 ** round(torch.log2(torch.tensor(scale)).item())
+    if largest >= 1e-12:
+        assert scale * largest <= 448.0 < 2 * scale * largest
+
+
+@pytest.mark.parametrize("case", ["normal", "one token"])
+def test_it_is_the_formula_of_torchao(case: str) -> None:
+    """With the wheel of torchao on the path."""
+    float8 = pytest.importorskip("torchao.float8")
+    x, weight, bias, upstream = drawn(case)
+    plain = nn.Linear(weight.shape[1], weight.shape[0])
+    with torch.no_grad():
+        plain.weight.copy_(weight)
+        plain.bias.copy_(bias)
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    object.__setattr__(config, "emulate", True)
+    theirs = float8.float8_linear.Float8Linear.from_float(plain, config)
+    leaf, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    wanted = torch.autograd.grad((out := theirs(leaf)), [leaf, theirs.weight], upstream)
+    parameter = weight.clone().requires_grad_()
+    made = torch.autograd.grad((mine := fp8_linear(ours, parameter, bias)), [ours, parameter], upstream)
+    torch.testing.assert_close(mine, out, rtol=1e-6, atol=1e-4)
+    for one, other in zip(made, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-4)
+
+
+def test_only_the_input_and_the_weight_itself_are_kept() -> None:
+    """A sharded weight is gathered again for the backward pass only if it is saved itself."""
+    x, weight, _, _ = drawn("normal")
+    parameter = nn.Parameter(weight)
+    out = fp8_linear(x.clone().requires_grad_(), parameter, None)
+    product = out.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    saved = [one.data_ptr() for one in product.saved_tensors]  # type: ignore[union-attr]
+    assert parameter.data_ptr() in saved
+    assert len(saved) == 2
+
+
+def test_codes_of_a_matrix_of_zeros_are_zeros() -> None:
+    codes, scale = fp8_codes(torch.zeros(2, 4))
+    assert not codes.float().any()
+    assert scale.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    return write_model(tmp_path_factory.mktemp("fp8") / "model", Qwen2Config(**SIZES), tiny_folder)
+
+
+def test_policy_and_engine_compute_in_fp8_and_the_reference_does_not(folder: Path) -> None:
+    settings = Model(path=str(folder), matmul="fp8")
+    policy = load_policy(settings, torch.device("cpu"), "sdpa", 0)
+    reference = load_policy(settings, torch.device("cpu"), "sdpa", 0, frozen=True)
+    replaced = [name for name, one in policy.model.named_modules() if isinstance(vars(one).get("forward"), Fp8Forward)]
+    assert len(replaced) == 7 * SIZES["num_hidden_layers"]
+    assert not any("lm_head" in name or "embed" in name for name in replaced)
+    assert not any(isinstance(vars(one).get("forward"), Fp8Forward) for one in reference.modules())
+    ids = prompts(1, longest=12)[0]
+    (made,) = run(native(policy, folder), [Request(ids, 0)], Sampling(max_tokens=8, seed=1))
+    row = Example([*ids, *made.ids], [0] * len(ids) + [1] * len(made.ids), Origin("test", 0))
+    batch = to_device(micro_batch([row], packed=True, pad_id=0), torch.device("cpu"))
+    engine = torch.tensor(made.logprobs)
+    with torch.no_grad():
+        low, full = (one.eval()(batch).logprobs_K for one in (policy, reference))
+    # Engine and trainer have the same formula. Where an activation is halfway between two codes, sums decide.
+    assert (engine - low).abs().median() < 1e-3
+    assert (engine - full).abs().median() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ({"model": {"lora": {"rank": 4}}}, "model.matmul"),
+        ({"model": {"dtype": "fp16"}}, "model.matmul"),
+        ({"parallel": {"tensor_parallel": 2}}, "model.matmul"),
+    ],
+    ids=["adapter", "fp16", "tensor parallelism"],
+)
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], where: str) -> None:
+    model = {"path": "m", "matmul": "fp8", **keys.get("model", {})}
+    values = {"method": "sft", "device": "cpu", "data": {"train": "rows"}, **keys, "model": model}
+    found = list(combination_problems(Recipe.model_validate(with_method_defaults(values))))
+    assert has_problem(found, where)
