@@ -274,3 +274,11 @@ def test_adapters_on_quantised_experts_are_refused(tmp_path: Path) -> None:
         else:
             with refuses("model.lora.targets", "unfit-adapter", "experts.down_proj", remedy="quantize_exclude"):
                 with_adapter(base, lora, 0, None)
+
+
+def test_a_trained_copy_of_a_quantised_layer_is_refused(tiny_folder: Path) -> None:
+    lora = Lora(rank=2, alpha=4.0, targets=["q_proj"], modules_to_save=["layers.1.mlp.down_proj"])
+    with refuses("model.lora.modules_to_save", "unfit-adapter", "layers.1.mlp.down_proj", remedy="quantize_exclude"):
+        load_policy(settings_of(tiny_folder, lora=lora), CPU, "sdpa", 0)
+    policy = load_policy(settings_of(tiny_folder, lora=lora, quantize_exclude=["down_proj"]), CPU, "sdpa", 0)
+    assert any("down_proj" in name and "modules_to_save" in name for name, _ in policy.trainable())
