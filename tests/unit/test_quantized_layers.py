@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.kernels.quantized.formats import FORMATS, dequantize, quantize
 from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, QuantizedStack
-from lockstep.kernels.quantized.quantized_linear import Coding, QuantizedLinear, quantized_layers
+from lockstep.kernels.quantized.quantized_linear import PARTS, Coding, QuantizedLinear, quantized_layers
 from lockstep.model.check import packed_row, tokens
 from lockstep.model.load import load_policy
 from lockstep.model.load_folder import load_base
@@ -282,3 +282,22 @@ def test_a_trained_copy_of_a_quantised_layer_is_refused(tiny_folder: Path) -> No
         load_policy(settings_of(tiny_folder, lora=lora), CPU, "sdpa", 0)
     policy = load_policy(settings_of(tiny_folder, lora=lora, quantize_exclude=["down_proj"]), CPU, "sdpa", 0)
     assert any("down_proj" in name and "modules_to_save" in name for name, _ in policy.trainable())
+
+
+@pytest.mark.parametrize(("format", "double"), FORMAT_SETTINGS)
+@pytest.mark.parametrize("style", ["columns", "rows"])
+def test_a_tensor_parallel_rank_has_its_slice_of_the_weight(format: str, double: bool, style: str) -> None:
+    """Several groups of scales: the scales of a slice are those that its blocks have in the full weight."""
+    torch.manual_seed(0)
+    layer = layer_of(torch.randn(512, 384) * torch.linspace(0.1, 3, 512)[:, None], format, double)
+    split = layer.divided_parts(style)
+    for rank in range(3 if style == "rows" else 2):
+        ranks = 3 if style == "rows" else 2
+        coding = Coding(format, double, (512, 384))
+        coding.slice_of(style, rank, ranks)
+        parts = [
+            None if part is None else part.detach().chunk(ranks, split[name])[rank] if name in split else part.detach()
+            for name, part in zip(PARTS, layer.coding.stored(layer), strict=True)
+        ]
+        wanted = layer.weight.chunk(ranks, 0 if style == "columns" else 1)[rank]
+        assert torch.equal(coding.dequantized(parts, torch.float32), wanted)
