@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from commands import lockstep, torchrun
 from conftest import write_online_recipe, write_sft_recipe
@@ -23,6 +25,7 @@ from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS, write_recipe
 from runs import close, difference, facts, stored
+from tiny_sizes import TINY
 
 NF4 = ["model.quantize=nf4", "model.lora.rank=4"]
 # eps above the noise of gradients: Adam's first steps would blow a rounding difference up to a whole step.
@@ -151,3 +154,40 @@ def test_two_processes_generate_what_one_does(tmp_path: Path, model: Path, layou
     assert two.returncode == 0, two.stderr
     assert difference(tmp_path / "runs" / "two", tmp_path / "runs" / "one", 2, ("weights", "critic")) == ""
     assert close(weights(tmp_path / "runs" / "two"), weights(tmp_path / "runs" / "one"))
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("parallel.tensor_parallel=2",)], ids=["shard", "experts"])
+def test_two_processes_train_experts_as_one_does(tmp_path: Path, model: Path, layout: tuple[str, ...]) -> None:
+    """Stacks of codes are sharded, or each process has the codes of its own experts."""
+    torch.manual_seed(0)
+    folder = shutil.copytree(model, tmp_path / "experts")
+    sizes = {**TINY, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    recipe = write_online_recipe(tmp_path, folder)
+    words = ["run.steps=2", "log.samples=99", *NF4, *ALIKE, "optim.lr=1e-2"]
+    words.append("model.lora.targets=[q_proj,k_proj,v_proj,o_proj]")
+    one = lockstep("train", recipe, "run.name=one", *words)
+    assert one.returncode == 0, one.stderr
+    two = torchrun("train", recipe, "run.name=two", *words, *layout)
+    assert two.returncode == 0, two.stderr
+    assert difference(tmp_path / "runs" / "two", tmp_path / "runs" / "one", 2) == ""
+    exported = lockstep("export", tmp_path / "runs" / "one", tmp_path / "out")
+    assert exported.returncode == 0, exported.stderr
+    assert "verified" in exported.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["model.lora.dora=true"], ["model.lora.rslora=true"], ["model.lora.modules_to_save=[input_layernorm]"]],
+    ids=["dora", "rslora", "a saved module"],
+)
+def test_kinds_of_adapters(recipe_file: Path, tmp_path: Path, words: list[str]) -> None:
+    """Each is merged into the dequantised weights, and the export is verified against the trained model."""
+    done = lockstep("train", recipe_file, "run.name=run", *NF4, "optim.lr=1e-2", *words)
+    assert done.returncode == 0, done.stderr
+    assert "verified" in done.stdout
+    assert (tmp_path / "runs" / "run" / "export" / "model.safetensors").is_file()

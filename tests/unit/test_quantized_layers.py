@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.kernels.quantized.formats import FORMATS, dequantize, quantize
-from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, Stack
-from lockstep.kernels.quantized.quantized_linear import Coding, QuantizedLinear, quantized_layers
+from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, QuantizedStack
+from lockstep.kernels.quantized.quantized_linear import PARTS, Coding, QuantizedLinear, quantized_layers
 from lockstep.model.check import packed_row, tokens
 from lockstep.model.load import load_policy
 from lockstep.model.load_folder import load_base
@@ -213,7 +213,10 @@ def test_a_stack_stands_in_for_its_tensor() -> None:
     coding = Coding("nf4", True, (3, 32, 64))
     parts = coding.parts_of(quantize(weight, "nf4", True))
     stored = [parts.get(name) for name in ("codes", "scales", "scale_codes", "scale_scales", "scale_offset")]
-    stack, exact = Stack(coding, torch.float32, stored), dequantize(quantize(weight, "nf4", True), torch.float32)
+    stack, exact = (
+        QuantizedStack(coding, torch.float32, stored),
+        dequantize(quantize(weight, "nf4", True), torch.float32),
+    )
     assert stack.shape == exact.shape
     assert stack.transpose(-2, -1).shape == exact.transpose(1, 2).shape
     assert torch.equal(torch.mul(stack, 2.0), exact * 2)  # type: ignore[call-overload]
@@ -250,3 +253,30 @@ def test_adapters_on_quantised_experts_are_refused(tmp_path: Path) -> None:
         else:
             with refuses("model.lora.targets", "unfit-adapter", "experts.down_proj", remedy="quantize_exclude"):
                 with_adapter(base, lora, 0, None)
+
+
+def test_a_trained_copy_of_a_quantised_layer_is_refused(tiny_folder: Path) -> None:
+    lora = Lora(rank=2, alpha=4.0, targets=["q_proj"], modules_to_save=["layers.1.mlp.down_proj"])
+    with refuses("model.lora.modules_to_save", "unfit-adapter", "layers.1.mlp.down_proj", remedy="quantize_exclude"):
+        load_policy(settings_of(tiny_folder, lora=lora), CPU, "sdpa", 0)
+    policy = load_policy(settings_of(tiny_folder, lora=lora, quantize_exclude=["down_proj"]), CPU, "sdpa", 0)
+    assert any("down_proj" in name and "modules_to_save" in name for name, _ in policy.trainable())
+
+
+@pytest.mark.parametrize(("format", "double"), FORMAT_SETTINGS)
+@pytest.mark.parametrize("style", ["columns", "rows"])
+def test_a_tensor_parallel_rank_has_its_slice_of_the_weight(format: str, double: bool, style: str) -> None:
+    """Several groups of scales: the scales of a slice are those that its blocks have in the full weight."""
+    torch.manual_seed(0)
+    layer = layer_of(torch.randn(512, 384) * torch.linspace(0.1, 3, 512)[:, None], format, double)
+    split = layer.divided_parts(style)
+    for rank in range(3 if style == "rows" else 2):
+        ranks = 3 if style == "rows" else 2
+        coding = Coding(format, double, (512, 384))
+        coding.slice_of(style, rank, ranks)
+        parts = [
+            None if part is None else part.detach().chunk(ranks, split[name])[rank] if name in split else part.detach()
+            for name, part in zip(PARTS, layer.coding.stored(layer), strict=True)
+        ]
+        wanted = layer.weight.chunk(ranks, 0 if style == "columns" else 1)[rank]
+        assert torch.equal(coding.dequantized(parts, torch.float32), wanted)

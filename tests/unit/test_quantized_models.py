@@ -214,6 +214,15 @@ def test_a_server_with_other_weights_is_refused(tmp_path: Path, engine: str) -> 
     assert has_problem(refused(write(tmp_path, recipe)), "model.quantize", "", engine, remedy="native")
 
 
+def test_other_low_precision_of_the_same_weights_is_refused(tmp_path: Path) -> None:
+    """Quantised layers would be left out of it, so the key would have no effect."""
+    model = {"path": "m", "quantize": "nf4", "lora": {"rank": 2}}
+    assert has_problem(refused(write(tmp_path, {**BASE, "model": {**model, "matmul": "fp8"}})), "model.matmul")
+    recipe = {"method": "grpo", "model": model, "data": {"train": "rows.jsonl"}, "rollout": {"precision": "int8"}}
+    recipe |= {"reward": {"rules": {"a": "gsm8k"}}}
+    assert has_problem(refused(write(tmp_path, recipe)), "rollout.precision", "", "nf4")
+
+
 # Plan
 
 

@@ -19,7 +19,7 @@ from lockstep.model.adapters.active import FIRST, TRAINED, add_start, lora_layer
 from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, own_weight, start_from_weights
 from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.quantized.quantize import adapted_stacks
+from lockstep.model.quantized.quantize import adapted_stacks, is_coded
 from lockstep.model.streamed import META, adapters_on_host
 from lockstep.recipe.keys_lora import Lora, layer_indices
 
@@ -251,6 +251,11 @@ def unmatched_modules(settings: Lora, model: nn.Module) -> Iterator[Problem]:
     for entry in settings.modules_to_save:
         if not any(_ends(name, entry) for name in names):
             yield _unmatched("model.lora.modules_to_save", entry, names)
+    for name in matched_modules(settings, model):
+        if any(is_coded(part) for part in model.get_submodule(name).modules()):
+            why = f"{name} is quantised, and codes cannot be trained"
+            remedy = f"add {name.rpartition('.')[2]} to model.quantize_exclude, or remove it"
+            yield Problem("model.lora.modules_to_save", why, remedy, code="unfit-adapter")
 
 
 def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:

@@ -189,6 +189,11 @@ def _quantize_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{model.quantize} weights are frozen, and all weights would be trained",
             "set model.lora.rank, for example 16, to train an adapter; or remove model.quantize",
         )
+    stored = f"model.quantize stores the weights in {model.quantize}"
+    if model.matmul is not None:
+        yield unfit("model.matmul", f"{stored}, which are multiplied in model.dtype", "remove one of the two keys")
+    if recipe.method in ONLINE and recipe.rollout.precision is not None:
+        yield unfit("rollout.precision", f"{stored}, from which the engine generates", "remove one of the two keys")
     if recipe.method in ONLINE and ENGINES[recipe.rollout.engine].served:
         yield unfit(
             key,

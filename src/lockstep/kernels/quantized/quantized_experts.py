@@ -1,8 +1,8 @@
 """Quantised experts: the stacked weights [experts, rows, columns] of a transformers module, stored as codes.
 
-The module reads a stack under its usual name and gets a `QuantizedStack` instead. A matmul with a stack or
-with one of its experts dequantises the weights, and the backward pass dequantises them again. Every other operation on
-a `QuantizedStack` gets the dequantised values.
+The module reads a stack under its usual name and gets a `QuantizedStack`, which stands in for the tensor. A matmul with
+a stack or with one expert of it dequantises the weights, and the backward pass dequantises them again. Every other
+operation on a `QuantizedStack` gets the dequantised values.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class QuantizedStack:
         return self.transpose(-2, -1)
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one expert as a `QuantizedStack` without the first dimension, or dequantised values for other
-        indices."""
+        """Returns one expert as a `QuantizedStack` without the first dimension, or the values of several experts."""
         if self.ndim != 3 or not (isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() <= 1)):
             return self.dequantized()[index]
         chosen = QuantizedStack(self.coding, self.dtype, [None if part is None else part[index] for part in self.parts])
@@ -158,7 +157,8 @@ def quantize_stacks(
         stacks[name] = coding(tuple(parameter.shape), f"{name}_")
         stacks[name].register(module, parameter.device)
     # The class of the module reads its weights by name, so the names become properties of a subclass.
-    module.__class__ = _with_stacks(type(module), tuple(names))  # type: ignore[arg-type]
+    kind: Any = type(module)
+    module.__class__ = _with_stacks(kind, tuple(names))
     assert isinstance(module, QuantizedExperts)
     module.stacks, module.dtype = stacks, dtype
     return module

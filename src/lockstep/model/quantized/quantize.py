@@ -180,6 +180,11 @@ def adapted_stacks(model: nn.Module, targets: Iterable[str]) -> Iterator[Problem
                 )
 
 
+def is_coded(module: nn.Module) -> bool:
+    """Returns whether a module stores its weights as codes."""
+    return isinstance(module, QuantizedLinear | QuantizedExperts)
+
+
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces all quantised layers of a model by plain layers with the dequantised weights, in `dtype`. The values are
     those with which the model computes."""
