@@ -83,6 +83,10 @@ class Source:
         self.ready = [(0, number) for number in range(len(self.work))]
         self.tools: list[tuple[float, int]] = []
 
+    @property
+    def more(self) -> bool:
+        return any(one.done < len(work.turns) for one, work in zip(self.open, self.work, strict=True))
+
     def take(self, room: int, wait: bool = False) -> list[Request]:
         if not self.barrier:
             self._returned()
@@ -157,12 +161,14 @@ def in_one_turn(engine: NativeEngine, work: Sequence[Trajectory], sampling: Samp
     return sum(len(made.ids) for made in engine.generate(requests, sampling))
 
 
-def measured(name: str, device: Device, run: Any) -> dict[str, float]:
+def measured(name: str, device: Device, run: Any, expected: int) -> dict[str, float]:
     device.synchronise()
     start = time.perf_counter()
     tokens = run()
     device.synchronise()
     seconds = time.perf_counter() - start
+    if tokens != expected:
+        raise SystemExit(f"{name}: {tokens} tokens instead of {expected}")
     print(f"{name:>12}: {tokens / seconds:9,.0f} tokens/s, {seconds:.2f} s", flush=True)
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
@@ -187,16 +193,17 @@ def main() -> None:
     warm = Source(engine, at_once)
     warm.longest_sequence = max(one.longest for one in work)
     warm.run(sampling)
+    tokens = sum(sum(one.turns) for one in work)
     for repeat in range(args.repeats):
         for name, (reuse, barrier) in ways.items():
             source = Source(engine, work, reuse, barrier)
-            result = measured(name, device, lambda source=source: source.run(sampling))
+            result = measured(name, device, lambda source=source: source.run(sampling), tokens)
             counts, new = engine.prompt_counts(), sum(one.longest - sum(one.turns) for one in work)
             result |= {"computed_per_new_prompt_token": counts.computed / new, "evicted": counts.evicted}
             result |= {"waited_seconds": source.waited, "preempted": engine.preempted}
             found.setdefault(name, []).append(result)
         found.setdefault("one turn", []).append(
-            measured("one turn", device, lambda: in_one_turn(engine, work, sampling))
+            measured("one turn", device, lambda: in_one_turn(engine, work, sampling), tokens)
         )
         report(found, work, repeat)
     if args.out:

@@ -3,6 +3,7 @@
 python bench/memory.py --out bench/results/memory.json
 python bench/memory.py --cases 7b --out bench/results/memory_7b.json   # all weights trained, AdamW's state on the host
 python bench/memory.py --cases activations --out bench/results/memory_activations.json   # kept on the host or not
+python bench/memory.py --cases qwen3.5-2b --out bench/results/memory_qwen3.5_2b.json   # recurrent layers
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lockstep.train.optim import Optimizer
 from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.step import Learner
 from lockstep.types import Example, Origin
+from shapes import SHAPES
 
 # The shape of Qwen2.5-0.5B, with random weights.
 SHAPE = {
@@ -59,7 +61,11 @@ ACTIVATIONS = [
     for keys in ({}, {"gradient_checkpointing": True})
     for where in ({}, {"activation_offload": True})
 ]
-CASES = {"0.5b": HALF_BILLION, "7b": SEVEN_BILLION, "activations": ACTIVATIONS}
+# As the rows of docs/speed.md.
+RECURRENT = [{"dtype": "bf16", "tokens": 16384}, {"dtype": "bf16", "tokens": 16384, "gradient_checkpointing": True}]
+CASES = {"0.5b": HALF_BILLION, "7b": SEVEN_BILLION, "activations": ACTIVATIONS, "qwen3.5-2b": RECURRENT}
+# The other cases have SHAPE.
+SHAPES_OF_CASES = {"7b": "qwen2.5-7b", "qwen3.5-2b": "qwen3.5-2b"}
 UPDATES = 3
 # Bytes that a case may find on the device: tables of libraries.
 LEFT_OVER = 2**27
@@ -130,14 +136,11 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
 
 
 def _write(folder: str, cases: str, device: str) -> None:
-    config = transformers.Qwen2Config(**SHAPE)
-    if cases == "7b":
-        from shapes import SHAPES
-
-        config = SHAPES["qwen2.5-7b"].config()
+    large = SHAPES_OF_CASES.get(cases)
+    config = SHAPES[large].config() if large else transformers.Qwen2Config(**SHAPE)
     torch.manual_seed(0)
     # Billions of numbers take a processor minutes to draw.
-    with torch.device(device if cases == "7b" else "cpu"):
+    with torch.device(device if large else "cpu"):
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 

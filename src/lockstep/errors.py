@@ -117,7 +117,7 @@ CODES = {
     "unsupported-model": "the model or one of its operations is not supported",
     "wrong-model-kind": "the model has the wrong type, such as a language model instead of a reward model",
     "unsupported-dtype": "the device does not support the data type",
-    "quantized-weights": "quantized weights cannot be trained",
+    "quantized-weights": "the weights are quantized in a way that lockstep cannot read or use here",
     "missing-weight": "a weight of the model is missing in the file or message",
     "unknown-weight": "a weight does not belong to the model",
     "wrong-shape": "a tensor does not have the expected shape",

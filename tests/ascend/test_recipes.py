@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ascend_emulator import report
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from lockstep.model.tiny import write_tiny
+from lockstep.optimizers.stochastic_rounding import round_to_bf16
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS, write_recipe
+from runs import stored
 
 from .processes import python
 
@@ -30,6 +35,10 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "sft lora": ("sft", LORA),
     "sft checkpointing": ("sft", ["model.gradient_checkpointing=true"]),
     "sft padded": ("sft", ["batch.tokens=null", "batch.micro_batch_size=2"]),
+    "sft adamw8bit": ("sft", ["optim.name=adamw8bit"]),
+    "sft adafactor": ("sft", ["optim.name=adafactor", "optim.eps=1e-8"]),
+    "sft muon": ("sft", ["optim.name=muon"]),
+    "sft lion": ("sft", ["optim.name=lion", "optim.eps=1e-8"]),
     "dpo": ("dpo", []),
     "dpo lora": ("dpo", LORA),
     "kto": ("kto", []),
@@ -116,7 +125,8 @@ def mean_error(ours: list[float], theirs: list[float]) -> float:
 
 
 # Another run of the same method, or with the same key, is there for every day.
-SLOW_RUNS = ("sft checkpointing", "dpo lora", "reinforce_pp")
+OPTIMIZERS = ("sft adamw8bit", "sft adafactor", "sft muon", "sft lion")
+SLOW_RUNS = ("sft checkpointing", "dpo lora", "reinforce_pp", *OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +152,20 @@ def test_in_step_with_the_cpu(model: Path, tmp_path: Path, name: str, recwarn: p
     else:
         assert mean_error([m[loss] for m in npu], [m[loss] for m in cpu]) <= LOSS_BAR
         assert npu[-1]["val/loss"] == pytest.approx(cpu[-1]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_draws_the_numbers_of_the_cpu(model: Path, tmp_path: Path) -> None:
+    words = ["model.dtype=bf16", "model.master_weights=false", "optim.stochastic_rounding=true"]
+    recipe = recipe_of(tmp_path, model, "sft", words)
+    report.clear()
+    npu = history(recipe, "npu")
+    assert not report.fallbacks()
+    cpu = history(recipe, "cpu")
+    assert mean_error([m["train/loss"] for m in npu], [m["train/loss"] for m in cpu]) <= LOSS_BAR
+    values, index = torch.rand(1000), torch.arange(1000)
+    there = round_to_bf16(values.to("npu"), 11, index.to("npu")).cpu()
+    assert torch.equal(there, round_to_bf16(values, 11, index))
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])
@@ -178,6 +202,32 @@ def test_two_ranks_over_hccl_equal_one(model: Path, tmp_path: Path, method: str)
     online = ("actor/loss", "critic/score/mean", "actor/grad_norm")
     for name in online if method in ONLINE else ("train/loss", "train/grad_norm"):
         assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_two_ranks_with_their_optimizer_on_the_host_resume(model: Path, tmp_path: Path, name: str) -> None:
+    """The state of a rank is on the host, and its mesh is of devices."""
+    recipe_of(tmp_path, model, "sft", [])
+    words = ["device=npu", "run.export=false", "model.dtype=bf16", "parallel.offload=optimizer", f"optim.name={name}"]
+    words += ["run.steps=3", "optim.schedule=constant", "checkpoint.every=2", "checkpoint.keep_last=9"]
+
+    def train(run: str) -> None:
+        done = python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+            *("-m", "lockstep", "train", tmp_path / "recipe.yaml", f"run.name={run}", *words),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    train("once")
+    runs = tmp_path / "runs"
+    shutil.copytree(runs / "once", runs / "again")
+    shutil.rmtree(checkpoints.folder_of(runs / "again" / "checkpoints", 3))
+    train("again")
+    for part in ("weights", "optimizer"):
+        mine, theirs = stored(runs / "again", 3, part), stored(runs / "once", 3, part)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def lora(keys: str) -> str:
     ("config", "kinds", "layout"),
     [
         (LlamaConfig(**SIZES), ("dora", "pissa", "niter", "copies"), ()),
-        (LlamaConfig(**SIZES), ("pissa", "copies"), ("parallel.tensor_parallel=2",)),
+        (LlamaConfig(**SIZES), ("dora", "pissa", "copies"), ("parallel.tensor_parallel=2",)),
         (MOE, ("experts", "router"), ()),
         (MOE, ("experts", "router"), ("parallel.tensor_parallel=2",)),
     ],

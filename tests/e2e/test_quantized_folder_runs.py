@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from commands import lockstep, torchrun
 from conftest import run as command
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.errors import Refusal
@@ -17,6 +18,7 @@ from lockstep.kernels.quantized.quantized_linear import quantized_layers
 from lockstep.model.export_folder import merge_adapter
 from lockstep.model.load import load_policy
 from lockstep.model.quantized.quantized_folder import quantization_of
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
 from lockstep.run.console import Console
@@ -24,6 +26,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from quantized_folders import set_quantization, write_folder
+from runs import difference
 
 CPU = torch.device("cpu")
 
@@ -104,3 +107,41 @@ def test_unreadable_folders_are_refused_before_training(tiny_folder: Path, tmp_p
             trained(recipe, "model.lora.rank=4")
         assert code in {problem.code for problem in refused.value.problems}
     assert json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("parallel.tensor_parallel=2",)], ids=["shard", "tensor"])
+@pytest.mark.parametrize("quantized", [(), ("model.quantize=int8",)], ids=["values", "codes"])
+def test_two_processes_train_what_one_does(tmp_path: Path, layout: tuple[str, ...], quantized: tuple[str, ...]) -> None:
+    folder = tmp_path / "int8"
+    write_tiny(tmp_path / "plain", hidden=128, layers=2)
+    write_folder("int8", tmp_path / "plain", folder)
+    recipe = write_sft_recipe(tmp_path, folder)
+    # eps above the noise of gradients: Adam's first steps would blow a rounding difference up to a whole step.
+    words = ["model.lora.rank=4", "optim.lr=1e-2", "run.steps=3", "optim.eps=1e-4", "run.export=false", *quantized]
+    one = lockstep("train", recipe, "run.name=one", *words)
+    assert one.returncode == 0, one.stderr
+    two = torchrun("train", recipe, "run.name=two", *words, *layout)
+    assert two.returncode == 0, two.stderr
+    assert difference(tmp_path / "runs" / "two", tmp_path / "runs" / "one", 3) == ""
+
+
+def test_plan_of_a_quantised_folder(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The plan counts the weights of the model, not the bytes of the files."""
+    texts = []
+    for folder in folders:
+        done = lockstep("plan", write_sft_recipe(tmp_path, folder), "model.lora.rank=4")
+        assert done.returncode == 0, done.stderr
+        texts.append([line for line in done.stdout.splitlines() if "GiB" in line or "MiB" in line])
+    assert texts[0]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_serving_engine_needs_plain_weights(folders: tuple[Path, Path], tmp_path: Path, engine: str) -> None:
+    recipe = write_online_recipe(tmp_path, folders[0])
+    with pytest.raises(Refusal) as refused:
+        trained(recipe, "model.lora.rank=4", f"rollout.engine={engine}")
+    remedies = {one.remedy for one in refused.value.problems if one.code == "quantized-weights"}
+    assert any(f"lockstep dequantize {folders[0]} DIR" in remedy for remedy in remedies)

@@ -4,6 +4,7 @@ them; they are collected nowhere else, because the packages are large."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,3 +57,25 @@ def mcp_command(request: pytest.FixtureRequest) -> str:
     """The command of a real MCP server: of the package mcp 2, and of fastmcp 3 with mcp 1."""
     python = sys.executable if request.param == "mcp" else OPENENV
     return f"{python} {Path(__file__).with_name('mcp_sums.py')}"
+
+
+@pytest.fixture(scope="session")
+def mcp_address(mcp_command: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the same servers over HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = (tmp_path_factory.mktemp("mcp") / "server.log").open("w")
+    process = subprocess.Popen([*mcp_command.split(), str(port)], stdout=log, stderr=log)
+
+    def listens() -> bool:
+        assert process.poll() is None, Path(log.name).read_text()
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_until(listens)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()

@@ -1,6 +1,9 @@
-"""An MCP server of the package `mcp` (version 2), or of `fastmcp` where there is no such version."""
+"""An MCP server of the package `mcp` (version 2), or of `fastmcp` where there is no such version. It uses its standard
+input and output, or HTTP if its argument is a port."""
 
 from __future__ import annotations
+
+import sys
 
 try:
     from mcp.server import MCPServer as Server
@@ -25,4 +28,7 @@ def broken(text: str) -> str:
     raise ValueError(text)
 
 
-server.run("stdio")
+if len(sys.argv) > 1:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+else:
+    server.run("stdio")

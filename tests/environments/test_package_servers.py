@@ -87,3 +87,20 @@ def test_mcp_servers_keep_the_state_of_a_trajectory(mcp_command: str) -> None:
         assert contents(turn)[1].lower().startswith("error")
         assert turn["metrics"]["tool_errors"] == 1
         assert player.finish()["info"] == {"calls": 3}
+
+
+@pytest.mark.parametrize("entry", ["mcp", "mcp_shared"])
+def test_mcp_servers_over_http(mcp_address: str, entry: str) -> None:
+    with played(tools=[f"{entry}:{mcp_address}"], step_timeout=HANG) as player:
+        start = player.reset()
+        functions = {tool["function"]["name"]: tool["function"] for tool in start["tools"]}
+        assert list(functions) == ["add", "broken"]
+        player.reset(trajectory=1)
+        total = int(contents(player.say("", [("add", {"amount": 0})]))[0])  # the server counts for all sessions
+        assert contents(player.say("", [("add", {"amount": 5})], trajectory=1)) == [str(total + 5)]
+        turn = player.say("", [("add", {"amount": 2}), ("broken", {"text": "x"})])
+        assert contents(turn)[0] == str(total + 7)
+        assert contents(turn)[1].lower().startswith("error")
+        assert turn["metrics"]["tool_errors"] == 1
+        player.finish(1)
+        assert player.finish()["info"] == {"calls": 3}

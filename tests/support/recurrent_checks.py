@@ -206,17 +206,37 @@ def gated_norms(device: str) -> None:
 
     torch.manual_seed(0)
     for dtype in DTYPES:
-        for shape in ((3, 5, 128), (2, 7)):
+        for shape, groups in (((3, 5, 128), 1), ((2, 7), 1), ((3, 5, 96), 4)):
             x, gate = (drawn(*shape, device=device, dtype=dtype) for _ in range(2))
             x[0] *= 1e-3
+            # Groups of other sizes: then one scale for all of them is wrong.
+            x[..., : shape[-1] // 2] *= 5
             weight = drawn(shape[-1], device=device, dtype=dtype)
             for first in (False, True):
-                ours, twin = (partial(_norm_of, norm, first) for norm in (gated_norm, plain_gated_norm))
+                ours, twin = (partial(_norm_of, norm, first, groups) for norm in (gated_norm, plain_gated_norm))
                 with_gradients(ours, twin, [x, gate, weight])
 
 
-def _norm_of(norm: Callable[..., torch.Tensor], first: bool, *given: torch.Tensor) -> torch.Tensor:
-    return norm(*given, 1e-6, first)
+def grouped_norm_of_nemotron(device: str) -> None:
+    """The values and gradients of the module of transformers, in two groups."""
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+
+    from lockstep.kernels.fused_modules import norm_groups
+    from lockstep.kernels.recurrent.gated_norm_triton import gated_norm
+
+    module = NemotronHRMSNormGated(48, group_size=24, eps=1e-5).to(device)
+    x, gate, weight = (drawn(*shape, device=device, dtype=torch.float32) for shape in ((2, 5, 48), (2, 5, 48), (48,)))
+    assert norm_groups(module) == 2
+
+    def theirs(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(module, {"weight": weight}, (x, gate))
+        return out
+
+    with_gradients(lambda *given: gated_norm(*given, 1e-5, True, 2), theirs, [x, gate, weight])
+
+
+def _norm_of(norm: Callable[..., torch.Tensor], first: bool, groups: int, *given: torch.Tensor) -> torch.Tensor:
+    return norm(*given, 1e-6, first, groups)
 
 
 def _small(name: str, device: str) -> torch.nn.Module:
@@ -398,6 +418,7 @@ CHECKS = {
         mamba_steps,
         convolutions,
         gated_norms,
+        grouped_norm_of_nemotron,
         trials_of_sizes,
         failed_trials,
         recurrent_models,

@@ -35,6 +35,7 @@ VERBS = (
     "sample",
     "pairs",
     "export",
+    "dequantize",
     "import-gguf",
     "data",
     "cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
+from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file
-from small_models import SIZES, write_model
+from small_models import SIZES, native, run, slow_sample, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from lockstep.model.adapters.active import INITIAL, START
+from conftest import write_sft_recipe
+from lockstep.kernels.quantized.formats import dequantize, quantize
+from lockstep.model.adapters.active import INITIAL, START, lora_layers
 from lockstep.model.adapters.lora_init import pissa_factors
 from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.export_check import probe_of
@@ -24,12 +28,14 @@ from lockstep.model.load import load_policy, with_lora
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.preflight.model_sizes import Counted, count_parameters
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_lora import layer_indices
 from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.lora_checks import with_lora_rate
 from lockstep.recipe.schema import Lora, Model
 from lockstep.train.optim import Optimizer
+from lockstep.types import Request, Sampling
 from refusals import refuses
 
 CPU = torch.device("cpu")
@@ -372,3 +378,97 @@ def test_keys_that_do_not_fit_together(tmp_path: Path, words: list[str], where: 
 def test_layer_ranges_include_both_ends() -> None:
     assert layer_indices("0-2, 5,7-8") == [0, 1, 2, 5, 7, 8]
     assert layer_indices([3, 1, 3]) == [1, 3]
+
+
+@torch.no_grad()
+@pytest.mark.daily("nf4-loftq", "int8-dora")
+@pytest.mark.parametrize("init", ["loftq", "dora"])
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_adapters_of_quantised_weights(folder: Path, tmp_path: Path, format: Any, init: str) -> None:
+    keys: dict[str, Any] = {"dora": True} if init == "dora" else {"init": "loftq", "modules_to_save": ["lm_head"]}
+    settings = settings_of(folder, **keys).model_copy(update={"quantize": format})
+    plain = settings_of(folder).model_copy(update={"quantize": format})
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    start, quantised = outputs(policy), outputs(load_policy(plain, CPU, "sdpa", 0))
+    if init == "dora":
+        torch.testing.assert_close(start, quantised, rtol=1e-4, atol=1e-5)
+    else:
+        assert (start - quantised).abs().max() > 1e-3
+    moved(policy)
+    with policy.as_reference():
+        torch.testing.assert_close(outputs(policy), start, rtol=1e-5, atol=1e-6)
+    probe, weights = probe_of(policy, CPU), trained_weights(policy.stored)
+    how: dict[str, Any] = {"where": "test", "folders": folders_of(settings), "probe": probe}
+    for adapter in (True, False):
+        assert export_model(settings, weights, tmp_path / f"{adapter}", adapter=adapter, **how).done
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "False")(input_ids=IDS).logits
+    torch.testing.assert_close(merged, outputs(policy), rtol=1e-4, atol=1e-4)
+    again = load_policy(settings, CPU, "sdpa", 7)
+    restore_weights(again.stored, weights, "test")
+    assert torch.equal(outputs(again), outputs(policy))
+
+
+@torch.no_grad()
+def test_loftq_is_the_decomposition_of_peft_divided_by_the_scale(folder: Path) -> None:
+    settings = settings_of(folder, init="loftq").model_copy(update={"quantize": "nf4"})
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, layer in lora_layers(policy.causal_lm):
+        weight = weights[f"{name}.weight"]
+        error = weight - dequantize(quantize(weight, "nf4"), torch.float32)
+        theirs = _low_rank_decomposition(error, reduced_rank=4)
+        ours = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        torch.testing.assert_close(ours, theirs["L"] @ theirs["R"], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(layer.base_layer.weight, weight - error)
+        assert (error - ours).norm() < error.norm()
+
+
+@torch.no_grad()
+@pytest.mark.daily("dora", "pissa", "copies")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_samples_from_the_adapter_of_each_kind(folder: Path, kind: str) -> None:
+    """Against transformers' own forward over whole sequences, with the trained adapter and with the reference."""
+    policy = policy_of(folder, **KINDS[kind][0])
+    moved(policy)
+    request, sampling = Request([7, 65, 66, 67], 3), Sampling(max_tokens=6, temperature=1.0, seed=5)
+    made = []
+    for reference in (False, True):
+        with policy.as_reference() if reference else nullcontext():
+            (found,) = run(native(policy, folder), [request], sampling)
+            ids, logprobs = slow_sample(policy, request, 0, sampling)
+        assert found.ids == ids
+        assert found.logprobs == pytest.approx(logprobs, abs=1e-4)
+        made.append(found.logprobs)
+    assert made[0] != pytest.approx(made[1], abs=1e-3)
+
+
+def test_the_plan_counts_every_kind(tmp_path: Path, tiny_folder: Path) -> None:
+    config, path = LlamaConfig(**SIZES), write_sft_recipe(tmp_path, tiny_folder)
+    hidden, inner, words, layers, rank = 32, 48, 259, 2, 2
+
+    def counted(keys: str) -> Counted:
+        return count_parameters(
+            load_recipe(str(path), [f"model.lora={{rank: {rank}, targets: [down_proj]{keys}}}"]), config
+        )
+
+    plain = counted("")
+    assert plain.trained == layers * rank * (hidden + inner)
+    pissa = counted(", init: pissa")
+    assert (pissa.trained, pissa.parameters) == (plain.trained, plain.parameters + plain.trained)
+    copies = counted(", modules_to_save: [lm_head]")
+    assert (copies.trained - plain.trained, copies.parameters - plain.parameters) == (words * hidden, words * hidden)
+    dora = counted(", dora: true")
+    assert dora.trained == plain.trained + layers * hidden
+    assert (dora.dora_outputs, dora.dora_weight) == (layers * hidden, hidden * inner)
+    assert counted(", layers: [1]").trained == plain.trained // layers
+
+
+def test_masters_of_copies_have_the_digits_of_the_files(folder: Path) -> None:
+    settings = settings_of(folder, modules_to_save=["lm_head"]).model_copy(update={"dtype": "bf16"})
+    policy = load_policy(settings, CPU, "sdpa", 0)
+    optimizer = Optimizer(policy.trainable(), Optim(), masters=True, fused=False)
+    policy.digits.into(optimizer.local_masters())
+    (name,) = (name for name in optimizer.master_weights if "lm_head" in name)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
+    assert torch.equal(optimizer.master_weights[name], wanted)
+    assert not torch.equal(policy.get_parameter(f"model.{name}").float(), wanted)

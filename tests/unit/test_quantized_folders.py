@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from small_models import write_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Mxfp4Config,
+    Qwen3MoeConfig,
+)
 
 import quantized_folders
 from lockstep.commands import dequantize as command
@@ -17,6 +25,8 @@ from lockstep.commands.dequantize import dequantize_folder, opened
 from lockstep.errors import Refusal
 from lockstep.kernels.quantized.formats import Quantized, quantize
 from lockstep.kernels.quantized.formats import dequantize as values_of
+from lockstep.model.load import load_policy
+from lockstep.recipe.schema import Model
 from quantized_folders import CASES, set_quantization, write_folder
 
 PROJECTION = "model.layers.0.mlp.down_proj.weight"
@@ -136,6 +146,32 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     from lockstep.kernels.quantized.packed import mxfp4
 
     assert mxfp4(blocks, scales, torch.float32)[0, :4, 0].tolist() == [-0.75, 0.5, -0.75, 0.5]
+
+
+def test_experts_are_stacked(tiny_folder: Path, tmp_path: Path) -> None:
+    """The files have fp8 codes of single experts, as DeepSeek stores them; the model has stacks."""
+    config = Qwen3MoeConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    write_model(tmp_path / "moe", config, tiny_folder)
+    write_folder("fp8-small", tmp_path / "moe", tmp_path / "fp8")
+    dequantize_folder(tmp_path / "fp8", tmp_path / "plain", "fp32")
+    found, wanted = (
+        load_policy(Model(path=str(tmp_path / name)), torch.device("cpu"), "sdpa", 0).state_dict()
+        for name in ("fp8", "plain")
+    )
+    assert [one.shape for name, one in found.items() if name.endswith("experts.gate_up_proj")] == 2 * [(4, 96, 64)]
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 def bitsandbytes_parts(weight: torch.Tensor, double: bool) -> tuple[dict[str, torch.Tensor], Quantized]:

@@ -344,3 +344,31 @@ def test_a_kernel_with_other_results_is_not_used() -> None:
     assert right == "0"
     assert wrong.startswith("1 the product with fp8 weights stays plain torch")
     assert calls == "['int8', 'int8', 'int8', 'fp8']"  # a trial and two products, and a trial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_the_compiled_kernel_rounds_as_plain_torch(format: str) -> None:
+    """Compiled for an H100, without a device: no fused multiplication and addition, and subnormal numbers are kept."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lockstep.kernels.quantized import product_triton
+
+    kernel = product_triton._dequantize
+    q = quantize(torch.ones(64, 256), format)
+    pointers = dict.fromkeys(("scales", "scale_scales", "scale_offset", "table", "dynamic"), "*fp32")
+    pointers |= {"codes": "*i8" if format == "int8" else "*u8", "scale_codes": "*u8", "out": "*bf16"}
+    constants = {"COLUMNS": 256, "ROWS": 64, "BLOCK_BYTES": 1024, **product_triton._sizes(q)}
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        signature={name: pointers.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    target = GPUTarget("cuda", 90, 32)
+    code = triton.compile(source, target=target, options=product_triton._EXACT).asm["ptx"]
+    assert "mul.rn.f32" in code
+    assert "fma.rn" not in code
+    assert ".ftz" not in code

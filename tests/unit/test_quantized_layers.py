@@ -94,27 +94,6 @@ def test_autograd_saves_only_codes(format: str) -> None:
     assert sum(one.numel() * one.element_size() for one in saved) < 64 * 128 * 2
 
 
-def test_a_layer_computes_what_bitsandbytes_computes() -> None:
-    """Loss and gradients of an adapter on Linear4bit, where it is installed. Without double quantisation, whose scales
-    bitsandbytes rounds otherwise on a CPU than elsewhere."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    weight, given = torch.randn(96, 256) / 16, torch.randn(7, 256, requires_grad=True)
-    theirs = bitsandbytes.nn.Linear4bit(256, 96, bias=False, quant_type="nf4", compute_dtype=torch.float32)
-    theirs.weight = bitsandbytes.nn.Params4bit(weight.clone(), quant_type="nf4", compress_statistics=False)
-    theirs = theirs.to("cpu")  # quantises
-    ours = layer_of(weight, "nf4", False)
-    first, second = torch.randn(4, 256) / 16, torch.randn(96, 4)
-    found = []
-    for layer in (ours, theirs):
-        a, b = (one.clone().requires_grad_() for one in (first, second))
-        loss = (layer(given) + given @ a.T @ b.T).square().mean()
-        found.append((loss, torch.autograd.grad(loss, [given, a, b])))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=0)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.daily("nf4-bf16", "nf4-fp32", "int8-fp32", "fp8-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("format", FORMATS)

@@ -59,14 +59,16 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedCon
     refuse_indivisible(config, "folder", 1)
 
 
-def test_dora_is_refused_before_a_weight_is_loaded(tmp_path: Path, tiny_folder: Path) -> None:
+def test_dora_with_dropout_is_refused_before_a_weight_is_loaded(tmp_path: Path, tiny_folder: Path) -> None:
     path = write_sft_recipe(tmp_path, tiny_folder)
-    lora = "model.lora={rank: 2, dora: true, targets: [q_proj]}"
+    lora = "model.lora={rank: 2, dora: true, dropout: 0.1, targets: [q_proj]}"
     config = MixtralConfig(**SIZES, num_local_experts=4)
     with refuses("model.lora.dora", "unfit-adapter", "layers.0.self_attn.q_proj", remedy="parallel.tensor_parallel=1"):
         count_parameters(load_recipe(path, [lora, "parallel.tensor_parallel=2"]), config)
-    # Both remedies hold.
+    # The remedies hold.
     assert count_parameters(load_recipe(path, [lora]), config).trained
+    without = "model.lora={rank: 2, dora: true, targets: [q_proj]}"
+    assert count_parameters(load_recipe(path, [without, "parallel.tensor_parallel=2"]), config).trained
     others = "model.lora={rank: 2, targets: [w1, w2, w3, q_proj]}"
     assert count_parameters(load_recipe(path, [others, "parallel.tensor_parallel=2"]), config).trained
 

@@ -212,6 +212,25 @@ def test_logprobs_and_values_of_rows(batch: dict[str, Any], tiny_folder: Path, l
         assert len(micro_batch.index_K) == int(experience.num_response_tokens_S[sequences].sum())
 
 
+def test_the_sequence_weight_of_a_trajectory_is_the_product_over_all_its_rows(tiny_folder: Path) -> None:
+    """Truncated importance sampling over sequences: rows that counted as sequences would have other weights."""
+    made = trajectories()
+    experience = build_experience(made)
+    old_K = experience.rollout_logprobs_K + torch.linspace(-0.3, 0.2, len(experience.sequence_K))
+    keys = {"algorithm__rollout_correction": {"weight": "sequence", "cap": 1.5}, "algorithm__kl__where": "none"}
+    found = estimate_advantages(experience, ModelOutputs(old_K, None, None), recipe(tiny_folder, **keys), 0.0)
+    assert any(len(one.rows) > 1 for one in made)
+    start, several = 0, 0
+    for one in made:
+        stop = start + sum(one.loss_mask)
+        difference = (old_K - experience.rollout_logprobs_K)[start:stop].double()
+        weight = float(difference.sum().exp().clamp(max=1.5))
+        assert found.is_weights_K[start:stop].tolist() == pytest.approx([weight] * (stop - start), rel=1e-5)
+        several += len(set(found.is_weights_K[start:stop].tolist()))
+        start = stop
+    assert (start, several) == (len(old_K), len(made))
+
+
 def test_generalized_advantages_continue_over_rows(tiny_folder: Path) -> None:
     """The value after the last token of a row is that of the first trained token of the next row."""
     experience: Experience = build_experience([trajectories()[0]])

@@ -119,6 +119,14 @@ def gates_first(norm: nn.Module) -> bool:
     return bool((result.float() - weight.float()).abs().max() <= 0.1 * weight.float().abs().max())
 
 
+def norm_groups(norm: Any) -> int:
+    """Returns the number of groups of columns that a gated norm normalises apart, as Nemotron-H does."""
+    width, size, count = len(norm.weight), getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
+    if isinstance(size, int) and size > 0 and width % size == 0:
+        return width // size
+    return count if isinstance(count, int) and count > 0 and width % count == 0 else 1
+
+
 def epsilon_of(module: nn.Module) -> float | None:
     value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return value if isinstance(value, float) else None

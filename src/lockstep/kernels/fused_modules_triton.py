@@ -26,6 +26,7 @@ from lockstep.kernels.fused_modules import (
     is_gelu_gated,
     is_rms_norm,
     is_silu_gated,
+    norm_groups,
 )
 from lockstep.kernels.norm_triton import norm_fits, rms_norm
 from lockstep.kernels.recurrent.gated_norm_triton import gated_norm, gated_norm_fits
@@ -43,12 +44,12 @@ def _norm(self: Any, *args: Any, unit_offset: bool = False, **more: Any) -> torc
 
 
 def _gated_norm(self: Any, *args: Any, first: bool = False, **more: Any) -> torch.Tensor:
-    autocast = torch.is_autocast_enabled(self.weight.device.type)
-    if len(args) != 2 or more or autocast or not gated_norm_fits(*args, self.weight):
+    autocast, groups = torch.is_autocast_enabled(self.weight.device.type), norm_groups(self)
+    if len(args) != 2 or more or autocast or not gated_norm_fits(*args, self.weight, groups):
         return type(self).forward(self, *args, **more)
     epsilon = epsilon_of(self)
     assert epsilon is not None
-    return gated_norm(*args, self.weight, epsilon, first)
+    return gated_norm(*args, self.weight, epsilon, first, groups)
 
 
 def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tensor:

@@ -95,8 +95,10 @@ def build_value_model(
 
     where = folders.model, settings, name, device, sharding
     architectures = config.architectures or []
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
-        source, model, info = load_base(AutoModelForSequenceClassification, *where)
+    judged = any(name.endswith("ForSequenceClassification") for name in architectures)
+    kind: Any = AutoModelForSequenceClassification if judged else LanguageModel
+    source, model, info = load_base(kind, *where)
+    if judged:
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
@@ -106,7 +108,6 @@ def build_value_model(
             )
         decoder, head = model.base_model, model.score
     else:
-        source, model, info = load_base(LanguageModel, *where)
         decoder = model.get_decoder()
         head = nn.Linear(text_config(config).hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
@@ -124,7 +125,8 @@ def build_value_model(
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
             # Only the decoder gets adapters; all weights of the head are trained.
-            put_adapter(decoder, settings.lora, new_adapter(seed, source, sharding), None, folders.adapter)
+            new = new_adapter(settings, kind, folders.model, seed, source, sharding)
+            put_adapter(decoder, settings.lora, new, None, folders.adapter)
             if source is not None:
                 follow_copies(decoder, source.places)
         divide_model(decoder, styles, source, sharding)

@@ -72,7 +72,8 @@ def load_policy(
         styles = division_of(model, sharding)
         copied = bool(settings.lora and settings.lora.modules_to_save)
         found = read_places(model, folders.model) if copied and source is None else None
-        adapted = with_adapter(model, settings.lora, new_adapter(seed, source, sharding), folders.adapter)
+        new = new_adapter(settings, LanguageModel, folders.model, seed, source, sharding)
+        adapted = with_adapter(model, settings.lora, new, folders.adapter)
         follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)

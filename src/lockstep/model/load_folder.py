@@ -16,16 +16,19 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
+from lockstep.kernels.quantized.formats import dequantize, quantize
+from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 from lockstep.model.adapters.active import TRAINED, saved_copies
+from lockstep.model.adapters.divided_dora import divide_dora
 from lockstep.model.adapters.expert_adapters import adapt_experts
-from lockstep.model.adapters.lora_init import fill_norms, unset_norms
+from lockstep.model.adapters.lora_init import ReadWeight, fill_norms, unset_norms
 from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.lora import NewAdapter
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
 from lockstep.model.quantized.quantize import quantize_loaded
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
-from lockstep.model.streamed import InFiles, Streamed, streamed
+from lockstep.model.streamed import InFiles, Streamed, blocks_of, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.text_model import no_language_model
 from lockstep.parallel.sharding import Sharding, shard, unit_gathered
@@ -125,12 +128,40 @@ def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, 
     return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
 
 
-def new_adapter(seed: int, source: Streamed | None, sharding: Sharding | None) -> NewAdapter:
+def new_adapter(
+    settings: Model, kind: Any, folder: str, seed: int, source: Streamed | None, sharding: Sharding | None
+) -> NewAdapter:
     """Returns how the adapter of a model is created. The weights of a streamed model are not loaded yet, so an adapter
-    that depends on them reads them from the files."""
+    that depends on them reads them from the files. A LoftQ adapter reads the weights before quantisation. `kind` is the
+    transformers Auto class of the model."""
+    shared = sharding is not None
+    if settings.lora is not None and settings.lora.init == "loftq":
+        return NewAdapter(seed, _rounding_errors(settings, kind, folder, sharding), shared)
     if source is None or sharding is None:
-        return NewAdapter(seed, shared=sharding is not None)
-    return NewAdapter(seed, lambda parameter: source.read(parameter).to(sharding.device), shared=True)
+        return NewAdapter(seed, shared=shared)
+    return NewAdapter(seed, lambda name, base: source.read(base.get_parameter("weight")).to(sharding.device), shared)
+
+
+def _rounding_errors(settings: Model, kind: Any, folder: str, sharding: Sharding | None) -> ReadWeight:
+    """Returns a function that computes the rounding error of the quantised weight of a layer, and None for a layer that
+    is not quantised."""
+    original = stream_transformers(kind, folder, settings.dtype, settings.path)
+    if original is None:
+        why = f"loftq needs the weights before quantisation, and those of {settings.path} cannot be read one by one"
+        raise Refusal.at("model.lora.init", why, "set another model.lora.init", code="unsupported-model")
+    places = {name: original.places[one] for name, one in original.model.named_parameters() if one in original.places}
+
+    def error(name: str, base: nn.Module) -> torch.Tensor | None:
+        if not isinstance(base, QuantizedLinear):
+            return None
+        # The decoder of a value model has shorter names than the language model.
+        place = next(place for key, place in places.items() if f".{key}".endswith(f".{name}.weight"))
+        weight = torch.cat([block for _, block in blocks_of(original.stored, place)])
+        weight = weight if sharding is None else weight.to(sharding.device)
+        codes = quantize(weight, base.coding.format, base.coding.double)
+        return weight.float() - dequantize(codes, base.dtype).float()
+
+    return error
 
 
 def follow_copies(model: nn.Module, places: dict[nn.Parameter, InFiles]) -> None:
@@ -153,6 +184,7 @@ def divide_model(
     decoder = inner_decoder(model)
     adapt_experts(decoder)
     replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
+    divide_dora(decoder, styles, sharding.tensor)
     if source is not None:
         source.replaced(replaced)
 

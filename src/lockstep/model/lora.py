@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, shortened
-from lockstep.model.adapters.active import TRAINED, add_start, lora_layers, saved_copies
-from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, start_from_weights
+from lockstep.model.adapters.active import FIRST, TRAINED, add_start, lora_layers, saved_copies
+from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, own_weight, start_from_weights
 from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
 from lockstep.model.quantized.quantize import adapted_stacks, is_coded
@@ -44,12 +44,12 @@ _INIT = {"gaussian": "gaussian", "orthogonal": "orthogonal"}
 
 
 class NewAdapter(NamedTuple):
-    """How a new adapter is created. `read` returns the full weight of a base layer; `shared` is true if all ranks of a
-    sharded model create the adapter together. With `values` false, matrices that depend on the weights of the layers
-    are not computed, because a checkpoint replaces them."""
+    """How a new adapter is created. `read` returns the matrices from which PiSSA and LoftQ start; `shared` is true if
+    all ranks of a sharded model create the adapter together. With `values` false, matrices that depend on the weights
+    of the layers are not computed, because a checkpoint replaces them."""
 
     seed: int
-    read: ReadWeight = torch.Tensor.detach
+    read: ReadWeight = own_weight
     shared: bool = False
     values: bool = True
 
@@ -128,15 +128,24 @@ def put_adapter(model: Any, settings: Lora, new: NewAdapter, task: str | None, s
         replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
         refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
         refuse_all(list(_experts_elsewhere(model, settings))[:1])
-        init = _init_of(settings, stored)
-        if init == "loftq":
-            why = "loftq starts from the errors of quantised weights, and the weights are not quantised"
-            raise Refusal.at("model.lora.init", why, "set another model.lora.init", code="unfit-adapter")
-        if init.startswith("pissa") and new.values:
-            start_from_weights(model, config, init, new.seed, new.read, shared=new.shared)
-        elif init.startswith("pissa"):
-            add_initial(model, config)
+        _start(model, config, _init_of(settings, stored), new)
     return adapted
+
+
+def _start(model: Any, config: Any, init: str, new: NewAdapter) -> None:
+    """Computes matrices that depend on the weights of the layers, and adds the frozen copy of them."""
+    if not init.startswith(("pissa", "loftq")):
+        return
+    meta = all(parameter.device == META for parameter in model.parameters() if not parameter.requires_grad)
+    if init == "loftq" and new.values and new.read is own_weight and not meta:
+        why = "loftq starts from the errors of quantised weights, and the weights are not quantised"
+        raise Refusal.at("model.lora.init", why, "set another model.lora.init", code="unfit-adapter")
+    if new.values:
+        start_from_weights(model, init, new.seed, new.read, shared=new.shared)
+    if init == "loftq":
+        add_start(model, config, FIRST)
+    else:
+        add_initial(model, config)
 
 
 def _init_of(settings: Lora, stored: str | None) -> str:

@@ -110,11 +110,15 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
             found[name] = style
         elif style == "experts":
             found[f"{name}{'.base_layer' * _depth(module)}"] = style
-        elif style not in sides or len(module.lora_magnitude_vector):
-            raise _undivided(name, style, dora=style in sides)
+        elif style not in sides:
+            raise _undivided(name, style)
         else:
             found[f"{name}.base_layer"] = style
             found |= {f"{name}.{sides[style]}.{one}": style for one in adapters}
+            # Every rank has the norms of all rows if it has only some inputs.
+            norms = module.lora_magnitude_vector if style == "columns" else ()
+            found |= {f"{name}.lora_magnitude_vector.{one}": style for one in norms}
+            _refuse_dora(name, module)
     return found
 
 
@@ -123,17 +127,27 @@ def _depth(module: Any) -> int:
     return 1 + _depth(module.base_layer) if hasattr(module, "parameter_name") else 0
 
 
-def _undivided(name: str, style: Style, *, dora: bool) -> Refusal:
-    why = f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}"
-    remedy = "set other layers in model.lora.targets"
-    if dora:
-        why, remedy = f"{why}, and DoRA needs the norms of complete rows of the weight", "set model.lora.dora=false"
+def _undivided(name: str, style: Style) -> Refusal:
     return Refusal.at(
-        "model.lora.dora" if dora else "model.lora.targets",
-        why,
-        f"{remedy}; or set parallel.tensor_parallel=1 and shard the model (parallel.shard)",
+        "model.lora.targets",
+        f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}",
+        "set other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
+        "(parallel.shard)",
         code="unfit-adapter",
     )
+
+
+def _refuse_dora(name: str, layer: Any) -> None:
+    """Raises `Refusal` for a DoRA adapter that cannot be split: with dropout, or of a quantised weight."""
+    dropout = any(not isinstance(one, nn.Identity) for one in layer.lora_dropout.values())
+    if len(layer.lora_magnitude_vector) and (dropout or hasattr(layer.get_base_layer(), "coding")):
+        what = "model.lora.dropout=0" if dropout else "model.quantize=null"
+        raise Refusal.at(
+            "model.lora.dora",
+            f"{name}: parallel.tensor_parallel splits DoRA only without dropout and without quantised weights",
+            f"set {what}, model.lora.dora=false, or parallel.tensor_parallel=1",
+            code="unfit-adapter",
+        )
 
 
 def _expert_plan(config: Any) -> dict[str, str]:

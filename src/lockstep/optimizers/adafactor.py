@@ -7,6 +7,7 @@ with `scale_parameter=False, relative_step=False`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -37,6 +38,10 @@ class AdafactorRule:
 
     def by_rows(self, name: str) -> bool:
         return False
+
+    def scratch_bytes(self, name: str, shape: Sequence[int], shards: int) -> int:
+        # The gradient, the variance and, without master weights, the weight in fp32.
+        return 12 * math.prod(shape) // shards
 
     def update(self, one: ParameterStep) -> None:
         settings, layout, gradient = self.settings, one.layout, one.gradient

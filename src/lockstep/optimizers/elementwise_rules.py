@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from lockstep.optimizers.update_rule import ParameterStep, Roles, StateTensor
+from lockstep.optimizers.update_rule import ROWS_TOGETHER, ParameterStep, Roles, StateTensor
 from lockstep.recipe.keys_optim import Optim
+
+
+def rows_scratch(shape: Sequence[int], shards: int) -> int:
+    """Returns the bytes of about six fp32 tensors for the rows that are updated at a time."""
+    return 24 * min(math.prod(shape) // shards, ROWS_TOGETHER)
 
 
 class AdamwRule:
@@ -24,6 +30,9 @@ class AdamwRule:
 
     def by_rows(self, name: str) -> bool:
         return True
+
+    def scratch_bytes(self, name: str, shape: Sequence[int], shards: int) -> int:
+        return rows_scratch(shape, shards)
 
     def update(self, one: ParameterStep) -> None:
         mean, square = one.state["exp_avg"], one.state["exp_avg_sq"]
@@ -52,6 +61,9 @@ class LionRule:
 
     def by_rows(self, name: str) -> bool:
         return True
+
+    def scratch_bytes(self, name: str, shape: Sequence[int], shards: int) -> int:
+        return rows_scratch(shape, shards)
 
     def update(self, one: ParameterStep) -> None:
         mean = one.state["exp_avg"]

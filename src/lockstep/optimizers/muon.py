@@ -56,6 +56,13 @@ class MuonRule(AdamwRule):
     def by_rows(self, name: str) -> bool:
         return name not in self.matrices
 
+    def scratch_bytes(self, name: str, shape: Sequence[int], shards: int) -> int:
+        if name not in self.matrices:
+            return super().scratch_bytes(name, shape, shards)
+        # Gradient and weight of the shard in fp32, and three full matrices in bf16. Each rank has its own experts.
+        full = math.prod(shape) // (shards if len(shape) > 2 else 1)
+        return 8 * math.prod(shape) // shards + 6 * full
+
     def update(self, one: ParameterStep) -> None:
         if one.name not in self.matrices:
             super().update(one)

@@ -34,3 +34,12 @@ def state_bytes_of(
     rule = rule_of(settings, roles, torch.float32 if masters else dtype)
     state = sum(tensor.nbytes for name, one in shapes.items() for tensor in rule.state(name, one, one).values())
     return state + 4 * masters * sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def scratch_bytes_of(settings: Optim, roles: Roles, shapes: Mapping[str, tuple[int, ...]], shards: int) -> int:
+    """Returns about how many bytes of temporary tensors the update of the largest parameter needs. AdamW of torch and
+    the fused AdamW kernel need hardly any."""
+    if settings.name == "adamw" and not settings.stochastic_rounding:
+        return 0
+    rule = rule_of(settings, roles, torch.float32)
+    return max((rule.scratch_bytes(name, shape, shards) for name, shape in shapes.items()), default=0)

@@ -17,6 +17,9 @@ from lockstep.parallel.sharding import as_sharded, held_part
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.keys_optim import Optim
 
+# The number of elements of a parameter that are updated at a time, if the rule can update rows one after the other.
+ROWS_TOGETHER = 2**24
+
 
 class Roles(NamedTuple):
     """The names of parameters that some rules treat in their own way."""
@@ -121,6 +124,10 @@ class UpdateRule(Protocol):
     def by_rows(self, name: str) -> bool:
         """Returns whether rows of the parameter may be updated one after the other. Otherwise a step has the full
         shard, and all ranks run the step at the same time."""
+        ...
+
+    def scratch_bytes(self, name: str, shape: Sequence[int], shards: int) -> int:
+        """Returns about how many bytes of temporary tensors an update of the parameter needs on a device."""
         ...
 
     def update(self, one: ParameterStep) -> None: ...

@@ -221,7 +221,7 @@ def plan_memory(
     phases: tuple[Phase, ...] = (
         Phase("load", model.weights + gathered_bytes),
         _forward_backward(recipe, model, activations, 0 if single else trained * size // shards),
-        Phase(STEP, model.weights, model.gradients, model.state),
+        Phase(STEP, model.weights, model.gradients, model.state, counted.scratch_bytes(recipe, shards)),
         Phase("validation", model.weights, 0, model.state, activations.validation),
     )
     checkpoint_bytes = trained * size + counted.state_bytes(recipe)

@@ -18,7 +18,7 @@ from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
-from lockstep.model.quantized.quantized_folder import readable_quantization, stored_tensors
+from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization, stored_tensors
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.streamed import weight_files
@@ -158,7 +158,8 @@ def architectures(context: Context) -> Iterator[Problem]:
     for key, path in model_folders(recipe).items():
         config = load_config(path)
         problems = problems_of(refuse_quantized, config, f"{key} {path}")
-        problems += problems_of(refuse_unreadable_codes, model_folder(path), f"{key} {path}")
+        served = key == "model.path" and recipe.method in ONLINE and ENGINES[recipe.rollout.engine].served
+        problems += problems_of(refuse_codes, model_folder(path), f"{key} {path}", served)
         if key != "model.path":
             problems += problems_of(refuse_other_vocabulary, recipe, key, path)
         if key == "distill.teacher":
@@ -170,9 +171,15 @@ def architectures(context: Context) -> Iterator[Problem]:
         yield from problems
 
 
-def refuse_unreadable_codes(folder: str, where: str) -> None:
-    """Raises `Refusal` if the folder is quantised and its files lack what its method needs. Reads no weights."""
-    if readable_quantization(Path(folder)) is not None and (files := weight_files(folder)):
+def refuse_codes(folder: str, where: str, served: bool) -> None:
+    """Raises `Refusal` if the folder is quantised and its files lack what its method needs, or if a serving engine
+    would compute with its codes, which is not what the trainer computes. Reads no weights."""
+    if readable_quantization(Path(folder)) is None:
+        return
+    if served:
+        why = "a serving engine would generate with other kernels than the trainer"
+        raise needs_dequantizing(folder, where, why)
+    if files := weight_files(folder):
         stored_tensors(files, where)
 
 

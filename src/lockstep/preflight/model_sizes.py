@@ -28,7 +28,7 @@ from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
 from lockstep.optimizers.roles import roles_of
-from lockstep.optimizers.rule_table import state_bytes_of
+from lockstep.optimizers.rule_table import scratch_bytes_of, state_bytes_of
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
@@ -165,6 +165,10 @@ class Counted:
             shapes = {**self.shapes, **(more or {})}
             self._states[key] = state_bytes_of(recipe.optim, self.roles, shapes, dtype, masters)
         return self._states[key]
+
+    def scratch_bytes(self, recipe: Recipe, shards: int) -> int:
+        """Returns the bytes of temporary tensors of an optimizer step on each device."""
+        return scratch_bytes_of(recipe.optim, self.roles, self.shapes, shards)
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:

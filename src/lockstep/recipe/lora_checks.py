@@ -68,6 +68,9 @@ def _init_problems(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
     if lora.init == "loftq" and quantized is None:
         why = "loftq starts from the errors of quantised weights, and the weights are not quantised"
         yield needs(key, why, "set model.quantize, or another model.lora.init")
+    if lora.init == "loftq" and reference_kind(recipe) == "disk":
+        why = "the log-probs of the reference are precomputed from the quantised model without its adapter"
+        yield unfit("preference.precompute", why, "set preference.precompute=false, or another model.lora.init")
     if lora.init.startswith("pissa") and quantized is not None:
         why = f"{lora.init} decomposes weights that model.quantize={quantized} has rounded"
         yield unfit(key, why, "use loftq, which decomposes the rounding errors, or remove model.quantize")

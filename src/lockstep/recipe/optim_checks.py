@@ -49,9 +49,8 @@ def _unread_keys(optim: Optim) -> Iterator[Problem]:
             continue
         if getattr(optim, key) != field.get_default(call_default_factory=True):
             names = " or ".join(str(name) for name in read_where[1])
-            yield unused(
-                f"optim.{key}", f"optim.name={optim.name} does not read this key", f"remove it, or use {names}"
-            )
+            why = f"optim.name={optim.name} does not read this key"
+            yield unused(f"optim.{key}", why, f"remove it, or set optim.name to {names}")
 
 
 def _rounding_problems(recipe: Recipe) -> Iterator[Problem]:

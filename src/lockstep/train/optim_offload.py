@@ -201,6 +201,10 @@ class HostOptimizer(Optimizer):
             parameter.grad = None
 
     def local_state(self) -> dict[str, torch.Tensor]:
+        return {name: _without_offset(value) for name, value in self._state_in_place().items()}
+
+    def _state_in_place(self) -> dict[str, torch.Tensor]:
+        """Returns the optimizer state of this rank by name. Writes to the returned tensors change the state."""
         return {
             f"{key}/{name}": value if key == "step" else _as_sliced(value, self.parameters[name])
             for name, state in self._state.items()
@@ -214,7 +218,7 @@ class HostOptimizer(Optimizer):
         stored = set(tensors)
         fresh = [name for name in self.parameters if not has_moments(name, stored)]
         unset = {f"{key}/{name}" for name in fresh for key in (*MOMENTS, "step")}
-        targets = self.local_state()
+        targets = self._state_in_place()
         for name in unset:
             targets.pop(name).zero_()
         fill_all(targets, tensors)
@@ -230,6 +234,14 @@ def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not is_sliced(parameter):
         return slice_
     return as_sharded(slice_, parameter.device_mesh, parameter.placements, parameter.shape)
+
+
+def _without_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a shard in a block of host memory (`HostRoom`). Torch cannot copy a DTensor whose shard does not start at
+    the start of its memory, and a checkpoint is a copy."""
+    if not is_sliced(tensor) or not tensor.to_local().storage_offset():
+        return tensor
+    return as_sharded(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def _moved(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:

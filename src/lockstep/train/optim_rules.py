@@ -15,13 +15,10 @@ from torch import nn
 from lockstep.optimizers.roles import Roles
 from lockstep.optimizers.rule_table import rule_of
 from lockstep.optimizers.stochastic_rounding import element_index, round_to_bf16, rounding_key
-from lockstep.optimizers.update_rule import ParameterStep, ShardLayout
+from lockstep.optimizers.update_rule import ROWS_TOGETHER, ParameterStep, ShardLayout
 from lockstep.parallel.sharded_files import fill_all
 from lockstep.recipe.keys_optim import Optim
 from lockstep.train.optim_offload import HostOptimizer, brought, local, put
-
-# The number of elements of a parameter that are updated at a time, if the rule can update rows one after the other.
-ROWS_TOGETHER = 2**24
 
 
 class RuleOptimizer(HostOptimizer):
@@ -106,7 +103,7 @@ class RuleOptimizer(HostOptimizer):
             weight32 = round_to_bf16(weight32, rounding_key(self.seed, name, count), index)
         put(weight32, weight)
 
-    def local_state(self) -> dict[str, torch.Tensor]:
+    def _state_in_place(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, state in self._state.items():
             layout = self.layouts[name]
@@ -121,7 +118,7 @@ class RuleOptimizer(HostOptimizer):
         return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        stored, targets = set(tensors), self.local_state()
+        stored, targets = set(tensors), self._state_in_place()
         for name in self.parameters:
             keys = ["step", *(key for key in self._state[name] if key not in ("step", "master"))]
             # A checkpoint from the warm-up of the critic has no state of the policy.

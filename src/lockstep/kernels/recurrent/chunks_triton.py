@@ -7,8 +7,9 @@ gated delta rule (`delta_triton.py`) writes v' = u - w S instead of v. The backw
 starts of the chunks again.
 
 All programs have two warps, so that Triton does not use the matrix instructions of Hopper (wgmma): with these, Triton
-3.4 to 3.7 gives wrong numbers for the transpose of a product as the factor of another product. Suffixes: N rows, T
-tokens, H heads, G groups of heads that share keys, K size of a key, V size of a value.
+3.4 to 3.7 gives wrong numbers for the transpose of a product as the factor of another product. Each kernel takes
+seconds to compile, so Triton must not compile it again for other numbers of tokens. Suffixes: N rows, T tokens, H
+heads, G groups of heads that share keys, K size of a key, V size of a value.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ def pairwise(g, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rows_of_chunk(line, chunk, tokens, HEADS: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the tokens of a chunk of one head, which of them exist, and their rows in values and in keys."""
+    t = chunk * CHUNK + tl.arange(0, CHUNK)
+    token = (line // HEADS) * tokens + t
+    return t, t < tokens, token * HEADS + line % HEADS, token * (HEADS // SHARED) + (line % HEADS) // SHARED
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _states(  # type: ignore[no-untyped-def]
     key, value, w, sums, first, starts, updates, last, tokens, chunks, HEADS: tl.constexpr, SHARED: tl.constexpr,
     KEY: tl.constexpr, PADDED_KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -71,10 +80,7 @@ def _states(  # type: ignore[no-untyped-def]
     if FIRST:
         state += load_tile(first + line * (KEY * VALUE), k_columns, k_inside, v_columns, VALUE).to(tl.float32)
     for chunk in range(0, chunks):
-        t = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = t < tokens
-        row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
-        k_row = ((line // HEADS) * tokens + t) * (HEADS // SHARED) + (line % HEADS) // SHARED
+        t, inside, row, k_row = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
         g = tl.load(sums + line * (chunks * CHUNK) + t)
         total = tl.load(sums + line * (chunks * CHUNK) + chunk * CHUNK + CHUNK - 1)
         store_tile(starts + (line * chunks + chunk) * (KEY * VALUE), k_columns, k_inside, v_columns, state, VALUE)
@@ -89,17 +95,14 @@ def _states(  # type: ignore[no-untyped-def]
     store_tile(last + line * (KEY * VALUE), k_columns, k_inside, v_columns, state, VALUE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _outputs(  # type: ignore[no-untyped-def]
     query, key, updates, sums, starts, out, tokens, scale, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Computes COLUMNS columns of the outputs of one chunk of one head."""
     chunk, chunks, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = t < tokens
-    row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
-    k_row = ((line // HEADS) * tokens + t) * (HEADS // SHARED) + (line % HEADS) // SHARED
+    t, inside, row, k_row = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
     v_columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     g = tl.load(sums + line * (chunks * CHUNK) + t)
     state = starts + (line * chunks + chunk) * (KEY * VALUE)
@@ -115,17 +118,14 @@ def _outputs(  # type: ignore[no-untyped-def]
     store_tile(out, row, inside, v_columns, result * scale, VALUE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _grad_within(  # type: ignore[no-untyped-def]
     query, key, upstream, sums, grad_updates, tokens, scale, HEADS: tl.constexpr, SHARED: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of the updates that come from the outputs of their own chunk."""
     chunk, chunks, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = t < tokens
-    row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
-    k_row = ((line // HEADS) * tokens + t) * (HEADS // SHARED) + (line % HEADS) // SHARED
+    t, inside, row, k_row = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
     v_columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     g = tl.load(sums + line * (chunks * CHUNK) + t)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -138,7 +138,7 @@ def _grad_within(  # type: ignore[no-untyped-def]
     store_tile(grad_updates, row, inside, v_columns, dot(tl.trans(pairs), above) * scale, VALUE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _grad_states(  # type: ignore[no-untyped-def]
     query, key, w, sums, upstream, grad_last, ends, grad_updates, grad_first, tokens, chunks, scale,
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, PADDED_KEY: tl.constexpr, VALUE: tl.constexpr,
@@ -153,10 +153,7 @@ def _grad_states(  # type: ignore[no-untyped-def]
     grad = load_tile(grad_last + line * (KEY * VALUE), k_columns, k_inside, v_columns, VALUE).to(tl.float32)
     for backwards in range(0, chunks):
         chunk = chunks - 1 - backwards
-        t = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = t < tokens
-        row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
-        k_row = ((line // HEADS) * tokens + t) * (HEADS // SHARED) + (line % HEADS) // SHARED
+        t, inside, row, k_row = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
         g = tl.load(sums + line * (chunks * CHUNK) + t)
         total = tl.load(sums + line * (chunks * CHUNK) + chunk * CHUNK + CHUNK - 1)
         store_tile(ends + (line * chunks + chunk) * (KEY * VALUE), k_columns, k_inside, v_columns, grad, VALUE)
@@ -172,7 +169,7 @@ def _grad_states(  # type: ignore[no-untyped-def]
     store_tile(grad_first + line * (KEY * VALUE), k_columns, k_inside, v_columns, grad, VALUE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _grad_inputs(  # type: ignore[no-untyped-def]
     query, key, sums, upstream, starts, updates, ends, grad_updates, grad_query, grad_key, grad_w, grad_sums, tokens,
     scale, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
@@ -181,10 +178,7 @@ def _grad_inputs(  # type: ignore[no-untyped-def]
     """Computes BLOCK columns of the gradients of queries, keys and w of one chunk of one head, and what these columns
     add to the gradients of the sums of decays."""
     chunk, chunks, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = t < tokens
-    row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
-    k_row = ((line // HEADS) * tokens + t) * (HEADS // SHARED) + (line % HEADS) // SHARED
+    t, inside, row, k_row = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
     k_columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     k_inside = k_columns < KEY
     g = tl.load(sums + line * (chunks * CHUNK) + t)

@@ -17,19 +17,17 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.recurrent import chunks_triton as chunked
-from lockstep.kernels.recurrent.chunks_triton import dot, load_tile, pairwise, store_tile
+from lockstep.kernels.recurrent.chunks_triton import dot, load_tile, pairwise, rows_of_chunk, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _solve(  # type: ignore[no-untyped-def]
     key, value, beta, sums, inverse, w, u, tokens, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Solves the triangular system of one chunk of one head in fp32. Writes T, w and u."""
     chunk, chunks, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = t < tokens
-    row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
+    t, inside, row, _ = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
     g = tl.load(sums + line * (chunks * CHUNK) + t)
     b = tl.load(beta + row, mask=inside, other=0.0).to(tl.float32)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
@@ -55,7 +53,7 @@ def _solve(  # type: ignore[no-untyped-def]
         store_tile(u, row, inside, columns, dot(solved, v.to(solved.dtype)), VALUE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _grad_solved(  # type: ignore[no-untyped-def]
     key, value, beta, sums, inverse, grad_w, grad_u, half_grad_key, grad_key, grad_value, grad_beta, grad_sums, tokens,
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
@@ -63,9 +61,7 @@ def _grad_solved(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Passes the gradients of w and u of one chunk of one head back to keys, values, beta and the sums of decays."""
     chunk, chunks, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = t < tokens
-    row = ((line // HEADS) * tokens + t) * HEADS + line % HEADS
+    t, inside, row, _ = rows_of_chunk(line, chunk, tokens, HEADS, SHARED, CHUNK)
     g = tl.load(sums + line * (chunks * CHUNK) + t)
     b = tl.load(beta + row, mask=inside, other=0.0).to(tl.float32)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]

@@ -1,8 +1,9 @@
 """Which adapters of a PEFT model are active.
 
 A model has up to three adapters. `TRAINED` is the trained adapter. `INITIAL` is the frozen, negative copy of the first
-values of a PiSSA adapter; it is always active together with `TRAINED`. `START` is a frozen copy of the adapter from
-which the run started; it is active only while the model is the reference model.
+values of a PiSSA adapter; it is always active together with `TRAINED`. `START` and `FIRST` are frozen copies of the
+adapter with which the run started; they are active only while the model is the reference model. `START` is read again
+from `model.lora.adapter` when the run resumes. `FIRST` is the computed start of a LoftQ adapter; checkpoints have it.
 
 PEFT's own functions that switch adapters also change `requires_grad` of the parameters. The functions of this module
 change only which adapter runs.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-TRAINED, INITIAL, START = "default", "initial", "start"
+TRAINED, INITIAL, START, FIRST = "default", "initial", "start", "first"
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
@@ -46,9 +47,9 @@ def saved_copies(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def is_kept(name: str, parameter: torch.Tensor) -> bool:
-    """Returns whether a checkpoint stores this parameter: a trained parameter, or one of the initial adapter, which
-    cannot be computed again on another machine with the same bits."""
-    return parameter.requires_grad or f".{INITIAL}." in name
+    """Returns whether a checkpoint stores this parameter: a trained parameter, or one of the first values of a PiSSA or
+    LoftQ adapter, which cannot be computed again on another machine with the same bits."""
+    return parameter.requires_grad or f".{INITIAL}." in name or f".{FIRST}." in name
 
 
 def give_storage(model: nn.Module) -> None:
@@ -76,21 +77,27 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_at_start(model: nn.Module) -> Iterator[None]:
-    """Activates the frozen copy of the first adapter (`START`) instead of the trained adapter inside the `with`
-    block."""
+    """Activates the frozen copy of the first adapter instead of the trained adapter inside the `with` block."""
     before = [(layer, layer._active_adapter) for layer in adapter_layers(model)]
+    copied = START if _has(model, START) else FIRST
     try:
         for layer, active in before:
             names = [active] if isinstance(active, str) else active
-            layer._active_adapter = [START if name == TRAINED else name for name in names]
+            layer._active_adapter = [copied if name == TRAINED else name for name in names]
+            # A module of `modules_to_save` without a frozen copy has not changed before the start.
+            layer._disable_adapters = copied not in getattr(layer, "modules_to_save", [copied])
         yield
     finally:
         for layer, active in before:
-            layer._active_adapter = active
+            layer._active_adapter, layer._disable_adapters = active, False
 
 
 def has_start(model: nn.Module) -> bool:
-    return any(f".{START}." in name for name, _ in model.named_parameters())
+    return _has(model, START) or _has(model, FIRST)
+
+
+def _has(model: nn.Module, adapter: str) -> bool:
+    return any(f".{adapter}." in name for name, _ in model.named_parameters())
 
 
 def add_frozen(layer: Any, config: Any, name: str, *, sign: float = 1.0) -> None:
@@ -117,11 +124,13 @@ def _parameters(owner: Any) -> dict[str, nn.Parameter]:
     return {"": owner} if isinstance(owner, nn.Parameter) else dict(owner.named_parameters())
 
 
-def add_start(model: nn.Module, config: Any) -> None:
-    """Adds a frozen copy of the trained adapter, with its `modules_to_save`, as the reference model."""
+def add_start(model: nn.Module, config: Any, name: str = START) -> None:
+    """Adds a frozen copy of the trained adapter as the reference model. `START` also has copies of its
+    `modules_to_save`. The modules of a new adapter (`FIRST`) are unchanged, so the reference uses the originals."""
     for _, layer in lora_layers(model):
         if TRAINED in layer.r:
-            add_frozen(layer, config, START)
+            add_frozen(layer, config, name)
     for _, wrapper in saved_copies(model):
-        wrapper.modules_to_save[START] = deepcopy(wrapper.modules_to_save[TRAINED]).requires_grad_(False)
-        wrapper._adapters.add(START)
+        if name == START:
+            wrapper.modules_to_save[START] = deepcopy(wrapper.modules_to_save[TRAINED]).requires_grad_(False)
+            wrapper._adapters.add(START)

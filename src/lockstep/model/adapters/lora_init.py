@@ -1,10 +1,15 @@
-"""Initial values of LoRA matrices that are computed from the weights of the adapted layers: PiSSA and DoRA's norms.
+"""Initial values of LoRA matrices that are computed from the weights of the adapted layers: PiSSA, LoftQ, DoRA's norms.
 
 PiSSA starts from the principal singular vectors of each weight W = U S V: B0 A0 = U_r S_r V_r / scale. PEFT subtracts
 the adapter from the base weight, so that the model starts unchanged. lockstep keeps the base weight and adds a second,
 frozen adapter with the values -B0 and A0. Both models compute W + scale (B A - B0 A0), up to rounding. With a frozen
 adapter, the base model stays the reference model, weights can be sharded, and the export is a plain LoRA adapter of
 rank 2 r.
+
+LoftQ starts from the principal singular vectors of the rounding error of a quantised weight: scale B0 A0 is the best
+approximation of W - Q(W) with rank r. The base weight is Q(W), as without LoftQ (LoftQ with one iteration, as in PEFT's
+`replace_lora_weights_loftq`). PEFT does not divide by the scale, so there the adapter corrects the error only if the
+scale is 1. The reference model is the model with the first values of the adapter, which is nearer to W than Q(W).
 """
 
 from __future__ import annotations
@@ -17,17 +22,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import Problem, refuse_all
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.adapters.active import INITIAL, TRAINED, add_frozen, lora_layers
+from lockstep.model.adapters.divided_dora import DividedDora
 from lockstep.parallel.sharding import held_part
 
-ReadWeight = Callable[[nn.Parameter], torch.Tensor]
-"""Returns the full weight of a base layer."""
+ReadWeight = Callable[[str, nn.Module], torch.Tensor | None]
+"""Returns the matrix that is decomposed for a layer, given the name and the base layer: the full weight for PiSSA, the
+rounding error for LoftQ. Returns None for a layer that starts as usual."""
+
+
+def own_weight(name: str, base: Any) -> torch.Tensor | None:
+    weight: torch.Tensor = base.weight.detach()
+    return weight
 
 
 def pissa_factors(weight: torch.Tensor, rank: int, scale: float, init: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the matrices A and B of PiSSA in fp32, with PEFT's formulas (`LoraLayer.pissa_init`)."""
-    if init == "pissa":
+    """Returns the matrices A and B of PiSSA in fp32, with PEFT's formulas (`LoraLayer.pissa_init`), or those of
+    LoftQ."""
+    if "niter" not in init:
         u, s, vh = torch.linalg.svd(weight.float(), full_matrices=False)
         u, s, vh = u[:, :rank], s[:rank], vh[:rank]
     else:
@@ -38,21 +51,21 @@ def pissa_factors(weight: torch.Tensor, rank: int, scale: float, init: str) -> t
     return (root[:, None] * vh).contiguous(), (u * root).contiguous()
 
 
-def start_from_weights(model: nn.Module, config: Any, init: str, seed: int, read: ReadWeight, *, shared: bool) -> None:
-    """Sets the adapter to the principal singular vectors of its weights, and adds the initial adapter. With `shared`,
-    all ranks call this function; each rank decomposes some weights and sends the result to all others, because two
-    machines may compute different singular vectors. The caller forks the random state of the CPU."""
+def start_from_weights(model: nn.Module, init: str, seed: int, read: ReadWeight, *, shared: bool) -> None:
+    """Sets the adapter to the principal singular vectors of the matrices that `read` returns. With `shared`, all ranks
+    call this function; each rank decomposes some matrices and sends the result to all others, because two machines may
+    compute different singular vectors. The caller forks the random state of the CPU."""
     refuse_all(list(_unfit(model, init)))
     size, rank = (dist.get_world_size(), dist.get_rank()) if shared else (1, 0)
-    for index, (_, layer) in enumerate(lora_layers(model)):
-        weight, owner = layer.get_base_layer().weight, index % size
+    for index, (name, layer) in enumerate(lora_layers(model)):
+        owner = index % size
         matrices = [layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight]
         # A weight on the meta device has no values. `lockstep plan` builds such a model to count its sizes.
         factors: list[Any] = [None, None]
         if owner == rank:
-            full = read(weight)
+            full = read(name, layer.get_base_layer())
             torch.default_generator.manual_seed(seed + index)  # the result does not depend on the number of ranks
-            if full.device.type != "meta":
+            if full is not None and full.device.type != "meta":
                 factors = [
                     one.to(matrices[0].dtype).cpu()
                     for one in pissa_factors(full, layer.r[TRAINED], layer.scaling[TRAINED], init)
@@ -63,7 +76,6 @@ def start_from_weights(model: nn.Module, config: Any, init: str, seed: int, read
             for matrix, value in zip(matrices, factors, strict=True):
                 if value is not None:
                     matrix.copy_(value)
-    add_initial(model, config)
 
 
 def add_initial(model: nn.Module, config: Any) -> None:
@@ -89,6 +101,10 @@ def _unfit(model: nn.Module, init: str) -> list[Problem]:
                     code="unfit-adapter",
                 )
             )
+        elif hasattr(base, "coding") and init != "loftq":
+            why = f"{init} decomposes weights, and the weight of {name} is quantised"
+            remedy = "use loftq, which decomposes the rounding errors, or another model.lora.init"
+            problems.append(Problem("model.lora.init", why, remedy, code="unfit-adapter"))
         elif len(layer.lora_magnitude_vector):
             why = f"DoRA starts from the norms of the unchanged weights, and {init} changes them"
             remedy = "set model.lora.dora=false, or model.lora.init=default"
@@ -134,14 +150,23 @@ def unset_norms(model: nn.Module) -> list[str]:
     ]
 
 
+def row_norms(rows: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.norm(rows, dim=1)
+
+
 @torch.no_grad()
 def fill_norms(model: nn.Module, names: Sequence[str]) -> None:
     """Sets the magnitudes of new DoRA adapters to the norms of the rows of their weights. Weight and magnitude are
     sharded by rows, so each rank has the rows whose norms it needs. The product B A of a new adapter is zero."""
     for name in names:
         layer: Any = model.get_submodule(name)
+        if hasattr(layer.get_base_layer(), "coding"):
+            why = "the norms of quantised weights that are sharded over several processes are not supported"
+            remedy = "train with one process, or set model.lora.dora=false or model.quantize=null"
+            raise Refusal.at("model.lora.dora", why, remedy, code="unsupported-combination")
         rows, _ = held_part(layer.get_base_layer().weight.detach())
         magnitude, _ = held_part(layer.lora_magnitude_vector[TRAINED].weight.detach())
         assert len(rows) == len(magnitude), name
+        variant = layer.lora_variant[TRAINED]
         if len(rows):
-            magnitude.copy_(torch.linalg.norm(rows, dim=1))
+            magnitude.copy_(variant.row_norms(rows) if isinstance(variant, DividedDora) else row_norms(rows))

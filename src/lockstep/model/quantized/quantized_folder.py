@@ -27,9 +27,9 @@ from lockstep.kernels.quantized.formats import Quantized, dequantize
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import held_part
 
-Parts = Mapping[str, torch.Tensor]
-Decode = Callable[[Parts, torch.dtype], Quantized | torch.Tensor]
-Settings = Mapping[str, Any]
+StoredParts = Mapping[str, torch.Tensor]
+Decode = Callable[[StoredParts, torch.dtype], Quantized | torch.Tensor]
+MethodSettings = Mapping[str, Any]
 
 KEYS = ("quantization_config", "compression_config")
 # Scales of activations and of the key-value cache: they do not change the weights.
@@ -80,7 +80,7 @@ class QuantizedTensors(StoredTensors):
     """The tensors of a quantised folder, under the names of the unquantised model. `stored[name]` and `fill` decode;
     `quantized(name)` keeps the codes where `formats.py` has the format. Raises `Refusal` for what it cannot read."""
 
-    def __init__(self, files: list[Path], settings: Settings, where: str):
+    def __init__(self, files: list[Path], settings: MethodSettings, where: str):
         self._files = _RawFiles(files, where)
         self._where = where
         method = str(settings.get("quant_method") or "")
@@ -190,7 +190,7 @@ class _RawFiles:
         raise Refusal.at(self.where, why, REMEDY, code="quantized-weights")
 
 
-def _gptq(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
+def _gptq(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedWeight]:
     kind = settings.get("checkpoint_format") or "gptq"
     if kind not in ("gptq", "gptq_v2"):
         files.refuse(f"its GPTQ weights have the layout {kind}, which lockstep cannot read")
@@ -209,13 +209,13 @@ def _gptq(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
 
 
 def _decode_gptq(
-    parts: Parts, dtype: torch.dtype, *, bits: int, block: int, plus_one: bool
+    parts: StoredParts, dtype: torch.dtype, *, bits: int, block: int, plus_one: bool
 ) -> Quantized | torch.Tensor:
     named = (parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"))
     return packed.gptq(*named, bits, block, plus_one=plus_one)
 
 
-def _awq(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
+def _awq(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedWeight]:
     version, bits = str(settings.get("version") or "gemm").lower(), settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         files.refuse(f"its AWQ weights have the layout {version} with {bits} bits, and lockstep reads gemm with 4 bits")
@@ -228,16 +228,16 @@ def _awq(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
     return found
 
 
-def _decode_awq(parts: Parts, dtype: torch.dtype, *, block: int) -> Quantized | torch.Tensor:
+def _decode_awq(parts: StoredParts, dtype: torch.dtype, *, block: int) -> Quantized | torch.Tensor:
     return packed.awq(parts["qweight"], parts["qzeros"], parts["scales"], block)
 
 
-def _group_size(settings: Settings) -> int:
+def _group_size(settings: MethodSettings) -> int:
     """How many inputs share a scale, or 0 if all do."""
     return max(0, int(settings.get("group_size", settings.get("q_group_size", 0)) or 0))
 
 
-def _fp8(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
+def _fp8(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedWeight]:
     """fp8 weights with `_scale_inv` per block (DeepSeek), or with `_scale` per row or tensor."""
     block = settings.get("weight_block_size")
     found: dict[str, PackedWeight] = {}
@@ -258,11 +258,11 @@ def _fp8(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
     return found
 
 
-def _decode_fp8(parts: Parts, dtype: torch.dtype, *, block: list[int] | None) -> Quantized | torch.Tensor:
+def _decode_fp8(parts: StoredParts, dtype: torch.dtype, *, block: list[int] | None) -> Quantized | torch.Tensor:
     return packed.floats(parts["codes"], parts["scales"], block)
 
 
-def _mxfp4(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
+def _mxfp4(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedWeight]:
     found: dict[str, PackedWeight] = {}
     for name in files.ending("_blocks"):
         parts = files.parts(name, {"blocks": "_blocks", "scales": "_scales"}, {})
@@ -271,11 +271,11 @@ def _mxfp4(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
     return found
 
 
-def _decode_mxfp4(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+def _decode_mxfp4(parts: StoredParts, dtype: torch.dtype) -> torch.Tensor:
     return packed.mxfp4(parts["blocks"], parts["scales"], dtype)
 
 
-def _compressed(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
+def _compressed(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedWeight]:
     sparse = (settings.get("sparsity_config") or {}).get("format") or "dense"
     if sparse != "dense":
         files.refuse(f"its weights are stored sparse ({sparse}), which lockstep cannot read")
@@ -302,7 +302,7 @@ def _compressed(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]
     return found
 
 
-def _decode_words(parts: Parts, dtype: torch.dtype, *, bits: int, shape: torch.Size) -> Quantized | torch.Tensor:
+def _decode_words(parts: StoredParts, dtype: torch.dtype, *, bits: int, shape: torch.Size) -> Quantized | torch.Tensor:
     """Signed integers, to which the packing adds half their range. Zero points are packed along the outputs."""
     rows, columns = shape
     half = 2 ** (bits - 1)
@@ -313,7 +313,7 @@ def _decode_words(parts: Parts, dtype: torch.dtype, *, bits: int, shape: torch.S
     return packed.integers(codes, zeros, _by_row(parts["scales"], rows), parts.get("groups"))
 
 
-def _decode_naive(parts: Parts, dtype: torch.dtype) -> Quantized | torch.Tensor:
+def _decode_naive(parts: StoredParts, dtype: torch.dtype) -> Quantized | torch.Tensor:
     codes, scales, zeros = parts["codes"], parts["scales"], parts.get("zeros")
     rows = codes.shape[0]
     if codes.dtype == torch.int8:
@@ -328,7 +328,7 @@ def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
     return values.expand(rows, -1)
 
 
-def _bitsandbytes(files: _RawFiles, settings: Settings) -> dict[str, PackedWeight]:
+def _bitsandbytes(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedWeight]:
     found: dict[str, PackedWeight] = {}
     for name in files.ending(".absmax"):
         state = next((one for one in files.places if one.startswith(f"{name}.quant_state.bitsandbytes__")), None)
@@ -345,7 +345,7 @@ def _bitsandbytes(files: _RawFiles, settings: Settings) -> dict[str, PackedWeigh
     return found
 
 
-def _decode_4bit(parts: Parts, dtype: torch.dtype, *, told: Settings) -> Quantized | torch.Tensor:
+def _decode_4bit(parts: StoredParts, dtype: torch.dtype, *, told: MethodSettings) -> Quantized | torch.Tensor:
     nested = None
     if "nested_absmax" in parts:
         offset, size = float(told["nested_offset"]), int(told["nested_blocksize"])
@@ -354,11 +354,11 @@ def _decode_4bit(parts: Parts, dtype: torch.dtype, *, told: Settings) -> Quantiz
     return packed.bitsandbytes_4bit(codes, absmax, table, told["shape"], int(told["blocksize"]), nested)
 
 
-def _decode_8bit(parts: Parts, dtype: torch.dtype) -> Quantized:
+def _decode_8bit(parts: StoredParts, dtype: torch.dtype) -> Quantized:
     return packed.bitsandbytes_8bit(parts["codes"], parts["absmax"])
 
 
-_METHODS: dict[str, Callable[[_RawFiles, Settings], dict[str, PackedWeight]]] = {
+_METHODS: dict[str, Callable[[_RawFiles, MethodSettings], dict[str, PackedWeight]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,

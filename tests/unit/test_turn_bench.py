@@ -1,0 +1,24 @@
+"""`bench/environments.py`: its source of turns is one that the engine knows."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lockstep.rollout.engine import Conversations
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+environments: Any = import_module("environments")
+
+
+def test_turns_of_the_benchmark_are_conversations() -> None:
+    """Otherwise the engine would generate nothing, and the benchmark would measure 0 tokens."""
+    work = [environments.Trajectory([1, 2], [3, 3], [[4]], [0.0])]
+    source = environments.Source(None, work)
+    assert isinstance(source, Conversations)
+    assert source.more
+    assert [request.ids for request in source.take(4)] == [[1, 2]]
+    source.open[0].done = 2
+    assert not source.more
