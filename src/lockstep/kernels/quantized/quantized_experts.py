@@ -1,8 +1,8 @@
 """Quantised experts: the stacked weights [experts, rows, columns] of a transformers module, stored as codes.
 
-The module reads a stack under its usual name and gets a `QuantizedStack`, which stands in for the tensor. A matmul with
-a stack or with one expert of it dequantises the weights, and the backward pass dequantises them again. Every other
-operation on a `QuantizedStack` gets the dequantised values.
+The module reads a stack under its usual name and gets a `QuantizedStack` instead. A matmul with a stack or
+with one of its experts dequantises the weights, and the backward pass dequantises them again. Every other operation on
+a `QuantizedStack` gets the dequantised values.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class QuantizedStack:
         return self.transpose(-2, -1)
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one expert as a `QuantizedStack` without the first dimension, or the values of several experts."""
+        """Returns one expert as a `QuantizedStack` without the first dimension, or dequantised values for other
+        indices."""
         if self.ndim != 3 or not (isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() <= 1)):
             return self.dequantized()[index]
         chosen = QuantizedStack(self.coding, self.dtype, [None if part is None else part[index] for part in self.parts])
