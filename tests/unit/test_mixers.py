@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hybrid_models import DAILY, FURTHER, hybrid_config
 from lockstep.data.batching import micro_batch, shared_beginnings
@@ -80,6 +83,21 @@ def test_an_nvidia_device_gives_the_numbers_of_transformers(family: str) -> None
     """With the kernels of the device, and those of flash-linear-attention and others if they are installed."""
     device = select("cuda")
     check_architecture(hybrid_config(family), "folder", torch.bfloat16, device.attention, device.torch_device())
+
+
+def test_a_package_for_nvidia_devices_is_not_called_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers calls flash-linear-attention wherever it is installed, and without a device it raises."""
+
+    def needs_a_device(plain: Any) -> Any:
+        def run(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+        return wraps(plain)(run)
+
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        plain = inspect.unwrap(getattr(modeling_qwen3_next, name))
+        monkeypatch.setattr(modeling_qwen3_next, name, needs_a_device(plain))
+    check(hybrid_config("qwen3_next"))
 
 
 def test_a_wrong_gradient_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

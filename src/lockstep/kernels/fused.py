@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.kernels.fused_modules import Gather, plug_in
 from lockstep.kernels.invariant import products_by_row
+from lockstep.kernels.recurrent.package_kernels import guard_packages
 
 # Optional packages that provide kernels.
 KERNEL_PACKAGES = ("triton", "torch_npu")
@@ -62,6 +63,7 @@ def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
     first gathers the parameters of the root module. The context manager `gather` gathers the parameters of the other
     modules layer by layer."""
     products_by_row(kernel == BY_ROW)
+    guard_packages(model)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
 
 

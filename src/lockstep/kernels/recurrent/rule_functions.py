@@ -27,6 +27,15 @@ from lockstep.kernels.recurrent.conv_triton import convolution_fits, convolve, c
 from lockstep.kernels.recurrent.delta_step_triton import LENGTH_EPSILON, delta_step_, delta_step_fits
 from lockstep.kernels.recurrent.delta_triton import delta_rule, delta_rule_fits
 from lockstep.kernels.recurrent.mamba_step_triton import mamba_step_, mamba_step_fits
+from lockstep.kernels.recurrent.package_kernels import (
+    CONVOLUTION,
+    CONVOLUTION_STEP,
+    RULE,
+    SCAN,
+    SCAN_STEP,
+    STEP,
+    WHOLE_SCAN,
+)
 from lockstep.kernels.recurrent.rule_trials import passes, sizes_of
 from lockstep.kernels.recurrent.slot_state import SlotState
 
@@ -37,13 +46,6 @@ Function = Callable[..., Any]
 USES_KERNELS = "lockstep_recurrent_kernels"
 _RUNNING: ContextVar[frozenset[str]] = ContextVar("recurrent kernels", default=frozenset())
 
-STEP, RULE = "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
-CONVOLUTION, CONVOLUTION_STEP = "causal_conv1d_fn", "causal_conv1d_update"
-SCAN, SCAN_STEP, WHOLE_SCAN = (
-    "mamba2_chunk_scan",
-    "mamba2_selective_state_update",
-    "mamba2_split_conv1d_scan_combined",
-)
 # Functions of whole sequences, which have no kernels in fp32 on a device.
 SEQUENCES = (RULE, SCAN)
 
