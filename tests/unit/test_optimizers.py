@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 from lockstep.optimizers.adamw8bit import BLOCK, dequantize_blocks, dynamic_map, quantize_blocks
 from lockstep.optimizers.muon import orthogonalised
 from lockstep.optimizers.roles import roles_of
-from lockstep.optimizers.rules import RULES, state_bytes_of
+from lockstep.optimizers.rule_table import RULES, state_bytes_of
 from lockstep.optimizers.stochastic_rounding import element_index, round_to_bf16, rounding_key
-from lockstep.optimizers.update_rule import Layout, Roles
+from lockstep.optimizers.update_rule import Roles, ShardLayout
 from lockstep.recipe.keys_optim import Optim
 from lockstep.train import optim_rules
 from lockstep.train.optim_rules import RuleOptimizer
@@ -290,10 +290,10 @@ def test_stochastic_rounding_is_unbiased_and_never_beyond_the_neighbours() -> No
 
 
 def test_random_numbers_depend_on_the_place_in_the_full_parameter() -> None:
-    full = Layout((6, 5, 4), (6, 5, 4), (0, 0, 0))
+    full = ShardLayout((6, 5, 4), (6, 5, 4), (0, 0, 0))
     index = element_index(full, 0, 6, CPU)
     assert torch.equal(index.flatten(), torch.arange(120))
-    part = Layout((6, 5, 4), (2, 5, 3), (3, 0, 1))
+    part = ShardLayout((6, 5, 4), (2, 5, 3), (3, 0, 1))
     assert torch.equal(element_index(part, 0, 2, CPU), index[3:5, :, 1:4])
     assert torch.equal(element_index(part, 1, 2, CPU), index[4:5, :, 1:4])
     values = torch.rand(6, 5, 4, generator=torch.Generator().manual_seed(0))

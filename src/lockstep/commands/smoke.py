@@ -277,6 +277,8 @@ class Smoke:
         # A warmup of 1 or more is a number of steps, not a fraction.
         if optim["warmup"] >= 1:
             optim["warmup"] = 1
+        # Parameters of the recipe's model have other names, and its layers other numbers.
+        optim["groups"] = []
         if not self.online:
             batch["rows_per_update"] = min(batch["rows_per_update"], UPDATE)
             return

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from lockstep.optimizers.update_rule import Layout, ParameterStep, Roles, StateTensor
+from lockstep.optimizers.update_rule import ParameterStep, Roles, ShardLayout, StateTensor
 from lockstep.recipe.keys_optim import Optim
 
 # The smallest root mean square of a parameter by which the learning rate is multiplied.
@@ -52,7 +52,7 @@ class AdafactorRule:
         one.weight.add_(change, alpha=-rate / max(1.0, size_of_change / settings.clip_threshold))
 
     def _variance(
-        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, layout: Layout, share: float
+        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, layout: ShardLayout, share: float
     ) -> torch.Tensor:
         """Moves the stored means by `share` towards the squared gradient, and returns the estimate of the second
         moment."""

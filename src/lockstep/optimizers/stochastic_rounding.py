@@ -11,7 +11,7 @@ import hashlib
 
 import torch
 
-from lockstep.optimizers.update_rule import Layout
+from lockstep.optimizers.update_rule import ShardLayout
 
 
 def rounding_key(*parts: object) -> int:
@@ -27,7 +27,7 @@ def round_to_bf16(values: torch.Tensor, key: int, index: torch.Tensor) -> torch.
     return torch.where(values.isfinite(), rounded.view(torch.float32), values).bfloat16()
 
 
-def element_index(layout: Layout, start: int, stop: int, device: torch.device) -> torch.Tensor:
+def element_index(layout: ShardLayout, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """Returns the indices in the full parameter of rows `start` to `stop` of this rank's shard."""
     stride, index = 1, torch.zeros((), dtype=torch.int64, device=device)
     for dimension in reversed(range(len(layout.shape))):

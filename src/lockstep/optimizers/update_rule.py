@@ -1,7 +1,7 @@
 """The interface of an update rule, and the layout of a parameter whose shards are on several ranks.
 
 A rule works on the shard of a parameter that this rank has. Rules that need more than this rank's shard sum over ranks
-or gather the parameter with the parameter's `Layout`.
+or gather the parameter with the parameter's `ShardLayout`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.parallel.sharding import held_part
+from lockstep.parallel.sharding import as_sharded, held_part
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.keys_optim import Optim
 
@@ -41,7 +41,7 @@ class StateTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The full shape of a parameter, and this rank's part of it."""
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Layout:
     """The mesh and the placements of a sharded parameter (a DTensor). Empty for a parameter of one rank."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Layout:
+    def of(cls, parameter: torch.Tensor) -> ShardLayout:
         held, offsets = held_part(parameter.detach())
         sharded = (parameter.device_mesh, tuple(parameter.placements)) if is_sliced(parameter) else ()
         return cls(tuple(parameter.shape), tuple(held.shape), tuple(offsets), *sharded)
@@ -84,13 +84,10 @@ class Layout:
         tensor is not divided along the dimension `reduced`."""
         if not self.placements:
             return shard
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import Replicate
 
         places = [Replicate() if not one.is_replicate() and one.dim == reduced else one for one in self.placements]
-        stride = torch.empty(*shape, device="meta").stride()
-        return DTensor.from_local(
-            shard, self.mesh, places, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-        )
+        return as_sharded(shard, self.mesh, places, shape)
 
 
 @dataclass
@@ -106,7 +103,7 @@ class ParameterStep:
     count: int
     lr: float
     decay: float
-    layout: Layout
+    layout: ShardLayout
 
 
 class UpdateRule(Protocol):

@@ -26,7 +26,7 @@ from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
 from lockstep.optimizers.roles import roles_of
-from lockstep.optimizers.rules import state_bytes_of
+from lockstep.optimizers.rule_table import state_bytes_of
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from lockstep.parallel.offload import TOGETHER, HostRoom, on_device
 from lockstep.parallel.sharded_files import fill_all
-from lockstep.parallel.sharding import total_norm
+from lockstep.parallel.sharding import as_sharded, total_norm, whole_on
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.keys_optim import Optim
 from lockstep.train.optim import (
@@ -207,6 +207,9 @@ class HostOptimizer(Optimizer):
             for key, value in state.items()
         }
 
+    def full_state(self) -> dict[str, torch.Tensor]:
+        return {name: whole_on(value, self.device).cpu() for name, value in self.local_state().items()}
+
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         stored = set(tensors)
         fresh = [name for name in self.parameters if not has_moments(name, stored)]
@@ -226,10 +229,7 @@ def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard as a DTensor with the layout of the parameter."""
     if not is_sliced(parameter):
         return slice_
-    from torch.distributed.tensor import DTensor
-
-    where = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(slice_, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return as_sharded(slice_, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
 def _moved(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:

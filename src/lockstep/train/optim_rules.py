@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.optimizers.roles import Roles
-from lockstep.optimizers.rules import rule_of
+from lockstep.optimizers.rule_table import rule_of
 from lockstep.optimizers.stochastic_rounding import element_index, round_to_bf16, rounding_key
-from lockstep.optimizers.update_rule import Layout, ParameterStep
+from lockstep.optimizers.update_rule import ParameterStep, ShardLayout
 from lockstep.parallel.sharded_files import fill_all
 from lockstep.recipe.keys_optim import Optim
 from lockstep.train.optim_offload import HostOptimizer, brought, local, put
@@ -41,7 +41,7 @@ class RuleOptimizer(HostOptimizer):
         seed: str = "",
     ):
         named = dict(parameters)
-        self.layouts = {name: Layout.of(parameter) for name, parameter in named.items()}
+        self.layouts = {name: ShardLayout.of(parameter) for name, parameter in named.items()}
         dtypes = {parameter.dtype for parameter in named.values()}
         moments = torch.float32 if masters or len(dtypes) > 1 else next(iter(dtypes), torch.float32)
         self.rule, self.seed = rule_of(settings, roles or Roles(), moments), seed

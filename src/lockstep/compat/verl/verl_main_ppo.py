@@ -10,6 +10,7 @@ from lockstep.compat.verl.verl_rules import (
     group_rule,
     keep_rule,
     lora_rule,
+    optimizer_rule,
     precision_rule,
     schedule_rule,
     trainer_rule,
@@ -54,6 +55,7 @@ def optim_rule(done: Conversion) -> None:
     done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
     done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
     done.write_number("optim.clip", f"{A}.optim.clip_grad" if done.is_set(f"{A}.optim.clip_grad") else f"{A}.grad_clip")
+    optimizer_rule(done, f"{A}.optim")
     schedule_rule(done, f"{A}.optim")
 
 

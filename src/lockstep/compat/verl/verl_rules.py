@@ -138,6 +138,24 @@ def schedule_rule(done: Conversion, group: str) -> None:
     done.write("optim.warmup", done.number(ratio), ratio, note=WARMUP_NOTE if done[ratio] else "")
 
 
+# The optimizers of verl that lockstep has, by class name.
+_OPTIMIZERS = {"AdamW": "adamw", "adamw": "adamw", "_AdamW": "adamw", "AdamW8bit": "adamw8bit"}
+_OPTIMIZER_MODULES = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
+
+
+def optimizer_rule(done: Conversion, group: str) -> None:
+    """Converts the optimizer class, which verl imports from a module."""
+    name, module = f"{group}.optimizer", f"{group}.optimizer_impl"
+    keys = [key for key in (name, module) if done.is_set(key) and done[key] is not None]
+    for key, known in ((name, _OPTIMIZERS), (module, _OPTIMIZER_MODULES)):
+        if key in keys and done[key] not in known:
+            remedy = "use AdamW, or AdamW8bit of torchao.optim or bitsandbytes.optim"
+            done.refuse(key, f"lockstep does not have the optimizer {done[key]}", remedy)
+            return
+    if keys:
+        done.write("optim.name", _OPTIMIZERS[done[name] or "AdamW"], *keys)
+
+
 def sft_data_rule(done: Conversion) -> None:
     done.write("method", "sft")
     if not done.require("data.train_files", "give the paths of the training files"):
@@ -178,6 +196,7 @@ def sft_model_rule(done: Conversion) -> None:
     precision_rule(done, ("model.fsdp_config.model_dtype", "engine.model_dtype"))
     done.write("optim.betas", done.numbers("optim.betas"), "optim.betas")
     done.write("optim.decay_all", True, "optim.weight_decay")
+    optimizer_rule(done, "optim")
     schedule_rule(done, "optim")
 
 
