@@ -4,8 +4,8 @@
     python bench/plan_fit.py --device cpu --tiny --out /tmp/plan_fit.json   # the same code on tiny models, no memory
 
 Each case is a recipe with rows of equal length and a model with random weights. `plan --fit` chooses the setting: its
-fastest one. A process of its own trains two steps with this setting, while torch may allocate no more than the limit
-(`set_per_process_memory_fraction`). A case that runs out of memory counts as a failure.
+fastest one that trains what the case trains. A process of its own trains two steps with this setting, while torch may
+allocate no more than the limit (`set_per_process_memory_fraction`). A case that runs out of memory counts as a failure.
 """
 
 from __future__ import annotations
@@ -65,17 +65,18 @@ class Case:
 
 
 LORA, NF4 = "model.lora.rank=16", "model.quantize=nf4"
+FIXED = ("model.lora.rank=", "model.quantize=", "optim.name=")
 CASES = (
     Case(24, "0.5b", "sft", (512, 512), 16, ("batch.tokens=8192",)),
     Case(24, "1.5b", "sft", (512, 512), 16, (LORA, "batch.tokens=8192")),
-    Case(24, "8b", "sft", (2048, 2048), 4, (LORA, NF4, "batch.tokens=4096")),
+    Case(24, "8b", "sft", (2000, 2000), 4, (LORA, NF4, "batch.tokens=4096")),
     Case(24, "1.5b", "dpo", (512, 512), 8, (LORA, "batch.tokens=4096")),
     Case(24, "0.5b", "grpo", (256, 256), 8, ("rollout.n=8", "batch.tokens=8192")),
     Case(48, "1.5b", "sft", (512, 512), 32, ("batch.tokens=16384",)),
-    Case(48, "8b", "sft", (2048, 2048), 4, (LORA, "batch.tokens=16384")),
+    Case(48, "8b", "sft", (2000, 2000), 4, (LORA, "batch.tokens=16384")),
     Case(48, "8b", "dpo", (512, 512), 8, (LORA, NF4, "batch.tokens=4096")),
     Case(48, "1.5b", "grpo", (256, 256), 8, (LORA, "rollout.n=8", "batch.tokens=8192")),
-    Case(80, "8b", "sft", (16384, 16384), 1, (LORA, "batch.tokens=32768", "model.gradient_checkpointing=true")),
+    Case(80, "8b", "sft", (16000, 16000), 1, (LORA, "batch.tokens=32768", "model.gradient_checkpointing=true")),
     Case(80, "1.5b", "grpo", (256, 256), 8, ("rollout.n=8", "batch.tokens=8192")),
     Case(80, "8b", "grpo", (256, 128), 8, (LORA, NF4, "rollout.n=4", "batch.tokens=8192")),
 )
@@ -138,7 +139,9 @@ def chosen(file: Path, case: Case) -> tuple[Setting, list[str]]:
     target = device_to_fit(f"{case.limit} GB")
     recipe = load_recipe(str(file), list(case.words))
     _, outlook = open_outlook(recipe, target, None, Console.silent())
-    setting = FitSearch(outlook, target, lambda words: load_recipe(str(file), [*case.words, *words])).settings()[0]
+    found = FitSearch(outlook, target, lambda words: load_recipe(str(file), [*case.words, *words])).settings()
+    # The case decides which weights are trained and in which format.
+    setting = next(one for one in found if not any(word.startswith(FIXED) for word in one.words))
     words = [*case.words, *setting.words]
     if case.method == "grpo" and not any(word.startswith("rollout.cache_gb=") for word in words):
         words.append(f"rollout.cache_gb={_cache(outlook, file, words, target) / 1e9:.6g}")
