@@ -216,7 +216,7 @@ def plan_memory(
     kernels = kernels_of(recipe, counted, device, devices)
     activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
     gathered_bytes = loaded_beside(counted, config, grid, size) if devices > 1 else 0
-    phases = (
+    phases: tuple[Phase, ...] = (
         Phase("load", model.weights + gathered_bytes),
         _forward_backward(recipe, model, activations, 0 if single else trained * size // shards),
         Phase(STEP, model.weights, model.gradients, model.state),
