@@ -34,7 +34,8 @@ class Lever:
     name: str
     options: Callable[[Outlook, TargetCluster], Sequence[Option]]
     weights: bool = False
-    """Whether the keys change the precision or the number of weights, so that parameters are counted again."""
+    """Whether the keys change which weights are trained, their format or their optimizer. The recipe is then loaded and
+    its parameters are counted again, and settings are compared only with those of the same choice."""
     falls_back: bool = False
     """Whether the alternatives after the first are tried only if those before do not fit."""
 
@@ -154,7 +155,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever("precision", _precisions, weights=True),
     Lever("adapter", _adapters, weights=True),
     Lever("quantised weights", _formats, weights=True),
-    Lever("optimizer", _optimizers),
+    Lever("optimizer", _optimizers, weights=True),
     Lever("optimizer state", _states),
     Lever("layers", _layers),
     Lever("feed-forward", _tiles),

@@ -23,7 +23,7 @@ GRAMMAR = "a device (h200), a memory size (24 GB), or both (h200:80 for a device
 TYPICAL = "h200"
 UNITS = {"gb": 10**9, "gib": 2**30}
 # At most this many settings are listed for each choice of trained weights.
-MOST_OF_A_KIND = 4
+MOST_OF_A_KIND = 3
 
 
 def device_to_fit(text: str) -> TargetCluster:
@@ -65,7 +65,7 @@ class Setting:
     words: tuple[str, ...]
     """The changed keys as `key=value` arguments."""
     kind: tuple[str, ...]
-    """The labels of the levers that decide which weights are trained and how they are stored."""
+    """The labels of the levers that decide which weights are trained, how they are stored, and by which optimizer."""
     peak: Phase
     seconds: float | None
     tokens: float

@@ -21,11 +21,11 @@ from lockstep.preflight.model_sizes import (
     activation_bytes,
     backward_bytes,
     count_parameters,
-    feed_forward_bytes,
     head_bytes,
     kept_by_layer,
     kernels_of,
     kv_bytes,
+    layer_bytes,
     loaded_beside,
     selection_bytes,
     selects_tokens,
@@ -281,20 +281,20 @@ class _Activations:
         size, checkpointing = DTYPES[recipe.model.dtype].itemsize, recipe.model.gradient_checkpointing
         trained = recipe.model.lora is None
         sums = tile_sums(config, size, kernels, tokens, trained, tensor=tensor)
-        layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor) + sums
-        if kernels.tiles(tokens):
-            # Without the wide tensors of all tokens, the backward pass of the attention is the peak of a layer.
-            alone = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
-            wide = feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
-            layers += max(0, backward_bytes(config, tokens, size, kernels, tensor=tensor) - alone - wide)
+        last = sums + backward_bytes(config, tokens, size, kernels, tensor=tensor)
+        kept = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
+        # What the layer whose backward pass runs needs beyond what it kept.
+        layers = kept + last - layer_bytes(config, tokens, size, kernels, tensor=tensor)
         # Without checkpointing, every layer keeps its own mask beside the causal mask of all layers.
         masks = 1 + (1 if checkpointing else text_sizes(config).layers)
         layers += selection_bytes(config, tokens, longest, size, masks)
-        last = sums + backward_bytes(config, tokens, size, kernels, tensor=tensor)
         each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
-        head = head_bytes(config, tokens, _trains_head(recipe.model.lora))
+        whole = head = head_bytes(config, tokens, _trains_head(recipe.model.lora))
+        if checkpointing:
+            # The chunk of logits is freed before the last layer is computed again.
+            head -= min(last, head_bytes(config, tokens, False))
         on_host = waiting_activations(text_sizes(config).layers, each)
-        return cls(layers, last, head, on_host, layers // text_sizes(config).layers + head)
+        return cls(layers, last, head, on_host, layers // text_sizes(config).layers + whole)
 
     def with_dora(self, recipe: Recipe, config: Any, counted: Counted, tokens: int) -> _Activations:
         """Adds what DoRA needs: two outputs of each adapted layer are kept for the backward pass, and the norms need

@@ -272,6 +272,12 @@ class LayerKernels(NamedTuple):
     tile: int | None = None
     """The tokens that the feed-forward computes at a time (`model.tiled_mlp`), or None for all."""
 
+    @property
+    def wide(self) -> int:
+        """The number of tensors as wide as the feed-forward that it keeps: gate, up, act(gate) and their product. The
+        device's kernels recompute act(gate), and without adapters also the product."""
+        return 2 if self.fused else 3 if self.lean else 4
+
     def tiles(self, tokens: int) -> bool:
         """Returns whether the feed-forward of a micro-batch of `tokens` tokens runs in tiles."""
         return self.tile is not None and tokens > self.tile
@@ -281,8 +287,9 @@ def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], 
     model = recipe.model
     # In fp32, torch computes the attention and keeps copies of its inputs, so fused layers save no memory.
     half = DTYPES[model.dtype].itemsize < 4
-    lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
-    return LayerKernels(lean, lean and model.lora is None, model.tiled_mlp)
+    own = device.lean_layers and devices == 1 and counted.fused
+    lean = own and half and not (model.lora and model.lora.dropout)
+    return LayerKernels(lean, own and model.lora is None, model.tiled_mlp)
 
 
 def activation_bytes(
@@ -292,10 +299,9 @@ def activation_bytes(
     layer.
 
     Each layer keeps for each token: the inputs of two norms and of the projections, queries, keys, values, attention
-    output, and four tensors as wide as the feed-forward. Norms also keep fp32 copies of their input. Layers with fused
-    norms, rotary and attention (`lean`) keep no fp32 copies, and keep queries, keys and values once. A fused
-    feed-forward keeps two tensors of its width instead of four. A feed-forward in tiles keeps only its input; one tile
-    of one layer is computed again at a time.
+    output, and four tensors as wide as the feed-forward (`LayerKernels.wide`). Norms also keep fp32 copies of their
+    input. Layers with fused norms, rotary and attention (`lean`) keep no fp32 copies, and keep queries, keys and values
+    once. A feed-forward in tiles keeps only its input; one tile of one layer is computed again at a time.
     """
     kernels, layers = kernels or LayerKernels(), text_sizes(config).layers
     narrow = _narrow_bytes(config, tokens, size, kernels, tensor)
@@ -318,27 +324,37 @@ def feed_forward_bytes(config: Any, tokens: int, size: int, kernels: LayerKernel
     """Returns the bytes of the wide tensors that a feed-forward keeps for its backward pass: of all tokens, or of one
     tile."""
     kept = min(tokens, kernels.tile or tokens)
-    return kept * size * ((2 if kernels.fused else 4) * text_sizes(config).inner // tensor)
+    return kept * size * (kernels.wide * text_sizes(config).inner // tensor)
+
+
+def layer_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, *, tensor: int = 1) -> int:
+    """Returns the bytes that one layer keeps, with the wide tensors of its feed-forward or of one tile."""
+    wide = feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
+    return _narrow_bytes(config, tokens, size, kernels, tensor) + wide
 
 
 def backward_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, *, tensor: int = 1) -> int:
-    """Returns the most bytes of one layer while its backward pass runs: what it kept for its feed-forward, or its
-    attention with the gradients and the workspace of the kernel.
+    """Returns the most bytes of one layer while its backward pass runs: of its feed-forward or of its attention, with
+    gradients and workspace.
 
-    The attention of a layer in tiles needs more than its feed-forward. Its backward pass has the gradients of the
-    residual stream, of the attention output, and of queries, keys and values. Flash attention adds up the gradient of
-    the queries in fp32, and has the gradients of keys and values for every query head before it sums them by group.
+    The kernel of a fused feed-forward writes gradients over the tensors that it kept. With adapters, the gradients of
+    the product, gate and up are new tensors. The backward pass of the attention has the gradients of the residual
+    stream, of the attention output, and of queries, keys and values. Flash attention adds up the gradient of the
+    queries in fp32, and has the gradients of keys and values for every query head before it sums them by group. For
+    layers without fused kernels, the estimate of what they keep covers their gradients.
     """
-    hidden, _, heads, key_heads, head_size, _, _ = text_sizes(config)
-    forward = _narrow_bytes(config, tokens, size, kernels, tensor)
+    hidden, inner, heads, key_heads, head_size, _, _ = text_sizes(config)
+    kept = _narrow_bytes(config, tokens, size, kernels, tensor)
+    wide = feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
+    if not kernels.lean:
+        return kept + wide
+    if not kernels.fused:
+        wide += 3 * min(tokens, kernels.tile or tokens) * size * inner // tensor
     queries, keys = heads * head_size, 2 * key_heads * head_size
     grouped = 2 * queries if key_heads < heads else 0
     gradients = size * (hidden + (2 * queries + keys + grouped) // tensor) + 4 * queries // tensor
-    return forward + max(
-        feed_forward_bytes(config, tokens, size, kernels, tensor=tensor),
-        # The inputs of the second norm and of the feed-forward are freed before.
-        tokens * (gradients - 2 * size * hidden) if kernels.lean else 0,
-    )
+    # The inputs of the second norm and of the feed-forward are freed before the attention runs.
+    return kept + max(wide, tokens * (gradients - 2 * size * hidden))
 
 
 def tile_sums(config: Any, size: int, kernels: LayerKernels, tokens: int, trained: bool, *, tensor: int = 1) -> int:
