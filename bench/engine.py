@@ -14,12 +14,14 @@ draws with the plain sampler too.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,39 +151,41 @@ def main() -> None:
 
 def run_shape(name: str, args: argparse.Namespace, device: Device) -> dict[str, Any]:
     shape = TINY if name == "tiny" else SHAPES[name]
-    policy = random_policy(shape, device, args.dtype)
     given = args.prompts is not None
     found: dict[str, Any] = {}
     every = [(args.prompts, args.n, args.prompt, args.response)] if given else WORK[name]
     works = {"{} x {} ({} + {})".format(*work): work for work in every}
+    peer = {key: in_own_process(run_vllm, shape, work, args) for key, work in works.items()} if args.beside else {}
+    policy = random_policy(shape, device, args.dtype)
     for key, work in works.items():
         found[key] = run_work(name, shape, policy, device, work, args)
     if args.long_tail:
         found["long tail"] = run_long_tail(shape, policy, device, args)
-    del policy
-    if args.beside:
-        for key, work in works.items():
-            found[key][args.beside] = run_vllm(shape, device, work, args)
-            ratio = found[key]["tokens_per_second"] / found[key][args.beside]["tokens_per_second"]
-            print(f"{'':14} {key}: {ratio:.2f} x vLLM's {found[key][args.beside]['tokens_per_second']:,.0f} tok/s")
+    for key, result in peer.items():
+        found[key][args.beside] = result
+        ratio = found[key]["tokens_per_second"] / result["tokens_per_second"]
+        print(f"{'':14} {key}: {ratio:.2f} x vLLM's {result['tokens_per_second']:,.0f} tok/s", flush=True)
     return found
 
 
-def run_vllm(
-    shape: AnyShape, device: Device, work: tuple[int, int, int, int], args: argparse.Namespace
-) -> dict[str, Any]:
+def in_own_process(function: Any, *given: Any) -> Any:
+    """The memory of the device that a peer takes is free again when its process has ended."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *given).result()
+
+
+def run_vllm(shape: AnyShape, work: tuple[int, int, int, int], args: argparse.Namespace) -> dict[str, Any]:
     """The same work by vLLM on weights of its own drawing: the median of warm calls."""
-    from vllm_side import Vllm
+    from vllm_side import Vllm, write_config
 
     prompts, n, prompt, response = work
     with tempfile.TemporaryDirectory() as folder:
-        shape.config().save_pretrained(folder)
+        write_config(shape.config(), folder)
         vllm = Vllm(folder, args.dtype, prompts * n, prompt + response + 8, share=0.85, dummy=True)
     seconds = []
     for turn in range(args.repeats + 1):
         # Other prompts each time: it remembers those it has seen.
         asked = [request.ids for request in _requests(shape, prompts, n, prompt, args.seed + 1 + turn)]
-        device.synchronise()
         start = time.perf_counter()
         made = vllm.generate(asked, n, response, None)
         seconds.append(time.perf_counter() - start)
@@ -391,7 +395,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=1, help="responses to a prompt")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--response", type=int, help="tokens of a response")
-    parser.add_argument("--beside", choices=["vllm"], help="run a peer on the same work, in this process, after ours")
+    parser.add_argument("--beside", choices=["vllm"], help="run a peer on the same work first, in its own process")
     parser.add_argument("--rows", type=int, default=256, help="sequences at once in the case --long-tail")
     parser.add_argument("--prefill-tokens", type=int, help="default: the device's")
     parser.add_argument("--repeats", type=int, default=2, help="timed warm calls")

@@ -30,6 +30,23 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def write_config(config: Any, folder: str) -> None:
+    """Writes what vLLM needs of a model with random weights. Without the name of a class, it would take `gemma3_text`
+    for a model that embeds. It knows Qwen3.5 only with a vision tower, which `Vllm` then leaves out."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    if config.model_type == "qwen3_5_text":
+        from transformers import Qwen3_5Config
+
+        tower = {"depth": 1, "out_hidden_size": config.hidden_size}
+        tied = config.tie_word_embeddings
+        config = Qwen3_5Config(text_config=config.to_dict(), vision_config=tower, tie_word_embeddings=tied)
+        name = "Qwen3_5ForConditionalGeneration"
+    config.architectures = [name]
+    config.save_pretrained(folder)
+
+
 class Vllm:
     """Log-probabilities of the sampled tokens on, detokenising off, as our engine has them.
 
@@ -55,6 +72,8 @@ class Vllm:
         self.llm = vllm.LLM(
             model=folder,
             dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype],
+            runner="generate",
+            language_model_only=True,
             skip_tokenizer_init=True,
             load_format="dummy" if dummy else "auto",
             gpu_memory_utilization=share,
@@ -62,6 +81,8 @@ class Vllm:
             max_num_seqs=rows,
             cudagraph_capture_sizes=sorted({*sizes, rows}),
             disable_log_stats=True,
+            # On Hopper its default for the gated delta rule is a kernel of flashinfer.
+            additional_config={} if importlib.util.find_spec("flashinfer") else {"gdn_prefill_backend": "triton"},
             logprobs_mode=logprobs_mode,
         )
         self.about = f"vLLM {vllm.__version__}, at most {rows} at once, graphs up to {rows}, its defaults otherwise"

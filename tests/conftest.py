@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -29,7 +30,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # What architectures passed their check is remembered for these tests alone, and by all workers together.
-os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-"))
+OWN_CACHE = None if "LOCKSTEP_CACHE" in os.environ else tempfile.mkdtemp(prefix="lockstep-cache-")
+os.environ.setdefault("LOCKSTEP_CACHE", OWN_CACHE or "")
 
 
 # Nothing that is imported or collected goes away; the collector need not look for it.
@@ -92,7 +94,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    """Workers get the cache of the process that starts them; it removes the folder when all of them have ended."""
     end_warm_server()
+    if OWN_CACHE is not None:
+        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,10 @@ the given cases or of all that have columns.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -20,7 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("sweep", "support")]
-os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-"))
+if "LOCKSTEP_CACHE" not in os.environ:
+    os.environ["LOCKSTEP_CACHE"] = tempfile.mkdtemp(prefix="lockstep-cache-")
+    atexit.register(shutil.rmtree, os.environ["LOCKSTEP_CACHE"], ignore_errors=True)
 # Kernels for CUDA are compared with the operators that they replace on the host.
 os.environ["TRITON_INTERPRET"] = "1"
 warnings.filterwarnings("ignore")

@@ -354,6 +354,22 @@ def export(
 
 
 @app.command()
+def dequantize(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="A model folder (or a hub model) with quantised weights.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
+    dtype: Annotated[str, typer.Option(help="Type of the written weights: bf16, fp16 or fp32.")] = "bf16",
+) -> None:
+    """Write a folder with quantised weights (GPTQ, AWQ, fp8, MXFP4, ...) as a folder with bf16 weights."""
+    from lockstep.commands.dequantize import dequantize_folder
+    from lockstep.model.resolve import model_folder
+
+    done = dequantize_folder(Path(model_folder(folder, "FOLDER")), out, dtype)
+    write(f"dequantised {folder} to {out}: {done.sentence}")
+
+
+@app.command()
 def migrate(
     source: Annotated[
         Path,

@@ -99,14 +99,17 @@ class HttpClient:
         seconds: float,
         max_bytes: int,
         on_chunk: Callable[[bytes], None] | None = None,
+        on_headers: Callable[[HttpResponse], None] | None = None,
     ) -> HttpResponse:
         """Sends a request and returns the response. `seconds` limits the time from name resolution to the last byte.
         If `on_chunk` is given, it receives the body of a successful response in chunks, and the returned body is
-        empty."""
+        empty. `on_headers` receives a successful response before its body."""
         responses: list[HttpResponse] = []
         cause: Exception
         try:
-            await asyncio.wait_for(self._exchange(method, address, body, responses, max_bytes, on_chunk), seconds)
+            await asyncio.wait_for(
+                self._exchange(method, address, body, responses, max_bytes, on_chunk, on_headers), seconds
+            )
         except ResponseTooLong:
             raise
         except asyncio.TimeoutError as error:
@@ -144,6 +147,7 @@ class HttpClient:
         responses: list[HttpResponse],
         max_bytes: int,
         on_chunk: Callable[[bytes], None] | None,
+        on_headers: Callable[[HttpResponse], None] | None,
     ) -> None:
         # Clears the cookies, because cookies of one response would be sent with the requests of other batches.
         self._client.cookies.clear()
@@ -152,6 +156,8 @@ class HttpClient:
         )
         response = await self._client.send(request, stream=True)
         found = responses[0]
+        if on_headers is not None and found.success:
+            on_headers(found)
         try:
             chunks: list[bytes] = []
             size = 0

@@ -16,7 +16,10 @@ from typing import Any
 
 MASK = "***"
 # Recipe keys in which references to secrets (`${env:NAME}`) are replaced by the secret. `*` matches one name.
-EXPANDED = ("reward.remote", "rollout.url", "rollout.server.env.*", "reward.arguments.*")
+EXPANDED = (
+    *("reward.remote", "reward.arguments.*", "rollout.url", "rollout.server.env.*"),
+    *("rollout.tools", "rollout.environment_args.*", "rollout.agent", "val.agent"),
+)
 
 _REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 # Matches user:password@. Digits before the path are a port, not a password, as in http://host:8000/@name. The lengths

@@ -29,8 +29,20 @@ STOP_REASONS = (
 # The stop reasons of trajectories that a limit cut. The keys of `algorithm.overlong` for truncated responses apply to
 # such trajectories.
 TRUNCATED = frozenset({MAX_TURNS, MAX_TOOL_CALLS, MAX_TOKENS, CONTEXT_OVERFLOW, TIMEOUT})
+# The names of the metrics of stop reasons begin with STOP. A metric of the environment that has the name of a metric of
+# the run is reported with OWN before its name.
+STOP, OWN = "stop/", "own/"
 # Between the turns of the model in the text that rewards get.
 TURN_BREAK = "\n\n"
+
+
+def with_own(metrics: Mapping[str, float], reported: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of the run with those that the environment or a tool reports. None replaces another one."""
+    named = dict(metrics)
+    for name, value in reported.items():
+        key = f"{OWN}{name}" if name in metrics or name.startswith(STOP) else name
+        named[key] = named.get(key, 0.0) + value
+    return named
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,7 @@ class Trajectory:
         """Returns the metrics by their names in a run: `environment/NAME`, and the stop reason as
         `environment/stop/REASON`."""
         named = {f"environment/{name}": float(value) for name, value in self.metrics.items()}
-        return named | {f"environment/stop/{self.stop}": 1.0}
+        return named | {f"environment/{STOP}{self.stop}": 1.0}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from lockstep.kernels import sampling as noise
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.load import load_policy
 from lockstep.model.tiny import write_tiny
-from lockstep.recipe.schema import Model, Optim
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.schema import Model
 from lockstep.train.optim import Optimizer
 
 from .processes import python

@@ -40,10 +40,10 @@ def finished(*processes: subprocess.Popen[str]) -> None:
 
 
 def test_verls_sft_under_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
-    """`torchrun ... -m lockstep.compat.verl sft`: two ranks have the losses of one."""
+    """Two ranks have the losses of one. The modules with and without verl's package name train the same."""
     _, words = words_of("SFT-PEFT", tiny_folder, tmp_path / "two")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    finished(started(*torchrun, "-m", "lockstep.compat.verl", "sft", *words))
+    finished(started(*torchrun, "-m", "lockstep.compat.verl.trainer.fsdp_sft_trainer", *words))
     _, words = words_of("SFT-PEFT", tiny_folder, tmp_path / "one")
     finished(started("-m", "lockstep.compat.verl", "sft", *words))
     assert len(losses(tmp_path / "two")) == 2
@@ -51,7 +51,7 @@ def test_verls_sft_under_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_openrlhfs_dpo_as_deepspeed_starts_it(tiny_folder: Path, tmp_path: Path) -> None:
-    """DeepSpeed's launcher sets the ranks in the environment, and puts `--local_rank` before the program's name."""
+    """DeepSpeed's launcher sets the ranks in the environment, and puts `--local_rank` before the arguments."""
     program, words = words_of("DPO", tiny_folder, tmp_path / "two")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ def test_openrlhfs_dpo_as_deepspeed_starts_it(tiny_folder: Path, tmp_path: Path)
     shared = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         started(
-            *("-u", "-m", "lockstep.compat.openrlhf", f"--local_rank={rank}", program, *words),
+            *("-u", "-m", f"lockstep.compat.openrlhf.cli.{program}", f"--local_rank={rank}", *words),
             **shared,
             RANK=str(rank),
             LOCAL_RANK=str(rank),

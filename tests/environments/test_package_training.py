@@ -46,7 +46,8 @@ def metrics(folder: Path, name: str) -> dict[str, Any]:
 
 
 def test_every_adapter_has_a_command() -> None:
-    assert [name for _, name in COMMANDS] == list(ADAPTERS)
+    """The adapters of scripts that migrate (`chat=False`) have commands on the pages of their frameworks."""
+    assert [name for _, name in COMMANDS] == [name for name, row in ADAPTERS.items() if row.chat]
 
 
 @pytest.mark.parametrize(("command", "name"), COMMANDS, ids=[name for _, name in COMMANDS])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.data.encode.prompt_rows import prompt_ids
-from lockstep.environments.setup import open_environments
+from lockstep.environments.setup import TrajectoryEngineSetup, open_environments
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.types import Completion, Origin, Question, Request, Sampling
 from scripted_engine import Say, Scripted
@@ -26,7 +26,7 @@ def played(
     speak = say if callable(say) else lambda request, turn: say[turn]
     inner = Scripted(tokenizer, speak)
     end = frozenset({tokenizer.eos_token_id})
-    engine = open_environments(inner, settings, tokenizer, end, len(tokenizer))
+    engine = open_environments(TrajectoryEngineSetup(inner, settings, tokenizer, end, len(tokenizer)))
     requests = [Request(prompt_ids(tokenizer, one), 100 + row, question=one) for row, one in enumerate(questions)]
     sampling = Sampling(max_tokens=max_tokens, stop_ids=(tokenizer.eos_token_id,), seed=5)
     try:

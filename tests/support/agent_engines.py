@@ -9,6 +9,7 @@ from typing import Any
 import agent_functions
 from lockstep.environments.agents.agent_loop import AgentEngine
 from lockstep.environments.agents.agent_setup import open_agents
+from lockstep.environments.setup import TrajectoryEngineSetup
 from lockstep.launch.supervisor import NOBODY, descendants
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.types import Completion, Origin, Question, Request, Sampling, TrajectoryRow
@@ -26,7 +27,9 @@ def question(truth: str, extra: dict[str, Any] | None = None) -> Question:
 def engine_of(tokenizer: Any, agent: str, say: Say, **keys: Any) -> AgentEngine:
     name = agent if ":" in agent else f"{FILE}:{agent}"
     settings = RolloutSettings(agent=name, **{"environment_workers": 1, **keys})
-    return open_agents(Scripted(tokenizer, say), settings, tokenizer, frozenset({END}), len(tokenizer))
+    return open_agents(
+        TrajectoryEngineSetup(Scripted(tokenizer, say), settings, tokenizer, frozenset({END}), len(tokenizer))
+    )
 
 
 def run(engine: AgentEngine, truths: Sequence[str] = ("5",), extra: Any = None, **sampling: Any) -> list[Completion]:

@@ -112,7 +112,11 @@ def streamed(row: Mapping[str, Any], base_url: str) -> dict[str, Any]:
         "finish": finish,
         "tokens": chunks[-1].usage.completion_tokens,
     }
-    return {"reward": {"style": 0.25, "right": 0.5}, "info": info, "metrics": {"chunks": len(chunks)}}
+    return {
+        "reward": {"style": 0.25, "right": 0.5},
+        "info": info,
+        "metrics": {"chunks": len(chunks), "turns": 9, "refused_requests": 2},
+    }
 
 
 def tree(row: Mapping[str, Any], base_url: str) -> float:
@@ -143,6 +147,36 @@ async def subagents(row: Mapping[str, Any], base_url: str, seed: int) -> dict[st
 
     texts = await asyncio.gather(*(work(name) for name in ("x", "y", "z")))
     return {"right": float(texts == ["re more"] * 3), "seed": float(seed > 0)}
+
+
+async def crowd(row: Mapping[str, Any], base_url: str) -> dict[str, Any]:
+    """Four requests at once. Returns the codes of those that are refused."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+
+    async def work(name: str) -> str:
+        try:
+            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": name * 9}])
+        except openai.BadRequestError as error:
+            return str(error.code)
+        return ""
+
+    codes = await asyncio.gather(*map(work, "wxyz"))
+    return {"reward": 1.0, "info": {"codes": sorted(filter(None, codes))}}
+
+
+async def impatient_crowd(row: Mapping[str, Any], base_url: str) -> float:
+    """Three requests at once. When one has its answer, another is cancelled."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+
+    async def work(name: str) -> None:
+        messages: list[Any] = [user(name)]
+        await client.chat.completions.create(model=MODEL, messages=messages)
+
+    tasks = [asyncio.create_task(work(name)) for name in ("a", "b", "c")]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    next(task for task in reversed(tasks) if not task.done()).cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return float(sum(result is None for result in results))
 
 
 def choices(row: Mapping[str, Any], base_url: str) -> float:

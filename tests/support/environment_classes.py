@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.environments import Reply, Start, TokenTurn, Trajectory, Turn
@@ -39,6 +40,14 @@ class Echo:
         if len(self.info["seen"]) == self.turns:
             return Turn(reward=1.0, done=True, metrics={"said": len(reply.text)})
         return Turn([{"role": "user", "content": self.answer.format(reply.text)}], 0.25, metrics={"said": 1})
+
+
+class Counting(Echo):
+    """Reports metrics with the names of metrics of the run."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return replace(turn, metrics={"turns": 20, "seconds": 0.5, "rows": 3, "stop/completed": 7, "own/rows": 1})
 
 
 class Slow(Echo):

@@ -45,11 +45,10 @@ def called(name: str, arguments: dict[str, str]) -> dict[str, object]:
     return {"content": [{"type": "text", "text": "x" * 1_000_000}]}
 
 
-def answer(message: dict[str, object]) -> None:
+def answer_to(message: dict[str, object]) -> dict[str, object]:
     number, parameters = message["id"], message.get("params") or {}
     assert isinstance(parameters, dict)
     if message["method"] == "initialize":
-        send(id="ask", method="roots/list")
         result: dict[str, object] = {
             "protocolVersion": parameters["protocolVersion"],
             "capabilities": {"tools": {}},
@@ -60,11 +59,16 @@ def answer(message: dict[str, object]) -> None:
         tools = [{"name": name, "inputSchema": TEXT if name == "echo" else NOTHING} for name in names]
         result = {"tools": tools, **({"nextCursor": following} if following else {})}
     elif parameters["name"] == "refuse":
-        send(id=number, error={"code": -32602, "message": "refused"})
-        return
+        return {"id": number, "error": {"code": -32602, "message": "refused"}}
     else:
         result = called(parameters["name"], parameters["arguments"])
-    send(id=number, result=result)
+    return {"id": number, "result": result}
+
+
+def answer(message: dict[str, object]) -> None:
+    if message["method"] == "initialize":
+        send(id="ask", method="roots/list")
+    send(**answer_to(message))
 
 
 if __name__ == "__main__":

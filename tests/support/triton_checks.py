@@ -155,7 +155,7 @@ def _line(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def adamw(device: str) -> None:
     """Our step against torch's AdamW on masters: norms, masters, moments, counts, and a checkpoint taken over."""
-    from lockstep.recipe.schema import Optim
+    from lockstep.recipe.keys_optim import Optim
     from lockstep.train.optim import Optimizer
 
     shapes = {"a": (37, 130), "b": (5,), "c": (4097,), "even": (16, 272), "never": (3, 3)}

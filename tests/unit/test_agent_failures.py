@@ -201,7 +201,7 @@ def test_an_agent_needs_the_extra_of_the_server(tokenizer: Any, monkeypatch: pyt
 
 
 def test_the_trial_loads_the_agent(tokenizer: Any) -> None:
-    said = try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer, 100, 0)
+    said = try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer, 100, 0).line
     assert said.startswith(f"rollout.agent {FILE}:tree: loaded")
     settings = RolloutSettings(agent=f"{FILE}:tree", agent_host="203.0.113.7")
     with pytest.raises(Refusal) as refused:

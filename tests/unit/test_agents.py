@@ -13,8 +13,8 @@ import agent_functions
 from agent_engines import END, FILE, marked, repeats, run, whole
 from hang import wait_until
 from lockstep.data.encode.builtin_templates import builtin_text
-from lockstep.environments.agents.agent_loop import AgentEngine
-from lockstep.environments.agents.agent_server import AgentServer
+from lockstep.environments.agents.agent_loop import AgentBatch, AgentEngine
+from lockstep.environments.agents.agent_server import AgentRequest, AgentServer
 from lockstep.environments.agents.agent_setup import agent_setup
 from lockstep.environments.conversation import ChatFormat
 from lockstep.environments.host import EnvironmentHosts
@@ -164,6 +164,8 @@ def test_a_streamed_answer_has_the_calls_and_the_usage(once: Any, with_tools: An
     }
     assert found.scores == {"score": 0.75, "score/style": 0.25, "score/right": 0.5}
     assert found.metrics["chunks"] == 5
+    assert (found.metrics["turns"], found.metrics["own/turns"]) == (1, 9)
+    assert (found.metrics["refused_requests"], found.metrics["own/refused_requests"]) == (0, 2)
 
 
 def test_a_stored_response_continues_without_its_old_instructions(once: Any, tokenizer: Any) -> None:
@@ -245,6 +247,49 @@ def test_limits(once: Any, tokenizer: Any, truth: str, stop: str, keys: dict[str
     assert max(rows) <= prompt + keys.get("sampling", {}).get("max_tokens", 2000)
     sampled = sum(turn.stop - turn.start for turn in found.turns)
     assert sampled <= keys.get("trajectory_tokens", 60 if "sampling" in keys else 2000)
+
+
+@pytest.mark.parametrize(("turn_tokens", "turns"), [(None, 2), (5, 4), (8, 3)])
+def test_requests_at_once_stay_within_the_tokens_of_the_trajectory(
+    once: Any, tokenizer: Any, turn_tokens: int | None, turns: int
+) -> None:
+    """Each answer would have 13 tokens. A request waits until others leave enough of the tokens that they reserved."""
+    made = once(tokenizer, "crowd", repeats(tokenizer), trajectory_tokens=20, turn_tokens=turn_tokens)
+    found = made.trajectory
+    assert (made.failure, found is None) == ("", False)
+    lengths = [turn.stop - turn.start for turn in found.turns]
+    assert sum(lengths) == 20
+    assert sorted(lengths, reverse=True) == {None: [13, 7], 5: [5, 5, 5, 5], 8: [8, 8, 4]}[turn_tokens]
+    assert found.info["codes"] == ["max_tokens"] * (4 - turns)
+    assert found.metrics["refused_requests"] == 4 - turns
+
+
+def test_a_request_that_waits_for_tokens_can_be_abandoned(
+    once: Any, hosts: EnvironmentHosts, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three requests arrive during the first turn. One of the others is cancelled during the second turn."""
+    called, seen, handle = list[str](), list[AgentRequest](), AgentBatch.requested
+
+    def requested(self: AgentBatch, request: AgentRequest) -> None:
+        seen.append(request)
+        handle(self, request)
+
+    monkeypatch.setattr(AgentBatch, "requested", requested)
+
+    def say(request: Request, turn: int) -> str:
+        called.append(repeats(tokenizer)(request, turn))
+        if len(called) == 1:
+            wait_until(lambda: len(seen) + hosts.inbox.qsize() == 3)
+        if len(called) == 2:
+            wait_until(lambda: hosts.inbox.qsize() > 0 or any(one.gone for one in seen))
+        return called[-1]
+
+    made = once(tokenizer, "impatient_crowd", say)
+    assert made.failure == ""
+    assert len(whole(made)) == 2
+    assert made.trajectory is not None
+    assert made.trajectory.scores == {"score": 2.0}
+    assert made.trajectory.metrics["abandoned_turns"] == 1
 
 
 def test_a_limit_that_an_agent_does_not_handle(once: Any, tokenizer: Any) -> None:

@@ -141,7 +141,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("environments", "rollout", "reward"),
     ("tape",),
-    ("data", "model", "run", "launch", "http_server"),
+    ("data", "model", "run", "launch", "http_server", "optimizers"),
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),

@@ -40,12 +40,14 @@ class Watched(EnvironmentHosts):
         return self.started[-1]
 
 
-def play(folder: Path, settings: RolloutSettings, rows: int, say: Say | None = None) -> list[Completion]:
+def play(
+    folder: Path, settings: RolloutSettings, rows: int, say: Say | None = None, hosts: Watched | None = None
+) -> list[Completion]:
     """Plays a batch, and a second one with row 0, which has no bug. Checks that no process is left."""
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = builtin_text("qwen2.5")
     end = tokenizer.eos_token_id
-    hosts = Watched(settings)
+    hosts = hosts or Watched(settings)
     inner = Scripted(tokenizer, say or (lambda request, turn: "hi"))
     engine = EnvironmentEngine(inner, hosts, settings, ChatFormat(tokenizer, frozenset({end})), len(tokenizer))
 
@@ -133,6 +135,27 @@ def test_many_groups_that_hang_fail_only_themselves(tiny_folder: Path) -> None:
     assert made[0].failure == made[-1].failure == ""
     for case, one in zip(cases, made[1:-1], strict=True):
         check("EveryBug", case, one)
+
+
+def test_groups_wait_while_all_hosts_are_stuck(tiny_folder: Path) -> None:
+    """A group that would need a third host waits until a stuck host has ended. `Watched` refuses a third host."""
+    settings = RolloutSettings(environment=f"{FILE}:EveryBug", environment_args={"bugs": {}}, environment_workers=1)
+    hosts = Watched(settings)
+
+    def say(request: Request, turn: int) -> str:
+        if request.session == 0 and turn == 1:
+            first = hosts.hosts[0]
+            first.stuck = True
+            other = hosts.place(99)
+            assert other is not None
+            other.stuck = True
+            assert len(hosts.hosts) == 2
+            assert len(first.trajectories) == 3
+        return "hi"
+
+    made = play(tiny_folder, settings, 3, say, hosts)
+    assert [one.failure for one in made] == ["", "", ""]
+    assert [one.trajectory.scores["group"] for one in made if one.trajectory is not None] == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs", pytest.param("exits", marks=pytest.mark.slow)])

@@ -303,6 +303,8 @@ def test_nothing_of_a_script_is_run(tmp_path: Any) -> None:
         ("srun --nodes 2 bash -c 'python -m verl.trainer.main_ppo a.b=1'", ("verl", "main_ppo", ["a.b=1"], None, None)),
         ("python verl/trainer/main_ppo.py a.b=1", ("verl", "main_ppo", ["a.b=1"], None, None)),
         ("python -m lockstep.compat.verl sft a.b=1", ("verl", "sft", ["a.b=1"], None, None)),
+        ("python -m lockstep.compat.verl.trainer.main_ppo a.b=1", ("verl", "main_ppo", ["a.b=1"], None, None)),
+        ("deepspeed --module lockstep.compat.openrlhf.cli.train_dpo -x", ("openrlhf", "train_dpo", ["-x"], None, None)),
         ("python examples/data_preprocess/gsm8k.py --local_dir d", None),
     ],
 )

@@ -48,6 +48,14 @@ def values(done: Conversion, keys: Any) -> dict[str, Any]:
             },
         ),
         (
+            [f"{M}.lora.rank=8", f"{M}.lora.type=dora"],
+            {"model.lora.rank": 8, "model.lora.dora": True},
+        ),
+        (
+            [f"{M}.lora.rank=8", f"{M}.lora.type=canonical_lora"],
+            {"model.lora.rank": 8, "model.lora.dora": None},
+        ),
+        (
             [f"{M}.lora_rank=8", f"{M}.lora_adapter_path=a"],
             {"model.lora.adapter": "a", "model.lora.rank": None},
         ),

@@ -12,6 +12,7 @@ from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reject
+from lockstep.recipe.keys_optim import ParameterGroup
 from refusals import refuses
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -19,6 +20,7 @@ GRPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "algorit
 PPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "critic.model.path=c")
 ONLINE = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_pretrain", "rm")
 DOTTED = ("--actor.model_name_or_path", "m", "--data.prompt_dataset", "p.jsonl", "--reward.model_name_or_path", "rm")
+MUON = ("--actor.optim", "muon", "--algo.advantage.estimator", "rloo", "--rollout.n_samples_per_prompt", "2")
 
 
 def value(done: Conversion, key: str) -> Any:
@@ -43,6 +45,11 @@ def value(done: Conversion, key: str) -> Any:
         ),
         ([f"{A}.optim.lr_scheduler_type=cosine", f"{A}.optim.betas=[0.9,0.95]"], {"optim.betas": [0.9, 0.95]}),
         ([f"{A}.optim.clip_grad=0.5"], {"optim.clip": 0.5}),
+        ([f"{A}.optim.optimizer=AdamW", f"{A}.optim.optimizer_impl=torch.optim"], {"optim.name": "adamw"}),
+        (
+            [f"{A}.optim.optimizer=AdamW8bit", f"{A}.optim.optimizer_impl=bitsandbytes.optim"],
+            {"optim.name": "adamw8bit", "optim.betas": [0.9, 0.999]},
+        ),
         (["actor_rollout_ref.model.enable_activation_offload=True"], {"model.activation_offload": True}),
         (["actor_rollout_ref.model.enable_activation_offload=False"], {"model.activation_offload": False}),
         (
@@ -165,6 +172,8 @@ def test_settings_without_effect_say_why(words: list[str], key: str, note: str) 
         (["trainer.n_gpus_per_node=many"], "trainer.n_gpus_per_node"),
         (["data.train_batch_size=x"], "data.train_batch_size"),
         (["trainer.device=tpu"], "trainer.device"),
+        ([f"{A}.optim.optimizer=SGD"], f"{A}.optim.optimizer"),
+        ([f"{A}.optim.optimizer_impl=my.optim"], f"{A}.optim.optimizer_impl"),
         (["--config-name=my_config"], "--config-name my_config"),
         ([f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=100"], f"{A}.ppo_max_token_len_per_gpu"),
         ([f"{A}.megatron.tensor_model_parallel_size=2"], f"{A}.megatron.tensor_model_parallel_size"),
@@ -290,6 +299,19 @@ def test_a_data_set_of_the_hub_and_several_with_shares() -> None:
             },
         ),
         (["--actor.lr_scheduler", "constant", "--actor.min_lr_ratio", "0.2"], {"optim.schedule": "constant"}),
+        (["--actor.muon.lr", "0.01", "--actor.adam.lr", "2e-6"], {"optim.name": "adamw", "optim.lr": 2e-6}),
+        (
+            [*MUON, "--actor.muon.lr", "0.01", "--actor.adam.lr", "2e-6", "--actor.max_norm", "0"],
+            {
+                "optim.name": "muon",
+                "optim.lr": 0.01,
+                "optim.momentum": 0.95,
+                "optim.adjust_lr": "original",
+                "optim.clip": None,
+                "optim.decay_all": True,
+                "optim.groups": [ParameterGroup(match="embed|lm_head|norm|bias", name="adam", lr=2e-6)],
+            },
+        ),
     ],
 )
 def test_openrlhfs_dotted_flags(words: list[str], expected: dict[str, Any]) -> None:
@@ -312,6 +334,8 @@ def test_openrlhfs_dotted_flags(words: list[str], expected: dict[str, Any]) -> N
         ),
         ("train_dpo", ["--pretrain", "m", "--dataset", "d.jsonl", "--bata", "1"], "--bata"),
         ("serve_rm", [], "openrlhf serve_rm"),
+        ("train_ppo_ray", [*DOTTED, *MUON], "--actor.max_norm"),
+        ("train_ppo_ray", [*DOTTED, "--actor.optim", "muon", "--actor.max_norm", "0"], "--actor.optim"),
     ],
 )
 def test_openrlhfs_commands_that_are_refused(program: str, words: list[str], where: str) -> None:

@@ -18,6 +18,7 @@ DOCKER = """#!/bin/bash
 echo "$@" >> {log}
 case "$1" in
   image) [ "$3" = known ] || {{ echo "Error: No such image: $3" >&2; exit 1; }} ;;
+  ps) echo "${{5#label=lockstep=}}" ;;
   rm) [ -f {log}.pid ] && kill -9 -- -$(cat {log}.pid) 2>/dev/null; rm -f {log}.pid ;;
   run)
     while [ "$1" != known ]; do [ "$1" = --volume ] && folder="${{2%%:*}}"; shift; done

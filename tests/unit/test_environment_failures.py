@@ -270,7 +270,7 @@ def test_an_interrupted_batch_leaves_no_process(tokenizer: Any) -> None:
 
 def tried(tokenizer: Any, environment: str, **keys: Any) -> str:
     settings = RolloutSettings(environment=environment, **keys)
-    return try_environment(settings, Prompt(question(1), [1]), tokenizer, 100, 0)
+    return try_environment(settings, Prompt(question(1), [1]), tokenizer, 100, 0).line
 
 
 def test_the_trial_reports_the_first_prompt(tokenizer: Any) -> None:

@@ -135,6 +135,23 @@ def test_the_trajectory_records_messages_turns_rewards_and_info(tokenizer: Any) 
     assert metrics["environment/tokens"] == len(made.ids) - sum(made.loss_mask)
 
 
+def test_metrics_of_the_environment_replace_no_metrics_of_the_run(tokenizer: Any) -> None:
+    engine = opened(tokenizer, "Counting", hello)
+    (made,) = run(engine, requests_of(tokenizer, 1))
+    assert made.trajectory is not None
+    metrics = made.trajectory.named_metrics()
+    assert (metrics["environment/turns"], metrics["environment/rows"]) == (2, 1)
+    assert metrics["environment/stop/completed"] == 1
+    own = {name: value for name, value in metrics.items() if name.startswith("environment/own/")}
+    # The sums over two turns; both metrics with the same name count.
+    assert own == {
+        "environment/own/turns": 40,
+        "environment/own/seconds": 1.0,
+        "environment/own/rows": 8,
+        "environment/own/stop/completed": 14,
+    }
+
+
 def test_a_cut_turn_gets_an_end_token_that_is_not_trained(tokenizer: Any) -> None:
     engine = opened(tokenizer, "Echo", hello, turn_tokens=5)
     (made,) = run(engine, requests_of(tokenizer, 1))

@@ -9,9 +9,17 @@ import pytest
 
 import environment_classes
 from environment_classes import Echo
+from lockstep.device.cpu import Cpu
+from lockstep.environments.agents.agent_setup import agent_setup
+from lockstep.environments.builtin.calculator import calculator_tool
+from lockstep.environments.setup import host_setup
+from lockstep.environments.tools import FunctionTool
 from lockstep.functions import class_path
+from lockstep.preflight.prepared import PreparedOnline
+from lockstep.preflight.run_checks import prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.run.console import Console
 from refusals import refuses
 
 GAME = "rollout.environment=game.py:Game"
@@ -64,6 +72,20 @@ def test_an_offline_method_has_no_environment(recipe_file: Path, word: str) -> N
         load_recipe(str(recipe_file), [word])
 
 
+def test_secrets_of_tools_environments_and_agents_are_references(
+    online_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the value")
+    tool = "rollout.tools=['mcp:https://host/mcp \"Authorization: Bearer ${env:THE_KEY}\"']"
+    rollout = load_recipe(str(online_file), [tool]).rollout
+    assert "${env:THE_KEY}" in rollout.tools[0]
+    assert host_setup(rollout).arguments["tools"][0][2] == 'https://host/mcp "Authorization: Bearer the value"'
+    words = ["rollout.environment=guess_number", "rollout.environment_args={token: '${env:THE_KEY}'}"]
+    assert host_setup(load_recipe(str(online_file), words).rollout).arguments == {"token": "the value"}
+    agent = load_recipe(str(online_file), ["rollout.agent='command:true ${env:THE_KEY}'"]).rollout
+    assert agent_setup(agent).environment == "command:true the value"
+
+
 def test_a_class_is_named_by_its_file() -> None:
     assert class_path("rollout.environment", Echo) == f"{environment_classes.__file__}:Echo"
 
@@ -72,3 +94,42 @@ def test_a_class_is_named_by_its_file() -> None:
 
     with refuses("rollout.environment", "invalid-function"):
         class_path("rollout.environment", Inner)
+
+
+# -- the plan counts the tokens of tools -------------------------------------------------------------------------------
+
+
+def planned(file: Path, *words: str) -> PreparedOnline:
+    given = ["data.template=qwen2.5", "rollout.max_tokens=20", "batch.tokens=4096", *words]
+    return prepare_online(load_recipe(str(file), given), Cpu(), 1, Console.silent())
+
+
+def lengths(prepared: PreparedOnline, tools: Any) -> list[int]:
+    """The lengths of the prompts, with the template of the run."""
+    chats = [prompt.question.prompt for prompt in prepared.train.items]
+    render = prepared.tokenizer.apply_chat_template
+    return [len(render(chat, tools=tools, add_generation_prompt=True)["input_ids"]) for chat in chats]
+
+
+def test_the_plan_counts_the_schemas_of_tools(online_file: Path) -> None:
+    plain = planned(online_file)
+    assert plain.train.longest == max(lengths(plain, None))
+    prepared = planned(online_file, "rollout.tools=[calculator]", "data.max_prompt_tokens=2000")
+    with_tools = lengths(prepared, [FunctionTool.of(calculator_tool("", "")).schema])
+    assert prepared.train.added == with_tools[0] - lengths(prepared, None)[0] > 100
+    assert prepared.train.longest == max(with_tools)
+    assert prepared.batches.longest == max(with_tools) + 20
+    assert f"{prepared.train.added} for tools" in prepared.train.sentence
+    assert prepared.train.counts.longest == plain.train.longest  # a checkpoint compares this count
+
+
+def test_prompts_that_are_too_long_with_tools_are_reported(online_file: Path) -> None:
+    full = planned(online_file, "rollout.tools=[calculator]", "data.max_prompt_tokens=2000")
+    with_tools = lengths(full, [FunctionTool.of(calculator_tool("", "")).schema])
+    limit = with_tools[0]
+    over = sum(length > limit for length in with_tools)
+    assert 0 < over < len(with_tools)
+    prepared = planned(online_file, "rollout.tools=[calculator]", f"data.max_prompt_tokens={limit}")
+    assert prepared.train.longest == limit
+    (remark,) = (remark for remark in prepared.remarks if "rollout.tools" in remark)
+    assert remark.startswith(f"{over} of {len(with_tools)} prompts")

@@ -37,6 +37,11 @@ ORIGIN = Origin("rows.jsonl", 1)
 
 def rendered(tokenizer: Any, messages: list[Message], inputs: dict[str, Any], *, open_turn: bool) -> str:
     given = {"tools": None, **inputs, **tokenizer.special_tokens_map}
+    # The template of gpt-oss reads the reasoning as `thinking`. transformers gives it both names since 5.21.
+    messages = [
+        {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
+        for message in messages
+    ]
     text = render_jinja_template(
         [messages], chat_template=tokenizer.chat_template, add_generation_prompt=open_turn, **given
     )

@@ -36,7 +36,8 @@ from lockstep.kernels.fused_modules import (
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_policy
 from lockstep.parallel.world import World
-from lockstep.recipe.schema import Model, Optim
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.schema import Model
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Learner
 from lockstep.types import Example, Origin

@@ -10,7 +10,7 @@ import pytest
 from host_player import failed, played
 from lockstep.environments.adapters.gymnasium_env import GymnasiumEnvironment
 from lockstep.environments.environment import Reply, Turn
-from lockstep.environments.setup import open_environments
+from lockstep.environments.setup import TrajectoryEngineSetup, open_environments
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -122,7 +122,9 @@ def test_a_hung_game_fails_alone_and_is_killed(tiny_folder: Path, monkeypatch: p
     environment = "gymnasium:hanging_games:Hanging-v0"
     settings = RolloutSettings(environment=environment, environment_workers=1, step_timeout=3.0)
     inner = Scripted(tokenizer, lambda request, turn: "hi")
-    engine = open_environments(inner, settings, tokenizer, frozenset({tokenizer.eos_token_id}), len(tokenizer))
+    engine = open_environments(
+        TrajectoryEngineSetup(inner, settings, tokenizer, frozenset({tokenizer.eos_token_id}), len(tokenizer))
+    )
     try:
         requests = [
             Request([1], row, question=Question("", asked()["prompt"], "", Origin("rows", row), columns={"seed": row}))

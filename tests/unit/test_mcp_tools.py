@@ -1,15 +1,20 @@
-"""Tools of MCP servers: a server process for each trajectory or for each host, with limits of time and length."""
+"""Tools of MCP servers: a server process or a session over HTTP for each trajectory or each host, with limits of time
+and length."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import mcp_http_server
 import mcp_server
 from hang import HANG, wait_until
 from host_player import failed, played
@@ -102,12 +107,72 @@ def test_a_call_over_the_time_limit_is_a_message_and_is_cancelled_in_the_server(
     ]
 
 
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A server in another process, with the tools of `mcp_server`."""
+    command = [sys.executable, mcp_http_server.__file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        server.kill()
+
+
+@pytest.mark.parametrize("kind", ["json", "events", "open"])
+def test_a_server_over_http_has_a_session_for_each_trajectory(
+    address: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers with JSON, with a stream that it closes, or with a stream that stays open."""
+
+    monkeypatch.setenv("KEY_OF_THE_SERVER", "a secret")
+
+    async def play() -> None:
+        tool = f"mcp:{address}/{kind} 'X-Key: ${{env:KEY_OF_THE_SERVER}}'"
+        one, two = opened(tool, result_chars=20), opened(tool, step_timeout=1.0)
+        starts: list[Start] = [await environment.reset(ROW, 0) for environment in (one, two)]
+        names = [tool["function"]["name"] for tool in starts[0].tools]
+        assert names == [name for names, _ in mcp_server.PAGES.values() for name in names]
+        assert await results(one, ("echo", {"text": "ü\n\n"}), ("fail", {}), ("refuse", {})) == [
+            "ü\n\n\nend",
+            "error: no such file",
+            "error: refused",
+        ]
+        assert await results(one, ("long", {})) == ["x" * 10 + "\n[999,980 characters are left out]\n" + "x" * 10]
+        for number in (1, 2):
+            assert json.loads((await results(two, ("count", {})))[0])["count"] == number
+        assert await results(two, ("hang", {})) == ["error: hang did not return within 1 s"]
+        assert await results(two, ("cancelled", {})) == ["1"]
+        assert json.loads((await results(one, ("count", {})))[0])["count"] == 1
+        for environment in (one, two):
+            await environment.close()
+
+    asyncio.run(asyncio.wait_for(play(), HANG))
+    with urllib.request.urlopen(f"{address}/sessions") as found:
+        seen = json.loads(found.read())
+    # Every message after the first has the session and the version; the server's own request was answered; the key is
+    # sent; and the sessions are ended.
+    assert seen == {"ended": 2, "keys": ["a secret"], "without": 2, "versions": ["2025-06-18"], "answers": 2}
+
+
+def test_a_server_over_http_that_is_lost_fails_the_trajectory(address: str) -> None:
+    with played(tools=[f"mcp_shared:{address}/json"], step_timeout=HANG) as player:
+        player.reset()
+        lost = failed(player.say("", [("crash", {})]))
+        assert f"the MCP server {address}/json " in lost.why
+    for tool in (f"mcp:{address}/none", "mcp:http://127.0.0.1:9/mcp"):
+        with pytest.raises(ToolServerLost):
+            asyncio.run(opened(tool).reset(ROW, 0))
+
+
 @pytest.mark.parametrize(
     ("tool", "code"),
     [
         ("mcp:no-such-program --x", "no-such-file"),
         ("mcp:", "invalid-value"),
-        ("mcp:https://host/mcp", "invalid-value"),
+        ("mcp:https://host/mcp header", "invalid-value"),
+        ("mcp:https://host/mcp 'Authorization: Bearer ${env:NO_SUCH_SECRET}'", "missing-secret"),
         ("mcp:'open", "invalid-syntax"),
     ],
 )

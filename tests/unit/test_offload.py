@@ -17,7 +17,8 @@ from lockstep.model.tiny import write_tiny
 from lockstep.model.weights import trained_weights
 from lockstep.parallel.offload import HOME, keep_on_host, resident
 from lockstep.recipe import load_recipe
-from lockstep.recipe.schema import Model, Optim
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.schema import Model
 from lockstep.reward.model import ModelPart
 from lockstep.run.console import Console
 from lockstep.train import optim_offload as host_optim

@@ -212,4 +212,4 @@ def test_a_usable_agent_passes_the_trial(tokenizer: Any, tmp_path: Path) -> None
 def tried(tokenizer: Any, environment: str) -> str:
     asked = question()
     ids = tokenizer.apply_chat_template(asked.prompt, add_generation_prompt=True)["input_ids"]
-    return try_environment(RolloutSettings(environment=environment), Prompt(asked, ids), tokenizer, 100, 0)
+    return try_environment(RolloutSettings(environment=environment), Prompt(asked, ids), tokenizer, 100, 0).line

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssC
 
 from lockstep.model.weights import biases_and_norms
 from lockstep.parity.replay.optimizer_checks import formula_error
-from lockstep.recipe.schema import Optim
+from lockstep.recipe.keys_optim import Optim
 from lockstep.run.checkpoint import State
 from lockstep.tape.tape_format import StepRecord
 from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps

@@ -20,8 +20,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_online import Algorithm, DynamicSampling
+from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.keys_reward import Reward
-from lockstep.recipe.schema import Optim
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.row_rewards import shaped

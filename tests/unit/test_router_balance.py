@@ -16,7 +16,8 @@ from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_policy
 from lockstep.model.router import refuse_router_loss
 from lockstep.parallel.world import World
-from lockstep.recipe.schema import Model, Optim
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.schema import Model
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Balance, Learner, token_weights
 from lockstep.types import Example, MicroBatch, Origin

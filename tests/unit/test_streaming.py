@@ -7,6 +7,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import signal
 import time
 import tracemalloc
 from collections import Counter
@@ -260,7 +261,7 @@ def test_workers_end_with_the_stream(tmp_path: Path) -> None:
     stream = streamed(write_numbers(tmp_path, FIVE_FILES), processes=2)
     stream.take(0)
     started = set(multiprocessing.active_children()) - before
-    assert len(started) == 2
+    assert len(started) == 3  # two workers, and the process that replaces them
     del stream
     gc.collect()
     assert not started & set(multiprocessing.active_children())
@@ -276,25 +277,49 @@ def test_workers_end_with_the_run_although_the_stream_lives(tmp_path: Path) -> N
         stream = loaded.open_stream(4, 1, {}, loaded.workers)
         stream.take(0)
         started = set(multiprocessing.active_children()) - before
-        assert len(started) == 2
+        assert len(started) == 3
         raise KeyError
     assert not started & set(multiprocessing.active_children())
     assert loaded.workers is None
 
 
-def test_a_worker_that_ended_gets_no_more_tasks() -> None:
-    def work(task: int) -> int:
-        if task < 0:
-            os._exit(7)
-        return os.getpid()
+def ends_or_names_itself(task: int) -> int:
+    if task < 0:
+        os._exit(7)
+    return os.getpid()
 
-    workers = BackgroundWorkers(work, 2)
-    with pytest.warns(UserWarning, match="exit code 7"):
+
+def test_a_worker_that_ended_is_replaced() -> None:
+    workers = BackgroundWorkers(ends_or_names_itself, 2)
+    first = {workers.submit(0).result(HANG) for _ in range(20)}
+    with pytest.warns(UserWarning, match="exit code 7.*replaced"):
+        assert workers.submit(-1).result(HANG) is None
+    later = {workers.submit(0).result(HANG) for _ in range(20)}
+    assert len(later) == 2
+    assert len(first - later) == 1
+    (new,) = later - first
+    assert new is not None
+    os.kill(new, signal.SIGKILL)
+    wait_until(lambda: not is_running(new))
+    with pytest.warns(UserWarning, match="replaced"):
+        found = {workers.submit(0).result(HANG) for _ in range(20)}
+    assert len(found - {None}) == 2
+    pids = [pid for pid in found if pid is not None]
+    workers.close()
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_workers_are_replaced_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.data.parallel.REPLACED", 3)
+    workers = BackgroundWorkers(ends_or_names_itself, 2)
+    with pytest.warns(UserWarning, match="replaced"):
+        assert [workers.submit(-1).result(HANG) for _ in range(3)] == [None] * 3
+    with pytest.warns(UserWarning, match="the other 1"):
         assert workers.submit(-1).result(HANG) is None
     tasks = [workers.submit(task) for task in range(40)]
-    assert len({task.result(HANG) for task in tasks} - {None}) == 1
+    assert len({task.result(HANG) for task in tasks}) == 1
     assert None not in {task.result(HANG) for task in tasks}
-    with pytest.warns(UserWarning, match="exit code 7"):
+    with pytest.warns(UserWarning, match="this process encodes"):
         assert workers.submit(-1).result(HANG) is None
     # Now the caller does all tasks, and none of them waits.
     assert [workers.submit(task).result(HANG) for task in range(3)] == [None] * 3
@@ -317,7 +342,7 @@ def test_workers_end_with_a_killed_run(tmp_path: Path) -> None:
     run.start()
     assert ours.poll(HANG)
     workers = ours.recv()
-    assert len(workers) == 2
+    assert len(workers) == 3
     run.kill()
     run.join()
     wait_until(lambda: not any(map(is_running, workers)))

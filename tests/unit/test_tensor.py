@@ -25,6 +25,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.preflight.memory_plan import plan_memory
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.recipe.loader import load_recipe
+from refusals import refuses
 
 SIZES = {
     "vocab_size": 100,
@@ -58,19 +59,15 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedCon
     refuse_indivisible(config, "folder", 1)
 
 
-def test_experts_with_adapters_are_refused_before_a_weight_is_loaded(tmp_path: Path, tiny_folder: Path) -> None:
+def test_dora_is_refused_before_a_weight_is_loaded(tmp_path: Path, tiny_folder: Path) -> None:
     path = write_sft_recipe(tmp_path, tiny_folder)
-    lora = "model.lora={rank: 2, targets: [w1, w2, w3, q_proj]}"
+    lora = "model.lora={rank: 2, dora: true, targets: [q_proj]}"
     config = MixtralConfig(**SIZES, num_local_experts=4)
-    with pytest.raises(Refusal) as refused:
+    with refuses("model.lora.dora", "unfit-adapter", "layers.0.self_attn.q_proj", remedy="parallel.tensor_parallel=1"):
         count_parameters(load_recipe(path, [lora, "parallel.tensor_parallel=2"]), config)
-    (problem,) = refused.value.problems
-    assert problem.where == "model.lora.targets"
-    assert "layers.0.mlp.experts has an adapter" in problem.why
-    assert "parallel.tensor_parallel=1" in problem.remedy
     # Both remedies hold.
     assert count_parameters(load_recipe(path, [lora]), config).trained
-    others = "model.lora={rank: 2, targets: [q_proj, o_proj]}"
+    others = "model.lora={rank: 2, targets: [w1, w2, w3, q_proj]}"
     assert count_parameters(load_recipe(path, [others, "parallel.tensor_parallel=2"]), config).trained
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import paged_checks
+import quantized_checks
 import recurrent_checks
 import triton_checks
 import triton_host_checks
@@ -15,9 +16,9 @@ from interpreter import interpreted, needs_interpreter
 
 CHOSEN = """
 import json, traceback
-import paged_checks, recurrent_checks, triton_checks, triton_host_checks
+import paged_checks, quantized_checks, recurrent_checks, triton_checks, triton_host_checks
 
-checks = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
+checks = triton_checks.CHECKS | paged_checks.CHECKS | quantized_checks.CHECKS | recurrent_checks.CHECKS
 everywhere = {{name: lambda check=check: check("cpu") for name, check in checks.items()}}
 for name, check in (everywhere | triton_host_checks.CHECKS).items():
     if name not in {names}:
@@ -30,7 +31,7 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
     print(json.dumps([name, why]), flush=True)
 """
 
-EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | recurrent_checks.CHECKS
+EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | quantized_checks.CHECKS | recurrent_checks.CHECKS
 # Whole models whose kernels are checked one by one too: by the interpreter they take longest.
 LONG = {"generating_engine", "models", "recurrent_models"}
 

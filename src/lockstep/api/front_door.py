@@ -27,7 +27,9 @@ from lockstep.parity.compare.compare_runs import compare as compare_logs
 from lockstep.parity.compare.comparison import Comparison
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe.keys_data import Data
-from lockstep.recipe.schema import Lora, Model, Optim
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.lora_checks import with_lora_rate
+from lockstep.recipe.schema import Lora, Model
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
@@ -93,7 +95,7 @@ def load(
     if reference is not False and not (reference is True and adapter is not None):
         path = folder if reference is True else str(reference)
         frozen = _frozen(settings, path, chosen, torch_device, text_config(config).vocab_size)
-    optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
+    optim = with_lora_rate(checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip), adapter)
     optimizer = Optimizer(
         policy.trainable(),
         optim,

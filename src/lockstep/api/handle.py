@@ -422,7 +422,7 @@ class Handle:
         elif self._reference is not None:
             yield self._reference
         elif self.settings.lora is not None:
-            with self._policy.without_adapter():
+            with self._policy.as_reference():
                 yield self._policy
         else:
             raise Refusal.at(

@@ -172,7 +172,7 @@ def _settings_to_try(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
 def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
     """Chooses a rule for each data source without a rule, by the ground truths of its rows."""
     from lockstep.reward.row_rewards import read_by_rewards
-    from lockstep.reward.rules import DEFAULT_RULES, RULES
+    from lockstep.reward.rules import DEFAULT_RULES, RULES, rule_name
     from lockstep.reward.scorer import recipe_weights
 
     if not recipe_weights(recipe)[0].get("rule"):
@@ -186,7 +186,7 @@ def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
             read_by_rewards(recipe.reward, environment=recipe.rollout.gives_rewards),
         )
         for question in read_questions(rows, source.rows, columns):
-            if question.data_source not in ruled:
+            if rule_name(question.data_source, ruled) is None:
                 truths.setdefault(question.data_source, []).append(str(question.ground_truth))
     if not truths:
         return {}

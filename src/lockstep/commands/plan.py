@@ -17,12 +17,14 @@ from lockstep.doctor.engine_packages import engines_here, packages_in
 from lockstep.doctor.local_machine import Machine
 from lockstep.doctor.machine_facts import installed_packages
 from lockstep.errors import Refusal
+from lockstep.model.load_folder import DTYPES
 from lockstep.preflight.async_worker import handed_lines, refuse_beside
 from lockstep.preflight.batch_plan import memory_loader
 from lockstep.preflight.checks import refuse_full_disk
 from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, refuse_misfit
+from lockstep.preflight.model_sizes import Coded
 from lockstep.preflight.prepared import Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.preflight.step_time import PhaseTime
@@ -84,7 +86,7 @@ def _weight_sync(recipe: Recipe, device: Device) -> str:
 
 def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
     rollout, lora = recipe.rollout, recipe.model.lora
-    rank = None if lora is None else lora.rank
+    rank = None if lora is None or lora.rank is None else lora.rank * (2 if lora.init.startswith("pissa") else 1)
     needs = ServerNeeds(device.name, rollout.sleep, rank, rollout.interactive, rollout.precision)
     settings = [
         *server_adapter_of(rollout).settings(needs).items(),
@@ -152,6 +154,7 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
             ("devices", f"{cluster.devices}, {cluster.memory / 2**30:,.1f} GiB each"),
             *prepared.batches.lines(),
             ("parameters", f"{counted.parameters:,}, of which {counted.trained:,} trained"),
+            *_quantized_lines(recipe, counted.coded),
         ],
     )
     times = outlook.times(cluster)
@@ -311,6 +314,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             ("removed", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
             *prepared.batches.lines(),
             ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
+            *_quantized_lines(recipe, prepared.memory.coded),
             ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
             *(engine_lines(recipe, device) if generates else []),
         ],
@@ -330,6 +334,16 @@ def show_plan(recipe: Recipe, devices: int) -> None:
         ]
     )
     console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")
+
+
+def _quantized_lines(recipe: Recipe, coded: Coded) -> list[tuple[str, str]]:
+    """Returns how many weights `model.quantize` stores, in how many bytes, and the memory of a dequantised matrix."""
+    if not coded.parameters:
+        return []
+    size = DTYPES[recipe.model.dtype].itemsize
+    room = f"a dequantised matrix takes {coded.workspace(size) / 2**20:,.1f} MiB at a time"
+    stored = f"{coded.bytes / 2**20:,.1f} MiB instead of {coded.parameters * size / 2**20:,.1f}"
+    return [("quantised", f"{coded.parameters:,} weights in {recipe.model.quantize}: {stored}; {room}")]
 
 
 def _mix(recipe: Recipe, train: Dataset[Any] | PromptSet) -> Iterator[str]:

@@ -164,7 +164,10 @@ class Smoke:
         lora = values["model"]["lora"]
         if lora is not None and lora["adapter"] is not None:
             self.changes.append(("model.lora", "a new adapter of rank 4"))
-            lora.update(adapter=None, rank=lora["rank"] or 4)
+            lora.update(adapter=None, rank=lora["rank"] or 4, reference="base")
+        if lora is not None and lora["layers"] is not None:
+            self.changes.append(("model.lora.layers", "all layers of the small model"))
+            lora.update(layers=None)
         prm = values.get("prm")
         if prm and local_folder(self.given.model.path) is None:
             # Every token of the tiny model is one byte, so step placeholder and labels must be single bytes.
@@ -277,6 +280,8 @@ class Smoke:
         # A warmup of 1 or more is a number of steps, not a fraction.
         if optim["warmup"] >= 1:
             optim["warmup"] = 1
+        # Parameters of the recipe's model have other names, and its layers other numbers.
+        optim["groups"] = []
         if not self.online:
             batch["rows_per_update"] = min(batch["rows_per_update"], UPDATE)
             return

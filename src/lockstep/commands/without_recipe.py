@@ -27,7 +27,7 @@ from lockstep.recipe.keys_data import Data, Source
 from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
-from lockstep.reward.rules import DEFAULT_RULES, RULES
+from lockstep.reward.rules import DEFAULT_RULES, RULES, rule_name
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.native_engine import NativeEngine, refuse_moving_positions
@@ -248,7 +248,7 @@ def opened_scorer(
     The last lines that a reward function prints are kept in log files next to `output`, which are named after `output`.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
-    unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
+    unruled = [source for source in sources if rule_name(source, {**DEFAULT_RULES, **reward.rules}) is None]
     environment = conversations.gives_rewards
     if unruled and "rule" in active_weights(reward, environment=environment)[0]:
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"

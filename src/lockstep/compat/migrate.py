@@ -24,7 +24,7 @@ CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]]
 _ENVIRONMENT = ("HOME", "PWD", "USER")
 # Patterns for the module, the file and the launcher flags of a command such as `torchrun --nproc-per-node 8 -m
 # verl.trainer.main_ppo`.
-_MODULE = re.compile(r"^(verl|openrlhf|recipe)(\.[\w]+)+$")
+_MODULE = re.compile(r"^(?:lockstep\.compat\.)?(verl|openrlhf|recipe)(\.[\w]+)+$")
 _FILE = re.compile(r"(?:^|/)(verl|openrlhf|recipe)/(?:[\w/]+/)?(\w+)\.py$")
 _OURS = re.compile(r"^lockstep\.compat\.(verl|openrlhf)$")
 _DEVICES = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
@@ -186,7 +186,7 @@ def training_of(words: Sequence[Word]) -> TrainingCommand | None:
 
 
 def _peer(module: str) -> str:
-    return "openrlhf" if module.startswith("openrlhf") else "verl"
+    return "openrlhf" if module.removeprefix("lockstep.compat.").startswith("openrlhf") else "verl"
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -32,6 +32,8 @@ TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 
 MOST = 32
+# How many workers are replaced if they end early. Rows that end every worker must not start processes forever.
+REPLACED = 8
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # TOKENIZERS_PARALLELISM=false disables the threads of the tokenizers library, because there is already one process per
 # core. If TOKENIZERS_PARALLELISM is not set, the tokenizers library warns about forks.
@@ -151,14 +153,19 @@ def _begin_worker(inherited: Sequence[Connection]) -> None:
 
 class BackgroundWorkers(Generic[TaskT, ResultT]):
     """Forked workers that run tasks while this process continues. They end with `close`, with this object, or with this
-    process. A worker that ends early gets no more tasks, and a warning says so."""
+    process. A worker that ends early is replaced, at most `REPLACED` times in all, and a warning says so."""
 
     def __init__(self, work: Callable[[TaskT], ResultT], processes: int):
         context = mp.get_context("fork")
         started: list[mp.context.ForkProcess] = []
         ours: list[Connection] = []
-        self._idle = _IdleWorkers(processes)
         with _quiet_forks():
+            control, theirs = context.Pipe()
+            ours.append(control)
+            starter = context.Process(target=_start_workers, args=(work, theirs, [control]), daemon=True)
+            starter.start()
+            theirs.close()
+            self._idle = _IdleWorkers(processes, _Starter(control, starter), ours)
             for _ in range(processes):
                 mine, theirs = context.Pipe()
                 ours.append(mine)
@@ -169,7 +176,7 @@ class BackgroundWorkers(Generic[TaskT, ResultT]):
                 self._idle.queue.put((mine, process))
         # One thread per worker sends a task and waits for the result, so this process never waits for a full pipe.
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="lockstep-encode")
-        self._end = weakref.finalize(self, _end_workers, self._idle, self._threads, started, ours)
+        self._end = weakref.finalize(self, _end_workers, self._idle, self._threads, [*started, starter], ours)
 
     def submit(self, task: TaskT) -> Future[ResultT | None]:
         """Starts a task. The result is None if the worker failed: then the caller runs the task itself."""
@@ -179,26 +186,76 @@ class BackgroundWorkers(Generic[TaskT, ResultT]):
         self._end()
 
 
+class _Starter:
+    """A process that forks workers in place of those that ended. It was forked before models were loaded, and has no
+    threads. A fork of the training process could copy locks that its threads hold, and a device context."""
+
+    def __init__(self, control: Connection, process: mp.context.ForkProcess):
+        self._control, self._process, self._left = control, process, REPLACED
+
+    def start(self) -> Connection | None:
+        """Returns the connection to a new worker, or None if there is none."""
+        if not self._left or not self._process.is_alive():
+            return None
+        self._left -= 1
+        mine, theirs = mp.get_context("fork").Pipe()
+        try:
+            with theirs:
+                send_handle(self._control, theirs.fileno(), self._process.pid)
+                return mine if self._control.recv() else None
+        except (EOFError, OSError):
+            mine.close()
+            return None
+
+
+def _start_workers(work: Callable[[TaskT], ResultT], control: Connection, inherited: Sequence[Connection]) -> None:
+    """Main function of the starter. It ends when the parent closes the pipe, and its workers end with it."""
+    _begin_worker(inherited)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes workers that have ended
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            connection = Connection(recv_handle(control))
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                try:
+                    _answer_tasks(work, connection, [control])
+                finally:
+                    os._exit(0)
+            connection.close()
+            control.send(True)
+
+
 class _IdleWorkers:
     """The workers without a task. Workers that have ended are not among them; None follows after the last one."""
 
-    def __init__(self, count: int):
-        self.queue: queue.SimpleQueue[tuple[Connection, mp.context.ForkProcess] | None] = queue.SimpleQueue()
+    def __init__(self, count: int, starter: _Starter, connections: list[Connection]):
+        self.queue: queue.SimpleQueue[tuple[Connection, mp.context.ForkProcess | None] | None] = queue.SimpleQueue()
         self._alive, self._lock = count, threading.Lock()
+        self._starter, self._connections = starter, connections
         self.closed = False
 
-    def lost(self, process: mp.context.ForkProcess) -> None:
-        """Counts a worker that has ended. Its tasks go to the other workers or, after the last one, to the caller."""
+    def lost(self, process: mp.context.ForkProcess | None) -> None:
+        """Replaces a worker that has ended. If it cannot be replaced, its tasks go to the other workers or, after the
+        last one, to the caller. `process` is None for a worker that is a replacement itself."""
         with self._lock:
-            self._alive -= 1
+            new = None if self.closed else self._starter.start()
+            if new is None:
+                self._alive -= 1
+            else:
+                self._connections.append(new)
             left = self._alive
-        if not left:
+        if new is not None:
+            self.queue.put((new, None))
+        elif not left:
             self.queue.put(None)
         if self.closed:
             return
-        process.join(1.0)
+        if process is not None:
+            process.join(1.0)
+        code = "" if process is None else f" (exit code {process.exitcode})"
         rest = f"the other {left} encode its rows" if left else "this process encodes the rows, which slows training"
-        warnings.warn(f"a process that encodes rows ended (exit code {process.exitcode}); {rest}", stacklevel=2)
+        rest = "it was replaced" if new is not None else rest
+        warnings.warn(f"a process that encodes rows ended{code}; {rest}", stacklevel=2)
 
 
 def _call(idle: _IdleWorkers, task: TaskT) -> ResultT | None:
@@ -228,7 +285,7 @@ def _end_workers(
     idle.closed = True
     threads.shutdown(wait=False, cancel_futures=True)
     for process in processes:
-        process.terminate()
+        process.terminate()  # the kernel kills the workers that the starter forked
     for process in processes:
         process.join()
     threads.shutdown()  # the workers have ended, so no thread waits for a result

@@ -164,7 +164,7 @@ PACKAGE_CHECKS: tuple[Examination, ...] = (
         "bitsandbytes",
         _installed("bitsandbytes"),
         "lockstep does not use bitsandbytes, and its usual builds are for CUDA",
-        "train LoRA on bf16 weights (model.dtype: bf16, model.lora.rank) instead of 4-bit or 8-bit weights",
+        "nothing to do: model.quantize stores 4-bit or 8-bit weights without bitsandbytes",
     ),
     DoctorCheck(
         "npu",

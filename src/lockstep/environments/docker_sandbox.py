@@ -60,14 +60,9 @@ def docker_command(
         "--name",
         name,
         "--label",
-        "lockstep",
+        f"lockstep={name}",
     ]
     return [*start, *limits, *isolated, *places, *sizes, image, *command]
-
-
-def kill_container(name: str) -> None:
-    """Kills and removes a container, with all its processes. A container that has ended is no error."""
-    subprocess.run(["docker", "rm", "--force", name], capture_output=True, timeout=_SECONDS, check=False)
 
 
 def refuse_without_docker(image: str, where: str) -> None:

@@ -14,7 +14,7 @@ from lockstep.environments.host import Host
 from lockstep.environments.parsers import parse_reply
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
-from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord
+from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord, with_own
 from lockstep.types import ENVIRONMENT, FAILED, PAUSED, Completion, PartialResponse, Question, Request, Sampling
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ class Running:
     """The number of the row in which each turn was sampled."""
     counts: dict[str, float] = field(default_factory=dict)
     """The sums of the metrics that the environment reports, over the turns."""
+    run_counts: dict[str, float] = field(default_factory=dict)
+    """Metrics that the run itself counts, besides those of every trajectory."""
     seconds: float = 0.0
     stop: str = ""
     failure: str = ""
@@ -226,7 +228,7 @@ class Running:
         conversation = self.conversation
         _, rows = ([], []) if conversation is None else conversation.rows()
         metrics = {
-            **self.counts,
+            **self.run_counts,
             "turns": float(len(self.turns)),
             "tool_calls": float(self.tool_calls),
             "parse_errors": float(sum(bool(turn.parse_error) for turn in self.turns)),
@@ -240,7 +242,8 @@ class Running:
             replace(turn, start=turn.start + offsets[row], stop=turn.stop + offsets[row])
             for turn, row in zip(self.turns, self.turn_rows, strict=True)
         )
-        return Trajectory(messages, turns, self.stop, dict(self.scores), metrics, self.info, self.state)
+        named = with_own(metrics, self.counts)
+        return Trajectory(messages, turns, self.stop, dict(self.scores), named, self.info, self.state)
 
     def completion(self) -> Completion:
         trajectory, conversation = self.trajectory(), self.conversation

@@ -30,8 +30,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.environments.docker_sandbox import docker_command, guarded, kill_container, refuse_without_docker
+from lockstep.environments.docker_sandbox import docker_command, guarded, refuse_without_docker
 from lockstep.errors import Refusal
+from lockstep.launch.containers import forget_container, note_container, remove_container
 
 CHOICE = "LOCKSTEP_SANDBOX"
 NAMESPACES, BUBBLEWRAP, LIMITS, DOCKER = "namespaces", "bubblewrap", "limits", "docker:"
@@ -293,6 +294,7 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Sandbox
         image, name, command, folder, limits.memory_mb, limits.processes, limits.disk_mb, limits.seconds
     )
     ours, theirs = socket.socketpair()
+    note_container(name)
     process = subprocess.Popen(
         guarded(theirs.fileno(), name, container),
         stdin=stdin,
@@ -306,7 +308,7 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Sandbox
 
     def stop(why: str) -> None:
         stopped.append(why)
-        kill_container(name)
+        remove_container(name)
 
     timer = threading.Timer(limits.seconds, stop, ("time",))
     timer.start()
@@ -320,6 +322,7 @@ def _in_docker(image: str, command: Sequence[str], folder: Path, limits: Sandbox
             process.wait(_GRACE)
         process.kill()
         process.wait()
+        forget_container(name)
     return Execution(stdout, stderr, None if stopped else process.returncode, stopped[0] if stopped else "")
 
 

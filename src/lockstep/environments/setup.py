@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,42 @@ _REMEDIES = {
 }
 
 
+@dataclass(frozen=True)
+class TrajectoryEngineSetup:
+    """What an engine of environments or agents needs: the engine `inner` for the turns, the recipe keys, the tokenizer
+    and the limits. `output` is the path of the logs of the host processes without its ending."""
+
+    inner: TurnEngine
+    settings: EnvironmentSettings
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    vocabulary: int
+    prompt_limit: int | None = None
+    output: Path | None = None
+
+    @property
+    def chat(self) -> ChatFormat:
+        return ChatFormat(self.tokenizer, self.end_ids, self.settings.history)
+
+
+@dataclass(frozen=True)
+class EnvironmentTrial:
+    """The result of a trial before training."""
+
+    line: str
+    """A summary for the user."""
+    prompt_tokens: int = 0
+    """The number of tokens of the tried prompt, with tools and the environment's messages. 0 if it is unknown."""
+
+
+def named_arguments(settings: EnvironmentSettings) -> dict[str, Any]:
+    """Returns `rollout.environment_args` with the values of the secrets that they name."""
+    return {
+        name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
+        for name, value in settings.environment_args.items()
+    }
+
+
 def host_setup(
     settings: EnvironmentSettings,
     output: Path | None = None,
@@ -60,10 +97,7 @@ def host_setup(
         shown = ", ".join(settings.tools)
         workers = settings.environment_workers
         return HostSetup(TOOL_ENVIRONMENT, arguments, "rollout.tools", shown, workers, threads, output, TOOL_SECONDS)
-    arguments = {
-        name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
-        for name, value in settings.environment_args.items()
-    }
+    arguments = named_arguments(settings)
     path, more = ENVIRONMENTS.get(settings.environment, settings.environment), 0.0
     name, _, inside = settings.environment.partition(":")
     if name in ADAPTERS:
@@ -117,29 +151,21 @@ def _tool(tool: str, limit: float) -> list[str]:
             f"set rollout.step_timeout above {seconds:g}, or write {name}:seconds=N with a smaller N",
             code="out-of-range",
         )
-    return [tool, TOOLS[name], argument]
+    return [tool, TOOLS[name], with_secrets(argument, where)]
 
 
-def open_environments(
-    inner: TurnEngine,
-    settings: EnvironmentSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: frozenset[int],
-    vocabulary: int,
-    prompt_limit: int | None = None,
-    output: Path | None = None,
-) -> EnvironmentEngine:
+def open_environments(setup: TrajectoryEngineSetup) -> EnvironmentEngine:
     """Starts the host processes and returns the engine. Raises `Refusal` if the environment cannot be loaded."""
-    chat = ChatFormat(tokenizer, end_ids, settings.history)
-    hosts = EnvironmentHosts(host_setup(settings, output, tokenizer, prompt_limit))
-    return EnvironmentEngine(inner, hosts, settings, chat, vocabulary, prompt_limit)
+    chat = setup.chat
+    hosts = EnvironmentHosts(host_setup(setup.settings, setup.output, setup.tokenizer, setup.prompt_limit))
+    return EnvironmentEngine(setup.inner, hosts, setup.settings, chat, setup.vocabulary, setup.prompt_limit)
 
 
 def try_environment(
     settings: EnvironmentSettings, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_limit: int, seed: int
-) -> str:
-    """Loads the environment and starts a trajectory for one row. Returns a summary line. Raises `Refusal` if the
-    environment or its first prompt cannot be used."""
+) -> EnvironmentTrial:
+    """Loads the environment and starts a trajectory for one row. Raises `Refusal` if the environment or its first
+    prompt cannot be used."""
     setup, question = host_setup(settings, None, tokenizer, prompt_limit), prompt.question
     if settings.parser != "auto":
         format_named(settings.parser, "rollout.parser")
@@ -177,7 +203,8 @@ def try_environment(
             )
         count = len(fields.get("tools") or ())
         tools = f", {count} tool{'' if count == 1 else 's'}" if count else ""
-        return f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"
+        line = f"{setup.where}: a prompt of {length} tokens{tools} for {question.origin}; {template}"
+        return EnvironmentTrial(line, length)
     finally:
         hosts.close()
 

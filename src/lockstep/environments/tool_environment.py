@@ -17,7 +17,7 @@ from lockstep.environments.sandbox import SandboxFailed
 from lockstep.environments.tools import FunctionTool, InvalidArguments, ToolExit, ToolFailed, ToolServerLost, load_tool
 from lockstep.errors import Refusal
 from lockstep.functions import LONGEST_WHY
-from lockstep.trajectory import ToolCall
+from lockstep.trajectory import ToolCall, with_own
 from lockstep.types import Message
 
 KEY = "rollout.tools"
@@ -112,14 +112,14 @@ class ToolEnvironment:
         elif unread:
             messages[-1]["content"] += f"\n{unread}"
         self.info["calls"] += len(reply.valid_calls)
-        metrics = {"tool_errors": float(sum(failed for _, failed in results))}
+        counted, of_tools = {"tool_errors": float(sum(failed for _, failed in results))}, dict[str, float]()
         reported, self._reported = [report for call in self._reported for report in call], []
         rewards = [float(reward) for reward, _ in reported if reward is not None]
         for _, numbers in reported:
-            metrics |= {name: metrics.get(name, 0.0) + number for name, number in numbers.items()}
+            of_tools |= {name: of_tools.get(name, 0.0) + number for name, number in numbers.items()}
         if "tool_rewards" in self.info:
             self.info["tool_rewards"] += rewards
-        return Turn(messages, sum(rewards), metrics=metrics)
+        return Turn(messages, sum(rewards), metrics=with_own(counted, of_tools))
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
         return list(await asyncio.gather(*(self._result(call) for call in self._allowed(calls))))

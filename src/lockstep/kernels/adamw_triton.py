@@ -30,7 +30,8 @@ COLUMNS = tl.constexpr(6)
 
 
 class Entry(NamedTuple):
-    """The tensors of one parameter that an AdamW step reads or writes, and its weight decay."""
+    """The tensors of one parameter that an AdamW step reads or writes, its weight decay, and the factor on its learning
+    rate."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -38,6 +39,7 @@ class Entry(NamedTuple):
     mean: torch.Tensor
     square: torch.Tensor
     decay: float
+    ratio: float = 1.0
 
 
 @triton.jit
@@ -151,12 +153,14 @@ def plain_step(
 ) -> None:
     """Reference implementation of `AdamwUpdate.step`."""
     for entry, count in zip(entries, steps, strict=True):
-        gradient = entry.gradient.float() * clip
-        entry.master.sub_(lr * entry.decay * entry.master)
+        gradient, rate = entry.gradient.float() * clip, lr * entry.ratio
+        entry.master.sub_(rate * entry.decay * entry.master)
         entry.mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
         entry.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
         spread = (1 - betas[1] ** count) ** 0.5
-        entry.master.addcdiv_(entry.mean, (entry.square.sqrt() / spread).add_(eps), value=-lr / (1 - betas[0] ** count))
+        entry.master.addcdiv_(
+            entry.mean, (entry.square.sqrt() / spread).add_(eps), value=-rate / (1 - betas[0] ** count)
+        )
         entry.weight.copy_(entry.master)
 
 
@@ -181,10 +185,11 @@ class AdamwUpdate:
         for kind, members in self.kinds.items():
             table = self.tables[kind]
             # The bias corrections and learning rates are computed on the host in double precision.
-            numbers = [
-                [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
-                for i in members
-            ]
+            numbers = []
+            for i in members:
+                rate, count = lr * self.entries[i].ratio, steps[i]
+                bias = rate / (1 - betas[0] ** count), (1 - betas[1] ** count) ** 0.5
+                numbers.append([rate * self.entries[i].decay, *bias])
             _step[(len(table.owners),)](
                 table.addresses,
                 sent(torch.tensor(numbers, dtype=torch.float32), clip.device),

@@ -401,7 +401,7 @@ def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]
 
 def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:
     """Returns whether the kernel's forward matches the module's. With `trial.gradients` the backward must match too."""
-    parameter = next(module.parameters())
+    parameter = _computed_like(module)
     gate = getattr(module, "gate_proj", None)
     width: int = parameter.shape[-1] if gate is None else gate.in_features
     # The trial input is not centred at 0, so that a norm that subtracts the mean (LayerNorm) gives different results.
@@ -432,6 +432,15 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
         )
     finally:
         module.train(training)
+
+
+def _computed_like(module: nn.Module) -> torch.Tensor:
+    """Returns a tensor on the device of the module and in the dtype in which it computes. The parameters of quantised
+    layers have other dtypes."""
+    quantized: Any = next((part for part in module.modules() if hasattr(part, "coding")), None)
+    if quantized is None:
+        return next(module.parameters())
+    return torch.empty(0, dtype=quantized.dtype, device=quantized.codes.device)
 
 
 def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:

@@ -49,6 +49,11 @@ def products_by_row(on: bool) -> bool:
     return True
 
 
+def rows_are_separate() -> bool:
+    """Returns whether `products_by_row` switched the matmuls of this process to the batch-invariant kernel."""
+    return bool(_installed)
+
+
 def _mm(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     if not _forward(rows, columns):
         out = rows.new_empty(len(rows), columns.shape[1])

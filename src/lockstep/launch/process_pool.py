@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lockstep.errors import LostProcess, Refusal
-from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, kill_tree
+from lockstep.launch.containers import MARK, remove_noted_containers
+from lockstep.launch.supervisor import NOBODY, any_stopped, kill_tree
 
 # Timeout of a send whose deadline has already passed. A timeout of 0 would make the socket non-blocking.
 _SHORTEST_SECONDS = 0.001
@@ -117,6 +118,7 @@ class SupervisedProcess:
             # The user function may have killed the supervisor, so all processes whose environment contains the worker's
             # mark are killed too.
             kill_tree(NOBODY, self._mark)
+            remove_noted_containers(self._mark)
             self._gone = True
 
     def ended(self) -> str:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.launch.containers import MARK, remove_noted_containers
 from lockstep.run.files import write_private, written_aside
 
 # Linux system calls that say what happens to a process when its parent ends. On systems other than Linux these
@@ -88,7 +89,6 @@ def limit_memory(memory_bytes: int) -> None:
 # which child processes inherit. All descendants are found, except one that clears its environment and whose subreaper
 # was killed. Requires /proc.
 
-MARK = "LOCKSTEP_FUNCTION_PROCESS"
 # Passed instead of the PID of a process that has ended, because the system may give that PID to another process.
 NOBODY = -1
 _PROC = Path("/proc")
@@ -234,6 +234,7 @@ def main(
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
     all_ended = kill_tree(os.getpid(), mark)
+    remove_noted_containers(mark)
     ended = _reaped(worker, wait=all_ended)
     _read(printed, tail)
     if tail is not None:

@@ -12,17 +12,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.model.check import RUN_ERRORS, packed_row, plain_logprobs, reference_logprobs, tokens
+from lockstep.model.decoder import own_attention
 from lockstep.model.heads import ValueModel
+from lockstep.model.load_folder import load_base
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
-from lockstep.model.text_model import FullModel, text_config, writable_text_config
+from lockstep.model.text_model import FullModel, LanguageModel, text_config, writable_text_config
+from lockstep.recipe.schema import Model
 
 # Lengths of the test rows in tokens, within the context length of any model.
 LENGTHS = (5, 9, 13)
@@ -45,6 +48,13 @@ class Verification:
 
     sentence: str
     done: bool
+
+
+class AdapterBase(NamedTuple):
+    """The base model of an exported adapter: the model settings of the run, and the folder of the base model."""
+
+    settings: Model
+    folder: str
 
 
 @torch.no_grad()
@@ -75,7 +85,13 @@ def _rows(config: Any) -> list[list[int]]:
 
 
 def verify_export(
-    folder: Path, probe: Mapping[str, Any], kind: str, dtype: torch.dtype, where: str, *, base: str | None = None
+    folder: Path,
+    probe: Mapping[str, Any],
+    kind: str,
+    dtype: torch.dtype,
+    where: str,
+    *,
+    base: AdapterBase | None = None,
 ) -> Verification:
     """Raises `Refusal` if the model in the folder gives other outputs than the trained model (`probe`). `kind` is
     `policy` or `value`. `base` is the base model of an adapter."""
@@ -84,7 +100,7 @@ def verify_export(
     wanted = torch.tensor(probe["values"])
     if not torch.isfinite(wanted).all():
         return _unverified("the outputs of the trained model are not finite")
-    needed = math.ceil(_bytes_of(Path(base or folder)) * MEMORY_MARGIN)
+    needed = math.ceil(_bytes_of(folder if base is None else Path(base.folder)) * MEMORY_MARGIN)
     if needed > LARGE:
         gc.collect()  # a reference cycle may keep the exported model in memory
     free = host_memory().free
@@ -94,15 +110,17 @@ def verify_export(
             "`lockstep export` on a larger machine verifies it"
         )
     model = _loaded(folder, kind, dtype, where, base)
+    quantized = None if base is None else base.settings.quantize
     try:
         found = _outputs(model, probe["rows"], kind)
         # During the conversion to fp32 a parameter exists in both dtypes (2 and 4 bytes per value), so three times the
         # memory must be free.
-        wide = kind == "policy" and dtype in ROUNDING_FLOOR and 3 * needed <= free
+        wide = kind == "policy" and dtype in ROUNDING_FLOOR and 3 * needed <= free and not quantized
         exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
         return _unverified(f"transformers cannot run it on this host: {first_line(error)}")
-    return _verdict(found, exact, wanted, kind, dtype, where, len(probe["rows"]))
+    loaded = f"on the {quantized} weights of its base" if quantized else "loaded by plain transformers"
+    return _verdict(found, exact, wanted, kind, dtype, where, f"{loaded} %s gives", len(probe["rows"]))
 
 
 def _verdict(
@@ -112,10 +130,11 @@ def _verdict(
     kind: str,
     dtype: torch.dtype,
     where: str,
+    gives: str,
     rows: int,
 ) -> Verification:
     """Compares the outputs `found` of the export with the outputs `wanted` of the trained model. `exact` are the
-    outputs of the export in fp32, or `found` if these were not computed."""
+    outputs of the export in fp32, or `found` if these were not computed. `gives` says how the export was loaded."""
     what = "log-probs" if kind == "policy" else "scores"
     allowed = TOLERANCE[dtype] * (1.0 if kind == "policy" else max(1.0, float(wanted.abs().max())))
     off, how = float((found - wanted).abs().mean()), "in the mean"
@@ -125,10 +144,10 @@ def _verdict(
         usual, off = (float((one - exact).abs().median()) for one in (found, wanted))
         allowed, how = ROUNDING_RATIO * usual + ROUNDING_FLOOR[dtype], "in the median, from the export in fp32"
     if off <= allowed:
-        text = f"verified: loaded by plain transformers it gives the trained model's {what} of {rows} rows"
+        text = f"verified: {gives % 'it'} the trained model's {what} of {rows} rows"
         return Verification(f"{text} (they differ by {off:.2g} {how}; {allowed:.2g} is allowed)", True)
     why = (
-        f"loaded by plain transformers the export gives other {what} than the trained model: they differ by {off:.3g} "
+        f"{gives % 'the export'} other {what} than the trained model: they differ by {off:.3g} "
         f"{how}, and {allowed:.2g} is allowed for {str(dtype).removeprefix('torch.')}"
     )
     raise Refusal.at(
@@ -145,12 +164,18 @@ def _bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str | None) -> Any:
+def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: AdapterBase | None) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     auto = FullModel if kind == "policy" else AutoModelForSequenceClassification
-    what = "the export" if base is None else "the adapter's base"
-    model, info = pretrained(auto, base or str(folder), where, what, dtype=dtype, output_loading_info=True)
+    if base is not None and base.settings.quantize:
+        # The adapter was trained on quantised weights, so it is tested on these.
+        _, model, info = load_base(LanguageModel, base.folder, base.settings, where, torch.device("cpu"), None)
+        model.set_attn_implementation(own_attention(model))
+    else:
+        what = "the export" if base is None else "the adapter's base"
+        path = str(folder) if base is None else base.folder
+        model, info = pretrained(auto, path, where, what, dtype=dtype, output_loading_info=True)
     if base is None:
         refuse_partial(info, where)
         unused = sorted(info.get("unexpected_keys", ()))

@@ -15,11 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
+from lockstep.model.adapters.active import give_storage
+from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.check import tokens
-from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
+from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
-from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
+from lockstep.model.lora import CONFIG, WEIGHTS, NewAdapter, with_adapter
+from lockstep.model.merged_weights import dequantized_base, merged_weights
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -29,12 +32,13 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
+from lockstep.model.quantize import dequantize_layers
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.tower import add_towers
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
-from lockstep.recipe.schema import Model
+from lockstep.recipe.schema import Lora, Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
 from lockstep.run.tensor_file import write_model
@@ -142,12 +146,14 @@ def export_model(
         )
     _refuse_taken(out, replace)
     with _written(settings, folders, out) as aside:
-        if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
+        streamed = _write_merged if settings.quantize and not adapter else _write_streamed
+        alone = settings.lora is not None and streamed is _write_streamed
+        if alone or not streamed(settings, folders, weights, aside, where, end_tokens):
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         if not adapter:
             add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
         _write_texts(aside, files)
-        base = folders.model if adapter else None
+        base = AdapterBase(settings, folders.model) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
 
@@ -172,6 +178,27 @@ def _write_streamed(
     return True
 
 
+def _write_merged(
+    settings: Model,
+    folders: ModelFolders,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
+) -> bool:
+    """Merges the adapter of a quantised model and writes the model tensor by tensor. Returns False if this model cannot
+    be written tensor by tensor."""
+    found = merged_weights(settings, folders, weights, where)
+    if found is None:
+        return False
+    model, merged = found
+    names = saved_names(model, {**merged.shapes, **shapes_of(_buffers(model))})
+    if names is None:
+        return False
+    _write_by_tensor(model, names, settings, merged, folder, end_tokens)
+    return True
+
+
 def _write_in_memory(
     settings: Model,
     folders: ModelFolders,
@@ -185,18 +212,29 @@ def _write_in_memory(
     """Loads the whole model into memory and writes it. The memory is freed before the folder is verified."""
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
-    model = with_adapter(base, settings.lora, 0, folders.adapter)
+    source = stream_transformers(LanguageModel, folders.model, settings.dtype, settings.path) if adapter else None
+    if source is not None:
+        base = source.model  # the files of an adapter need no weights of the base model
+    elif settings.quantize:
+        base = dequantized_base(settings, folders, dtype)
+    else:
+        base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
+    model = with_adapter(base, _without_reference(settings.lora), NewAdapter(0, values=False), folders.adapter)
+    give_storage(model)
     restore_weights(model, weights, where)
     if adapter:
         # The adapter refers to its base model by the path of the recipe, not by the resolved folder.
-        model.peft_config["default"].base_model_name_or_path = settings.path
-        model.save_pretrained(folder)
+        save_adapter(model, folder, settings.path)
         return
     merged = model.merge_and_unload() if settings.lora else model
     rounded(merged, DTYPES[settings.dtype])
     _stop_at(merged, end_tokens)
     save_model(merged, folder)
+
+
+def _without_reference(lora: Lora | None) -> Lora | None:
+    """Returns the settings without the frozen copy of the adapter that only training needs."""
+    return None if lora is None else lora.model_copy(update={"reference": "base"})
 
 
 def _write_texts(folder: Path, files: Mapping[str, str]) -> None:
@@ -262,17 +300,22 @@ def _write_classifier(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    working = settings.model_copy(update={"dtype": "fp32"}) if settings.lora else settings
+    # Quantised layers keep the dtype in which they were trained, because dequantisation rounds to it.
+    wide = settings.lora is not None and settings.quantize is None
+    working = settings.model_copy(update={"dtype": "fp32"}) if wide else settings
     trained = build_value_model(
         working, folders, torch.device("cpu"), "sdpa", seed=0, name=settings.path, key="model.path"
     )
     restore_weights(trained, weights, where)
+    if settings.quantize:
+        dequantize_layers(trained.decoder, torch.float32)
+        trained.float()
     merge_adapters(trained.decoder)
     # A reward model scores text only, so it is built from the text config of a nested config, without its towers.
     config = text_config(config_of(folders.model, settings.path))
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
-        config, dtype=DTYPES[working.dtype], trust_remote_code=False
+        config, dtype=torch.float32 if settings.quantize else DTYPES[working.dtype], trust_remote_code=False
     )
     # Tensors are assigned instead of copied, because copying would round fp32 buffers.
     classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)

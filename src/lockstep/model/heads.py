@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
+from lockstep.model.adapters.active import TRAINED, saved_copies
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load_folder import (
@@ -19,13 +20,13 @@ from lockstep.model.load_folder import (
     config_of,
     divide_model,
     division_of,
+    follow_copies,
     kernel_of,
-    load_transformers,
+    load_base,
+    new_adapter,
     spread,
-    stream_transformers,
 )
 from lockstep.model.lora import put_adapter
-from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.weights import NONE, digits_of
@@ -92,9 +93,10 @@ def build_value_model(
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
     from transformers import AutoModelForSequenceClassification
 
+    where = folders.model, settings, name, device, sharding
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
-        source, model, info = _loaded(AutoModelForSequenceClassification, folders.model, settings.dtype, name, sharding)
+        source, model, info = load_base(AutoModelForSequenceClassification, *where)
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
@@ -104,7 +106,7 @@ def build_value_model(
             )
         decoder, head = model.base_model, model.score
     else:
-        source, model, info = _loaded(LanguageModel, folders.model, settings.dtype, name, sharding)
+        source, model, info = load_base(LanguageModel, *where)
         decoder = model.get_decoder()
         head = nn.Linear(text_config(config).hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
@@ -122,7 +124,9 @@ def build_value_model(
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
             # Only the decoder gets adapters; all weights of the head are trained.
-            put_adapter(decoder, settings.lora, seed, None, folders.adapter)
+            put_adapter(decoder, settings.lora, new_adapter(seed, source, sharding), None, folders.adapter)
+            if source is not None:
+                follow_copies(decoder, source.places)
         divide_model(decoder, styles, source, sharding)
         value_model = ValueModel(decoder, head, kernel)
         value_model.unused = tuple(info["unused"])
@@ -137,17 +141,6 @@ def build_value_model(
     if settings.activation_offload:
         value_model.runner.keep_activations_on_host(device)
     return value_model.train()
-
-
-def _loaded(
-    kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
-) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """Returns the source from which weights are streamed (or None), the model, and its loading info. If a source is
-    returned, the model has no weights yet."""
-    source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
-    if source is not None:
-        return source, source.model, {"unused": source.unused}
-    return None, *load_transformers(kind, folder, dtype, name)
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:
@@ -165,10 +158,13 @@ def refuse_no_classifier(config: Any, path: str) -> None:
 
 
 def merge_adapters(decoder: nn.Module) -> None:
-    """Merges every LoRA adapter of the decoder into its base layer."""
+    """Merges every LoRA adapter of the decoder into its base layer, and puts trained copies in the place of their
+    modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(decoder.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
             decoder.set_submodule(name, layer.get_base_layer())
+    for name, wrapper in saved_copies(decoder):
+        decoder.set_submodule(name, wrapper.modules_to_save[TRAINED])

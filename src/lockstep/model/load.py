@@ -18,10 +18,11 @@ from lockstep.model.load_folder import (
     config_of,
     divide_model,
     division_of,
+    follow_copies,
     kernel_of,
-    load_transformers,
+    load_base,
+    new_adapter,
     spread,
-    stream_transformers,
 )
 from lockstep.model.lora import with_adapter
 from lockstep.model.policy import Policy, Scoring
@@ -29,7 +30,7 @@ from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.text_model import LanguageModel
-from lockstep.model.weights import digits_of
+from lockstep.model.weights import digits_of, read_places
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Lora, Model
 
@@ -62,27 +63,24 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
-    what = LanguageModel, folders.model, settings.dtype, settings.path
-    source = stream_transformers(*what) if sharding is not None else None
-    if source is None:
-        model, info = load_transformers(*what)
-        refuse_partial(info, f"model.path {settings.path}")
-        unused = tuple(info["unused"])
-    else:
-        model, unused = source.model, source.unused
+    source, model, info = load_base(LanguageModel, folders.model, settings, settings.path, device, sharding)
+    refuse_partial(info, f"model.path {settings.path}")
     try:
         if sharding is None:
             model.to(device)
             fuse(model, kernel)
         styles = division_of(model, sharding)
-        adapted = with_adapter(model, settings.lora, seed, folders.adapter)
+        copied = bool(settings.lora and settings.lora.modules_to_save)
+        found = read_places(model, folders.model) if copied and source is None else None
+        adapted = with_adapter(model, settings.lora, new_adapter(seed, source, sharding), folders.adapter)
+        follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)
-        policy.unused = unused
+        policy.unused = tuple(info["unused"])
         if frozen:
             policy.requires_grad_(False)
-        elif settings.lora is None:
-            policy.digits = digits_of(policy, model, source, folders.model, DTYPES[settings.dtype])
+        elif settings.lora is None or copied:
+            policy.digits = digits_of(policy, model, source, folders.model, DTYPES[settings.dtype], found)
         spread(policy, source, sharding, model, kernel)
     except RUN_ERRORS as error:
         refuse_trouble(error, device)

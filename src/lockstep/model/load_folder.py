@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
+from lockstep.model.adapters.active import TRAINED, saved_copies
+from lockstep.model.adapters.expert_adapters import adapt_experts
+from lockstep.model.adapters.lora_init import fill_norms, unset_norms
 from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.lora import NewAdapter
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
-from lockstep.model.streamed import Streamed, streamed
+from lockstep.model.quantize import quantize_loaded
+from lockstep.model.streamed import InFiles, Streamed, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.text_model import no_language_model
 from lockstep.parallel.sharding import Sharding, shard, unit_gathered
@@ -73,9 +80,53 @@ def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = N
     )
 
 
+def load_base(
+    kind: Any, folder: str, settings: Model, name: str | None, device: torch.device, sharding: Sharding | None
+) -> tuple[Streamed | None, Any, dict[str, Any]]:
+    """Returns the source from which weights are streamed (or None), the model, and its loading info. If a source is
+    returned, the model has no weights yet. A quantised model is streamed for one device too, so that its original
+    weights are never in memory together."""
+    quantized, dtype = settings.quantize is not None, settings.dtype
+    source = stream_transformers(kind, folder, dtype, name) if sharding is not None or quantized else None
+    if source is not None:
+        if quantized:
+            source.quantize(settings, DTYPES[dtype])
+        if sharding is None:
+            source.load(device)
+        return source if sharding is not None else None, source.model, {"unused": source.unused}
+    if not quantized:
+        return None, *load_transformers(kind, folder, dtype, name)
+    # The codes are computed from the values in the files, which fp32 represents exactly.
+    model, info = load_transformers(kind, folder, "fp32", name)
+    prepare_products(DTYPES[dtype])
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**30
+    why = f"the tensors of {name or folder} cannot be read one by one"
+    warnings.warn(f"model.quantize: {why}: all of it is in host memory first ({size:.1f} GiB, fp32)", stacklevel=2)
+    quantize_loaded(model, settings, DTYPES[dtype], f"model.path {name or folder}")
+    return None, model, info
+
+
 def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
     """Returns how tensor parallelism splits each module. Call this function before adapters wrap the modules."""
     return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
+
+
+def new_adapter(seed: int, source: Streamed | None, sharding: Sharding | None) -> NewAdapter:
+    """Returns how the adapter of a model is created. The weights of a streamed model are not loaded yet, so an adapter
+    that depends on them reads them from the files."""
+    if source is None or sharding is None:
+        return NewAdapter(seed, shared=sharding is not None)
+    return NewAdapter(seed, lambda parameter: source.read(parameter).to(sharding.device), shared=True)
+
+
+def follow_copies(model: nn.Module, places: dict[nn.Parameter, InFiles]) -> None:
+    """Adds the trained copies of modules (`modules_to_save`) to `places`: a new copy starts from the weights of its
+    module. The copies of a stored adapter have values already."""
+    for _, wrapper in saved_copies(model):
+        copies = wrapper.modules_to_save[TRAINED].parameters()
+        for original, copied in zip(wrapper.original_module.parameters(), copies, strict=True):
+            if original in places and copied.device == original.device:
+                places[copied] = places[original]
 
 
 def divide_model(
@@ -86,6 +137,7 @@ def divide_model(
     if sharding is None or sharding.tensor is None:
         return
     decoder = inner_decoder(model)
+    adapt_experts(decoder)
     replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
     if source is not None:
         source.replaced(replaced)
@@ -99,8 +151,10 @@ def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model:
     if source is None:
         shard(root, root.layers(), sharding)
     else:
+        unset = unset_norms(model)
         with refused_together("weights"):
             source.shard(root, root.layers(), sharding)
+        fill_norms(model, unset)
     enter(root, sharding.device)
     # The weights are gathered, because each fused operator is tested with the weights of its module.
     with unit_gathered(root):

@@ -15,6 +15,7 @@ from lockstep.kernels.attention.interface import ATTENTION
 from lockstep.kernels.logit_divergence import TeacherDivergence, Whole, compared_scores, summed_squares
 from lockstep.kernels.logprob import Head, Scores, TokenGrads, token_scores, uniform_token_grads
 from lockstep.kernels.sampling import Truncation
+from lockstep.model.adapters.active import adapters_off, as_at_start, has_start, is_kept
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.model.text_model import is_nested, text_config
 from lockstep.model.weights import NONE
@@ -197,10 +198,22 @@ class Policy(nn.Module):
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None
 
+    def kept(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that checkpoints and rollout workers get: the trained parameters, and the frozen
+        initial adapter of PiSSA."""
+        return ((name, p) for name, p in self.model.named_parameters() if is_kept(name, p))
+
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Disables the adapter inside the `with` block, because the base model is the reference model of a LoRA run."""
-        with self.model.disable_adapter():  # type: ignore[operator]
+        """Disables the adapter inside the `with` block."""
+        with adapters_off(self.model):
+            yield
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Makes the model the reference model of a LoRA run inside the `with` block: the model with the adapter with
+        which the run started, if the model has a copy of this adapter, else the base model."""
+        with as_at_start(self.model) if has_start(self.model) else adapters_off(self.model):
             yield
 
     @contextmanager

@@ -142,13 +142,16 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
     return lambda name: pattern.search(name) is not None
 
 
-def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Converts the model to a dtype. Unlike `Module.to`, keeps the tensors in fp32 that transformers keeps in fp32."""
+def rounded(
+    model: PreTrainedModel, dtype: torch.dtype, kept_parameters: Collection[torch.Tensor] = ()
+) -> PreTrainedModel:
+    """Converts the model to a dtype, except `kept_parameters`. Unlike `Module.to`, keeps the tensors in fp32 that
+    transformers keeps in fp32."""
     import torch
 
     kept = kept_in_fp32(model, dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor not in kept_parameters:
             tensor.data = tensor.data.to(torch.float32 if kept(name) else dtype)
     return model
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
+from lockstep.model.quantize import CodedWeight, fill_codes, quantize_layers
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding, held_part, materialise, shard
+from lockstep.recipe.schema import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +122,11 @@ InFiles = str | Made
 def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
     """Reads the target tensors, sharded or not, from the files. Converted tensors are read one after the other, to save
     memory."""
-    stored.fill({place: target for place, target in targets if isinstance(place, str)})
+    named = [(place, target) for place, target in targets if isinstance(place, str)]
+    stored.fill(dict(named))
+    # A trained copy of a module (`modules_to_save`) has the same place in the files as the module.
+    last = dict(named)
+    stored.fill({place: target for place, target in named if target is not last[place]})
     with torch.no_grad():
         for place, target in targets:
             if isinstance(place, Made):
@@ -233,8 +239,26 @@ def _keeps_rows(operation: Any) -> bool:
     return type(operation) in (Concatenate, Interleave) and operation.dim > 0
 
 
-def _read(stored: StoredTensors, keys: list[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    tensors = {key: torch.empty(stored.shape(key), dtype=dtype) for key in keys}
+def blocks_of(stored: StoredTensors, place: InFiles) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields a complete model tensor in the dtype of the files, each block with its offset in the first dimension. Only
+    a stack of experts has several blocks."""
+    if isinstance(place, str):
+        yield 0, stored[place]
+        return
+    if not place.stacked:
+        yield 0, place.converted(_read(stored, place.keys))[place.name]
+        return
+    count = len(next(iter(place.sources.values())))
+    of_row = [keys[0] for keys in place.sources.values()]
+    size = sum(stored.shape(key).numel() * stored.dtype(key).itemsize for key in of_row)
+    rows = max(1, BLOCK_BYTES // size)
+    for begin in range(0, count, rows):
+        keys = [key for one in place.sources.values() for key in one[begin : begin + rows]]
+        yield begin, place.converted(_read(stored, keys))[place.name]
+
+
+def _read(stored: StoredTensors, keys: list[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    tensors = {key: torch.empty(stored.shape(key), dtype=dtype or stored.dtype(key)) for key in keys}
     stored.fill(tensors)
     return tensors
 
@@ -251,12 +275,45 @@ class Streamed:
     """How error messages name the model, such as `model.path NAME`."""
     unused: tuple[str, ...] = ()
     """Names of tensors in the files that the model does not use."""
+    coded: list[CodedWeight] = field(default_factory=list)
+    """The weights that are stored as codes."""
+
+    def quantize(self, settings: Model, dtype: torch.dtype) -> None:
+        """Replaces the layers that `model.quantize` names by layers that store codes. Call this function before other
+        code wraps or replaces layers."""
+        self.coded.extend(quantize_layers(self.model, settings, dtype, self.where))
+
+    def load(self, device: torch.device) -> None:
+        """Reads all parameters from the files to one device, tensor by tensor."""
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter not in filled:  # a tied parameter has several modules
+                    empty = torch.empty_like(parameter, device=device)
+                    filled[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = filled[parameter]
+        found = {filled[parameter]: place for parameter, place in self.places.items() if parameter in filled}
+        fill_from(self.stored, [(place, parameter) for parameter, place in found.items()])
+        refuse_not_finite({name: p for name, p in self.model.named_parameters() if p in found}, self.where)
+        self._fill_codes(device)
+        self.model.to(device)  # the buffers
+
+    def _fill_codes(self, device: torch.device) -> None:
+        fill_codes(self.coded, lambda one: blocks_of(self.stored, self.places[one.original]), device, self.where)
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         """Records that parameters of the model were replaced. `others` maps each old parameter to the new one."""
         for before, now in others.items():
             if before in self.places:
                 self.places[now] = self.places.pop(before)
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Returns the full values of a parameter on the host, in the dtype of the model."""
+        target = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        fill_from(self.stored, [(self.places[parameter], target)])
+        return target
 
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shards `root` and reads its parameters from the files. Parameters that are not in the files keep their
@@ -271,6 +328,7 @@ class Streamed:
         # The error messages use parameter names without the name parts that wrappers add.
         named = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
         refuse_not_finite({name: held_part(p.detach())[0] for name, p in named.items()}, self.where)
+        self._fill_codes(sharding.device)
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:

@@ -15,6 +15,8 @@ from torch import nn
 
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
+from lockstep.kernels.quantized.formats import NF4_BLOCK
+from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.text_model import layer_sizes, model_on_meta, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
@@ -92,22 +94,46 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
     """Returns how each module of a decoder with LoRA adapters is split (its style). If the outputs of a layer are
-    split, its lora_B is split too. If the inputs of a layer are split, its lora_A is split."""
+    split, its lora_B is split too. If the inputs of a layer are split, its lora_A is split. Adapters of experts are not
+    split; each rank uses the part of them that belongs to its experts. Trained copies of a module are split like the
+    module."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():
-        adapters = getattr(decoder.get_submodule(name), "lora_A", None)
-        if adapters is not None and style not in sides:
-            raise Refusal.at(
-                "model.lora.targets",
-                f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}",
-                "set other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
-                "(parallel.shard)",
-                code="unfit-adapter",
-            )
-        found[name if adapters is None else f"{name}.base_layer"] = style
-        found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}
+        module: Any = decoder.get_submodule(name)
+        if (copies := getattr(module, "modules_to_save", None)) is not None:
+            found[f"{name}.original_module"] = style
+            found |= {f"{name}.modules_to_save.{one}": style for one in copies}
+            continue
+        adapters = getattr(module, "lora_A", None)
+        if adapters is None:
+            found[name] = style
+        elif style == "experts":
+            found[f"{name}{'.base_layer' * _depth(module)}"] = style
+        elif style not in sides or len(module.lora_magnitude_vector):
+            raise _undivided(name, style, dora=style in sides)
+        else:
+            found[f"{name}.base_layer"] = style
+            found |= {f"{name}.{sides[style]}.{one}": style for one in adapters}
     return found
+
+
+def _depth(module: Any) -> int:
+    """Returns how many adapters of single parameters wrap a module of experts."""
+    return 1 + _depth(module.base_layer) if hasattr(module, "parameter_name") else 0
+
+
+def _undivided(name: str, style: Style, *, dora: bool) -> Refusal:
+    why = f"{name} has an adapter, but parallel.tensor_parallel gives each process a part of its {style}"
+    remedy = "set other layers in model.lora.targets"
+    if dora:
+        why, remedy = f"{why}, and DoRA needs the norms of complete rows of the weight", "set model.lora.dora=false"
+    return Refusal.at(
+        "model.lora.dora" if dora else "model.lora.targets",
+        why,
+        f"{remedy}; or set parallel.tensor_parallel=1 and shard the model (parallel.shard)",
+        code="unfit-adapter",
+    )
 
 
 def _expert_plan(config: Any) -> dict[str, str]:
@@ -142,9 +168,22 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
         return
     if not isinstance(module, nn.Linear):
         raise Indivisible(f"{name} is a {type(module).__name__}, not a linear layer")
+    if style == "rows" and isinstance(module, QuantizedLinear) and module.coding.format == "nf4":
+        _refuse_blocks(name, module, size)
     side = module.out_features if style == "columns" else module.in_features
     if side % size:
         raise Indivisible(f"{name} has {side} {'outputs' if style == 'columns' else 'inputs'}, not divisible by {size}")
+
+
+def _refuse_blocks(name: str, module: nn.Linear, size: int) -> None:
+    """Raises `Refusal` if a split of the inputs would divide a block of values with a common scale."""
+    if module.in_features % (NF4_BLOCK * size):
+        raise Refusal.at(
+            KEY,
+            f"{name} has {module.in_features} inputs, which {size} processes cannot divide into blocks of {NF4_BLOCK}",
+            f"add {name.rpartition('.')[2]} to model.quantize_exclude, use model.quantize=int8 or fp8, or set {KEY}=1",
+            code="indivisible",
+        )
 
 
 def refuse_heads(config: Any, size: int) -> None:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.errors import Refusal
+from lockstep.model.adapters.active import is_kept
 from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, stored_bytes, weight_files
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
@@ -37,8 +38,9 @@ def biases_and_norms(model: nn.Module) -> frozenset[str]:
 
 
 def held_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the trained parameters of this rank, which are shards if the model is sharded."""
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    """Returns the trained parameters of this rank, which are shards if the model is sharded. The frozen initial adapter
+    of PiSSA belongs to them."""
+    return {name: p.detach() for name, p in model.named_parameters() if is_kept(name, p)}
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -55,7 +57,7 @@ def restore_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where
 def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where: str) -> dict[str, nn.Parameter]:
     """Returns the trained parameters of the model by name. Raises `Refusal` if the names or shapes of `weights`
     differ."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if is_kept(name, p)}
     for name in sorted(parameters.keys() ^ weights.keys()):
         side = "the checkpoint" if name not in weights else "the model"
         raise Refusal.at(
@@ -101,13 +103,21 @@ class Digits:
 NONE = Digits(None, {})
 
 
-def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, dtype: torch.dtype) -> Digits:
+def digits_of(
+    root: Trained,
+    model: Any,
+    source: Streamed | None,
+    folder: str,
+    dtype: torch.dtype,
+    found: tuple[StoredTensors, dict[nn.Parameter, InFiles]] | None = None,
+) -> Digits:
     """Returns where to read the full-precision values of the parameters that `root` trains. `root` contains `model` or
-    parts of it. Call this function before sharding, because sharding replaces parameters."""
+    parts of it. Call this function before sharding, because sharding replaces parameters. For a model with adapters,
+    `found` is what `read_places` returned before the adapters were added."""
     if source is not None:
         stored, places = source.stored, source.places
     else:
-        found = _read(model, folder)
+        found = found or read_places(model, folder)
         if found is None:
             return Digits(None, {}, lost=dtype != torch.float32 and _is_stored_in_fp32(folder))
         stored, places = found
@@ -116,7 +126,8 @@ def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, d
     return Digits(stored, longer) if longer else NONE
 
 
-def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, InFiles]] | None:
+def read_places(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, InFiles]] | None:
+    """Returns the files of a loaded model, and where each of its parameters is in the files."""
     files = weight_files(folder)
     if files is None:
         return None

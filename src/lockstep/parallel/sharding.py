@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -169,6 +169,17 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the full tensor of a DTensor. All ranks must call this function."""
     return tensor.full_tensor() if is_sliced(tensor) else tensor
+
+
+def as_sharded(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
+    """Returns the shard of this rank as a DTensor of the full `shape`. Writes to the DTensor change `local`, also if
+    `local` is on the host: `DTensor.from_local` would copy it to the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = torch.empty(*shape, device="meta").stride()
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # How a module is split: by outputs, by inputs or by experts. A `shared` module (a per-head norm) is not split, but each
 # rank applies it to its own heads.
 Style = Literal["columns", "rows", "experts", "shared"]
+# Name of the attribute of an experts module with a function for each parameter that has an adapter. The function gets
+# this rank's part of the parameter, the index of its first expert and the group, and returns the adapted part.
+ADAPTED = "lockstep_adapted"
 # Name of the model attribute that refers to the model's tensor-parallel group.
 GROUP = "lockstep_tensor_group"
 
@@ -140,6 +143,8 @@ def divide(
             )
             divided[parameter] = nn.Parameter(sliced, parameter.requires_grad)
             module.register_parameter(part, divided[parameter])
+        if style in ("columns", "rows") and (coding := getattr(module, "coding", None)) is not None:
+            coding.slice_of(style, group.mesh.get_local_rank(), group.size)
         if style == "experts":
             # The expert modules of transformers read their number of experts from `num_experts`.
             vars(module).update(num_experts=vars(module)["num_experts"] // group.size, _is_expert_parallel=True)
@@ -160,7 +165,11 @@ def group_of(model: nn.Module) -> TensorGroup | None:
 
 def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
     """Returns for each split parameter of a module the dimension by which it is split. The weight of a linear layer has
-    the dimensions (outputs, inputs). Parameters of stacked experts begin with the expert dimension."""
+    the dimensions (outputs, inputs). Parameters of stacked experts begin with the expert dimension. Quantised modules
+    say themselves how their codes are split."""
+    own: Callable[[Style], dict[str, int]] | None = getattr(module, "divided_parts", None)
+    if own is not None:
+        return own(style)
     if style in ("columns", "experts"):
         return {name: 0 for name, parameter in module._parameters.items() if parameter is not None}
     return {"weight": 1} if style == "rows" else {}
@@ -192,7 +201,7 @@ def _after_columns(module: nn.Module, output: Any, group: TensorGroup) -> None:
 
 def _before_rows(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
     # The module's forward runs without bias. The bias is added once, after the all-reduce.
-    _show(module, weight=_local(module._parameters["weight"]), bias=None)
+    _show(module, **{name: _local(parameter) for name, parameter in module._parameters.items()} | {"bias": None})
 
 
 def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
@@ -221,6 +230,8 @@ def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGro
     router weight 0, because some modules do not skip that index."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
+    for name, adapted in vars(module).get(ADAPTED, {}).items():
+        parts[name] = adapted(parts[name], num_local * group.mesh.get_local_rank(), group)
     _show(module, **parts)
     states, chosen, weights = inputs
     index = chosen - num_local * group.mesh.get_local_rank()

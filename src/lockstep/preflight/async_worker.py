@@ -111,13 +111,13 @@ def with_worker(
     cached = sequences * longest * kv_bytes(config, size)
     standing = next(phase for phase in plan.phases if phase.name == "validation")
     held = 0 if rollout.worker_device else standing.total - standing.activations
-    room = int(FREE_SHARE * max(0, memory - held - plan.parameters * size))
+    room = int(FREE_SHARE * max(0, memory - held - plan.weight_bytes))
     cache = min(
         cached, int(rollout.cache_gb * 1e9) if rollout.cache_gb else max(room, longest * kv_bytes(config, size))
     )
     prompts = asked * max(0, longest - rollout.max_tokens)
     passes = prefill_bytes(text_config(config), min(prefill_tokens, prompts), size)
-    worker = Phase(WORKER, plan.parameters * size, activations=cache + passes)
+    worker = Phase(WORKER, plan.weight_bytes, activations=cache + passes)
     through_memory = rollout.weight_sync == "memory" or (rollout.weight_sync == "auto" and not rollout.worker_device)
     plan = replace(plan, handed_bytes=plan.trained * size if through_memory else 0)
     if rollout.worker_device:

@@ -258,11 +258,12 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(engine_package, CheckStage.SETTINGS, _served),
         PreflightCheck(engine_device, CheckStage.SETTINGS, _served),
         PreflightCheck(stop_ids, CheckStage.MODEL),
-        PreflightCheck(cached_positions, CheckStage.ROWS, _online),
         PreflightCheck(
             trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None
         ),
         PreflightCheck(trials.environment, CheckStage.ROWS, _interactive),
+        # The environment may make prompts longer.
+        PreflightCheck(cached_positions, CheckStage.ROWS, _online),
     ),
     "val": (
         PreflightCheck(rows.read_questions_of, CheckStage.OPEN),

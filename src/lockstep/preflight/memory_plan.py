@@ -14,6 +14,8 @@ from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (
+    NOT_CODED,
+    Coded,
     Counted,
     LayerKernels,
     activation_bytes,
@@ -28,6 +30,7 @@ from lockstep.preflight.model_sizes import (
 )
 from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_lora import Lora
 from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
@@ -169,6 +172,10 @@ class MemoryPlan:
     """Bytes of the KV cache."""
     wanted_cache: int = 0
     """The bytes of a KV cache in which all sequences fit, so that none has to wait."""
+    weight_bytes: int = 0
+    """The bytes of the policy's weights, before they are sharded."""
+    coded: Coded = NOT_CODED
+    """The policy's weights that are quantised."""
 
     @property
     def peak(self) -> Phase:
@@ -200,28 +207,35 @@ def plan_memory(
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     single = _one_micro_batch(recipe, rows, longest)
     # If an update is one micro-batch, the device's AdamW reads gradients in the model's dtype and needs no fp32 copy.
-    fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
+    own_adamw = device.adamw != Device.adamw and recipe.optim.name == "adamw"
+    fp32_gradients = masters and not (own_adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
     tokens = _micro_batch_tokens(recipe, config, rows, longest)
     kernels = kernels_of(recipe, counted, device, devices)
     activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
-    gathered_bytes = loaded_beside(counted, config, grid) * size if devices > 1 else 0
-    phases = (
+    activations = activations.with_dora(recipe, config, counted, tokens)
+    gathered_bytes = loaded_beside(counted, config, grid, size) if devices > 1 else 0
+    phases: tuple[Phase, ...] = (
         Phase("load", model.weights + gathered_bytes),
         _forward_backward(recipe, model, activations, 0 if single else trained * size // shards),
         Phase(STEP, model.weights, model.gradients, model.state),
         Phase("validation", model.weights, 0, model.state, activations.validation),
     )
-    checkpoint_bytes = trained * (size + (12 if masters else 2 * size))
+    checkpoint_bytes = trained * size + counted.state_bytes(recipe)
+    phases = tuple(_with_workspace(phase, counted, size) for phase in phases)
     plan = MemoryPlan(parameters, trained, phases, checkpoint_bytes, remarks=_read_by_all(recipe, counted, devices))
-    frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
+    plan = replace(plan, weight_bytes=counted.weight_bytes(size), coded=counted.coded)
+    frozen = {key: found // shards for key, found in counted.frozen_bytes(size).items()}
+    frozen["offload_reward"] = counted.reward
     plan = _with_weights(plan, sum(frozen.values()))
     policy, critic = replace(model, gradients=phases[1].gradients), None
     if recipe.method in ONLINE:
-        gathered = parameters - counted.divided + counted.divided // tensor
+        # The engine gathers all weights, except those of other tensor-parallel ranks.
+        gathered = plan.weight_bytes * (parameters - counted.divided + counted.divided // tensor) // parameters
         before = plan.phases[-1]
-        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room, counted.view)
-        plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
+        engine = replace(engine, workspace=counted.coded.workspace(size), view=counted.view)
+        plan = _with_online_parts(plan, recipe, config, shards, gathered, engine, counted)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
     waiting = Freed("model.activation_offload=true", activations.on_host, recipe.model.activation_offload)
@@ -235,15 +249,13 @@ def _critic_bytes(policy: TrainedBytes, without: Phase, with_critic: Phase) -> T
 
 
 def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, gradient_size: int) -> TrainedBytes:
-    size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
-    trained = counted.trained
+    size, trained = DTYPES[recipe.model.dtype].itemsize, counted.trained
     return TrainedBytes(
-        # The optimizer state consists of two moments and the master weights.
-        state=trained * 2 * (4 if masters else size) // shards + (trained * 4 // shards if masters else 0),
+        state=counted.state_bytes(recipe) // shards,
         # The weights are sharded over the ranks.
-        weights=counted.parameters * size // shards,
+        weights=counted.weight_bytes(size) // shards,
         gradients=trained * gradient_size // shards,
-        layer=counted.parameters * size // text_sizes(config).layers,
+        layer=counted.weight_bytes(size) // text_sizes(config).layers,
         largest=counted.largest // shards,
     )
 
@@ -270,9 +282,22 @@ class _Activations:
         layers += selection_bytes(config, tokens, longest, size, masks)
         last = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
         each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
-        head = head_bytes(config, tokens, recipe.model.lora is None)
+        head = head_bytes(config, tokens, _trains_head(recipe.model.lora))
         on_host = waiting_activations(text_sizes(config).layers, each)
         return cls(layers, last, head, on_host, layers // text_sizes(config).layers + head)
+
+    def with_dora(self, recipe: Recipe, config: Any, counted: Counted, tokens: int) -> _Activations:
+        """Adds what DoRA needs: two outputs of each adapted layer are kept for the backward pass, and the norms need
+        three copies of one weight at a time."""
+        size, layers = DTYPES[recipe.model.dtype].itemsize, text_sizes(config).layers
+        each = 2 * tokens * size * counted.dora_outputs // layers
+        once = 3 * size * counted.dora_weight
+        kept = self.layers + each * (1 if recipe.model.gradient_checkpointing else layers) + once
+        return replace(self, layers=kept, last=self.last + each + once, validation=self.validation + once)
+
+
+def _trains_head(lora: Lora | None) -> bool:
+    return lora is None or any(name.split(".")[-1] == "lm_head" for name in lora.modules_to_save)
 
 
 def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:
@@ -340,6 +365,8 @@ class EnginePlan:
     keeps_cache: int
     cache_room: int | None = None
     """The maximum bytes of the KV cache, or None if it is not limited."""
+    workspace: int = 0
+    """The bytes of a dequantised weight."""
     view: int = 0
     """Bytes of the quantised weights of `rollout.precision`, which stay allocated together with the KV cache."""
 
@@ -361,20 +388,19 @@ class EnginePlan:
 
 
 def _with_online_parts(
-    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan, counted: Counted
 ) -> MemoryPlan:
     """Adds the memory that only online runs need: a critic with its optimizer, the KV cache and a prefill pass.
 
-    `gathered` is the number of policy parameters on a device during generation.
+    `gathered` is the bytes of the policy's weights on a device during generation.
     """
     size = DTYPES[recipe.model.dtype].itemsize
-    masters = bool(recipe.model.master_weights)
-    lora = recipe.model.lora
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # If the model has a LoRA adapter, the critic trains an adapter and its value head.
-    trained = (plan.trained + text_sizes(config).hidden * int(lora is not None)) * int(has_critic)
-    weights = plan.parameters * int(has_critic) * size // shards
-    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
+    head = {} if recipe.model.lora is None else {"head": (1, text_sizes(config).hidden)}
+    weights = plan.weight_bytes * int(has_critic) // shards
+    state = counted.state_bytes(recipe, head) * int(has_critic)
+    own = state + (plan.trained + sum(map(math.prod, head.values()))) * size * int(has_critic)
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
     token = kv_bytes(config, size, recipe.parallel.tensor_parallel)
@@ -389,7 +415,8 @@ def _with_online_parts(
     least = Scheduler.least_blocks(engine.longest, block) * block * token + LEAST * slot
     cache = engine.cache(recipe, cached, least)
     phases = tuple(
-        replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
+        replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state // shards)
+        for phase in plan.phases
     )
     standing = phases[-1]
     kept = engine.kept(recipe, cache)
@@ -398,13 +425,12 @@ def _with_online_parts(
         phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
     )
     # Generation gathers the policy's weights; all other weights stay sharded.
-    beside = standing.weights - plan.parameters * size // shards
+    beside = standing.weights - plan.weight_bytes // shards
     prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
     prefilled = min(engine.prefill_tokens, prompts)
     passes = prefill_bytes(text_config(config), prefilled, size)
-    passes += selection_bytes(config, prefilled, engine.longest, size, masks=2)
-    generation = Phase("generation", gathered * size + beside + engine.view, 0, standing.optimizer, cache + passes)
-    own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
+    passes += selection_bytes(config, prefilled, engine.longest, size, masks=2) + engine.workspace
+    generation = Phase("generation", gathered + beside + engine.view, 0, standing.optimizer, cache + passes)
     stored = plan.checkpoint_bytes + own
     return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
 
@@ -434,6 +460,13 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             "shard over more devices (parallel.devices, torchrun)",
             code="not-enough-memory",
         )
+
+
+def _with_workspace(phase: Phase, counted: Counted, size: int) -> Phase:
+    """Adds the memory of a dequantised weight to the phases that compute with quantised weights."""
+    if phase.name == STEP:
+        return phase
+    return replace(phase, activations=phase.activations + counted.coded.workspace(size))
 
 
 def _read_by_all(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:

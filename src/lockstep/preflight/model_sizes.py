@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lockstep.device.base import Device
+from lockstep.errors import refuse_all
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.quantized.formats import quantized_bytes
 from lockstep.kernels.quantized.projections import projections
+from lockstep.methods import METHODS
+from lockstep.model.adapters.active import lora_layers
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.quantize import quantizable, stacks_of
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
+from lockstep.optimizers.roles import roles_of
+from lockstep.optimizers.rule_table import state_bytes_of
+from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.optim_checks import unmatched_groups
 from lockstep.recipe.registry import ENGINES
+from lockstep.recipe.schema import Model
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
 
@@ -60,6 +70,42 @@ def _weights(kind: Any, config: Any) -> int:
 # Parameter counts from shapes.
 
 
+# How many values are dequantised at once, which limits the fp32 copies.
+PIECE = 2**24
+
+
+class Coded(NamedTuple):
+    """The weights of a model that `model.quantize` stores as codes: their number, the bytes of codes and scales, and
+    the number of elements of the largest matrix, which is dequantised at once."""
+
+    parameters: int = 0
+    bytes: int = 0
+    largest: int = 0
+
+    @classmethod
+    def of(cls, model: Any, settings: Model) -> Coded:
+        if settings.quantize is None:
+            return NOT_CODED
+        shapes = []
+        for _, module in quantizable(model, settings.quantize_exclude, "model.path"):
+            names = ["weight"] if isinstance(module, nn.Linear) else stacks_of(module)
+            shapes += [tuple(module.get_parameter(name).shape) for name in names]
+        sizes = [quantized_bytes(shape, settings.quantize, settings.double_quantize) for shape in shapes]
+        return cls(sum(map(prod, shapes)), sum(sizes), max(map(prod, shapes)))
+
+    def weight_bytes(self, parameters: int, size: int) -> int:
+        """Returns the bytes of a model with so many parameters, of which those that are not coded have `size` bytes."""
+        return (parameters - self.parameters) * size + self.bytes
+
+    def workspace(self, size: int) -> int:
+        """Returns the bytes of the largest dequantised matrix, and of the fp32 pieces from which it is computed: index,
+        value and product."""
+        return self.largest * size + min(self.largest, PIECE) * 12
+
+
+NOT_CODED = Coded()
+
+
 @dataclass(frozen=True)
 class Counted:
     """The parameter counts of the policy (`parameters`), of its trained part, and of each frozen model by its offload
@@ -82,8 +128,34 @@ class Counted:
     frozen: dict[str, int]
     reward: int = 0
     """Bytes of the reward models, which keep their stored precision and are not sharded."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of the trained parameters by name."""
+    roles: Roles = field(default_factory=Roles)
+    dora_outputs: int = 0
+    """The number of outputs of all layers with DoRA adapters."""
+    dora_weight: int = 0
+    """The number of parameters of the largest weight with a DoRA adapter, whose norms each forward pass computes."""
+    coded: Coded = NOT_CODED
+    """The policy's weights that are stored as codes."""
+    frozen_coded: dict[str, Coded] = field(default_factory=dict)
+    """The weights of each frozen model that are stored as codes."""
     view: int = 0
     """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
+
+    def weight_bytes(self, size: int) -> int:
+        """Returns the bytes of the policy's weights, of which those that are not quantised have `size` bytes each."""
+        return self.coded.weight_bytes(self.parameters, size)
+
+    def frozen_bytes(self, size: int) -> dict[str, int]:
+        return {
+            key: self.frozen_coded.get(key, NOT_CODED).weight_bytes(count, size) for key, count in self.frozen.items()
+        }
+
+    def state_bytes(self, recipe: Recipe, more: Mapping[str, tuple[int, ...]] | None = None) -> int:
+        """Returns the bytes of the optimizer state, unsharded: fp32 master weights and the tensors of the update rule.
+        `more` has the shapes of further parameters."""
+        masters, dtype = bool(recipe.model.master_weights), DTYPES[recipe.model.dtype]
+        return state_bytes_of(recipe.optim, self.roles, {**self.shapes, **(more or {})}, dtype, masters)
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -96,15 +168,23 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         view = _view_bytes(recipe, layers)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
+        coded = Coded.of(base, recipe.model)
         model = with_lora(base, recipe.model.lora, seed=0)
         with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    refuse_all(list(unmatched_groups(recipe.optim, shapes)) if _trains_policy(recipe) else [])
+    trained = [prod(shape) for shape in shapes.values()]
+    own = parameters - (sum(trained) if recipe.model.lora is not None else 0)
+    frozen, frozen_coded = _frozen(recipe, own, coded)
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
     sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), view)
+    dora = [layer for _, layer in lora_layers(model) if len(layer.lora_magnitude_vector)]
+    weights = [layer.out_features * layer.in_features for layer in dora]
+    outputs, weight = sum(layer.out_features for layer in dora), max(weights, default=0)
+    more = (shapes, roles_of(model), outputs, weight, coded, frozen_coded, view)
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), *more)
 
 
 def _view_bytes(recipe: Recipe, layers: list[nn.Module]) -> int:
@@ -117,32 +197,39 @@ def _view_bytes(recipe: Recipe, layers: list[nn.Module]) -> int:
     return sum(quantized_bytes(shape, precision) for shape in shapes)
 
 
-def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
-    """Returns the number of extra parameters that a device holds for a moment while a sharded model loads. The extra
-    parameters are those outside the layers, one gathered layer with its buffer, and the previous layer, which is still
-    allocated. The trials of fused operators need less memory."""
+def _trains_policy(recipe: Recipe) -> bool:
+    """Returns whether the run trains a language model. The parameters of a reward model have other names."""
+    return recipe.method in ONLINE or METHODS[recipe.method].model == "policy"
+
+
+def loaded_beside(counted: Counted, config: Any, grid: Grid, size: int) -> int:
+    """Returns the extra bytes that a device holds for a moment while a sharded model loads, if a parameter that is not
+    quantised has `size` bytes. The extra parameters are those outside the layers, one gathered layer with its buffer,
+    and the previous layer, which is still allocated. The trials of fused operators need less memory."""
     kept = counted.divided // grid.tensor
-    layer = counted.layer - (counted.divided - kept) // text_sizes(config).layers
-    entered = counted.outside + 2 * layer + max(counted.outside, layer)
+    inside = counted.parameters - counted.outside
+    each = counted.coded.weight_bytes(inside, size) / max(1, inside)
+    layer = int((counted.layer - (counted.divided - kept) // text_sizes(config).layers) * each)
+    outside = counted.outside * size
+    entered = outside + 2 * layer + max(outside, layer)
     # If the full model is in host memory, it is divided over the tensor-parallel ranks before it is sharded.
-    split = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
+    split = int((kept - kept // grid.shard) * each) if counted.whole and grid.tensor > 1 else 0
     return max(entered, split)
 
 
-def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
-    """Returns the parameter count of a frozen reference or teacher by its offload key. `own` is the parameter count of
-    the policy's model, which may also be the reference."""
+def _frozen(recipe: Recipe, own: int, coded: Coded) -> tuple[dict[str, int], dict[str, Coded]]:
+    """Returns the parameter count of a frozen reference or teacher by its offload key, and its quantised weights. `own`
+    and `coded` are those of the policy's model, which may also be the reference."""
     if reference_kind(recipe) == "model":
-        folder = reference_folder(recipe)
-        return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}
-    if recipe.distill.teacher is not None and recipe.distill.top_k is None:
-        return {"offload_teacher": _parameters_of(recipe.distill.teacher)}
-    return {}
-
-
-def _parameters_of(folder: str) -> int:
+        key, folder = "offload_reference", reference_folder(recipe)
+        if folder == recipe.model.path:
+            return {key: own}, {key: coded}
+    elif recipe.distill.teacher is not None and recipe.distill.top_k is None:
+        key, folder = "offload_teacher", recipe.distill.teacher
+    else:
+        return {}, {}
     model = model_on_meta(load_config(folder))
-    return sum(p.numel() for p in model.parameters())
+    return {key: sum(p.numel() for p in model.parameters())}, {key: Coded.of(model, recipe.model)}
 
 
 # Activation and KV cache sizes of layers and head, from shapes.

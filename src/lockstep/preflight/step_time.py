@@ -28,11 +28,6 @@ from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 
-# The memory traffic of the optimizer in bytes per parameter. With fp32 master weights, the optimizer reads the
-# gradient, writes the half-precision weight, and reads and writes master weight and two moments. Without master
-# weights, all tensors are assumed in fp32.
-MASTER_BYTES, PLAIN_BYTES = 4 + 2 + 6 * 4, 4 + 6 * 4
-
 
 class Traffic(NamedTuple):
     """The bytes that a device receives over its links in a step, by type of collective."""
@@ -192,8 +187,11 @@ class StepTimes:
             passes += self._pass(cost, tokens, squares, 0, 0) / 3
         masters = bool(recipe.model.master_weights)
         own = counted.trained / self.pieces
-        state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
-        adamw = state / self.memory * self.chip.reached.optimizer_passes
+        # The optimizer reads the gradient, reads and writes its state, and writes the weight. Without master weights,
+        # it also reads the weight.
+        state = counted.state_bytes(recipe) / self.pieces
+        moved = 2 * state + own * (4 + self.size if masters else 3 * self.size)
+        adamw = moved / self.memory * self.chip.reached.optimizer_passes
         # If an update has several micro-batches, their gradients are accumulated in fp32.
         adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
         # The weights of a layer are gathered before its forward pass and again before its backward pass. Gradients are
@@ -207,7 +205,7 @@ class StepTimes:
         links = whole.links + back.links + self.cluster.sum_seconds(slice_bytes, self.copies) + cut.links
         traffic = cut.traffic + sums.traffic + whole.traffic
         traffic += Traffic(scattered=back.traffic.gathered, summed=2 * _others(slice_bytes, self.copies))
-        host = (self._host_bytes(own, micro, masters) + self._activations(tokens)) / self.chip.host
+        host = (self._host_bytes(own, micro, state) + self._activations(tokens)) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
         computing = times * (passes + adding + adamw)
         return PhaseTime("update", computing, times * sums.waiting, times * links, times * host, traffic=all_traffic)
@@ -304,11 +302,11 @@ class StepTimes:
         back = gradients if backward else 0.0
         return PhaseTime("", links=seconds, traffic=Traffic(gathered=sent - back, scattered=back))
 
-    def _host_bytes(self, own: float, micro: int, masters: bool) -> float:
+    def _host_bytes(self, own: float, micro: int, state: float) -> float:
         """Returns the bytes that parameter and optimizer offload copies to and from the host in an update."""
         offload, found = self.recipe.parallel.offload, 0.0
         if offload in ("optimizer", "all"):
-            found += 2 * own * ((3 if masters else 2) * (4 if masters else self.size))
+            found += 2 * state
         if offload in ("params", "all"):
             found += micro * (2 * self.models.counted.parameters * self.size / self.pieces + 4 * own)
         return found

@@ -72,10 +72,27 @@ def _environment_lines(context: Context) -> list[str]:
     tried = [rollout] if rollout.interactive else []
     validation = rollout.for_validation(val.environment, val.agent)
     tried += [validation] if validation is not None and validation.interactive else []
-    return [
+    trials = [
         (try_environment if one.agent is None else try_agent)(one, prompt, context.tokenizer, context.limit, seed)
         for one in tried
     ]
+    if rollout.interactive and trials[0].prompt_tokens:
+        _count_start(context, trials[0].prompt_tokens - len(prompt.ids))
+    return [trial.line for trial in trials]
+
+
+def _count_start(context: Context, added: int) -> None:
+    """Adds the tokens with which a trajectory starts besides the prompt of its row, such as tool schemas, to the
+    plan."""
+    prompts, limit = context.prompts, context.limit
+    prompts.added = max(0, min(added, limit - prompts.counts.longest))
+    # The schemas of tools are the same for all rows. An environment may write other prompts.
+    over = sum(len(prompt.ids) + added > limit for prompt in prompts.items) if context.recipe.rollout.tools else 0
+    if over:
+        context.remarks.append(
+            f"{over:,} of {len(prompts.items):,} prompts have over {limit:,} tokens with the {added:,} tokens of the "
+            "tools (rollout.tools), so their trajectories fail; raise data.max_prompt_tokens, or shorten them"
+        )
 
 
 def try_advantage(function_path: str, n: int, seconds: float) -> str:

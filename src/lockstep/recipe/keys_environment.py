@@ -39,8 +39,8 @@ class EnvironmentSettings(Section):
     tools: list[Annotated[str, Named(TOOLS, allow_function=True)]] = Field(
         default_factory=list,
         description="Tools that the model may call, without an environment class: Python functions "
-        "(`path/to/file.py:name`), built-in names, or `mcp:COMMAND` for the tools of an MCP server. The conversation "
-        "ends with the first reply without a tool call.",
+        "(`path/to/file.py:name`), built-in names, or `mcp:COMMAND` or `mcp:https://HOST/mcp` for the tools of an MCP "
+        "server. The conversation ends with the first reply without a tool call.",
         effect=_CODE,
     )
     agent: Annotated[str, Named(allow_function=True)] | None = Field(

@@ -10,8 +10,9 @@ from lockstep.recipe.section import FOLDER, REWARD, Effect, Field, Section
 class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math`, `exact` or `sandbox`). "
-        "`sandbox` runs tests against the code in the response. Data sources "
+        description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math`, `exact`, `sandbox`, or a "
+        "rule of verl such as `verl/gsm8k@0.9`, see docs/rewards.md). `sandbox` runs tests against the code in the "
+        "response. An entry `aime*` is for all data sources that start with `aime`. Data sources "
         "with a built-in rule are `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
         "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,

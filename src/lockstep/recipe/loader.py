@@ -464,7 +464,7 @@ _ELSEWHERE = {
 _ABSENT = {
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"),
-        "lockstep does not quantize weights; train an adapter in bf16: model.dtype=bf16 model.lora.rank=16",
+        "use model.quantize=nf4 (4 bits) or model.quantize=int8 with an adapter: model.lora.rank=16",
     ),
     **dict.fromkeys(
         ("zero_stage", "stage", "deepspeed", "fsdp"),

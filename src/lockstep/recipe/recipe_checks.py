@@ -9,9 +9,11 @@ from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.recipe.algorithm_checks import algorithm_problems
 from lockstep.recipe.data_checks import data_problems
 from lockstep.recipe.keys_data import Data
+from lockstep.recipe.lora_checks import lora_problems, with_lora_rate
 from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
+from lockstep.recipe.optim_checks import optim_problems
 from lockstep.recipe.precision_checks import matmul_problems
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.rollout_checks import rollout_problems
@@ -88,10 +90,11 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from matmul_problems(recipe)
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
-    yield from _optim_problems(recipe)
+    yield from optim_problems(recipe)
     yield from _validation_problems(recipe)
     yield from measure_problems(recipe)
-    yield from _adapter_problems(recipe)
+    yield from lora_problems(recipe)
+    yield from _quantize_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
     yield from data_problems(recipe)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
@@ -162,24 +165,6 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
-    run, optim = recipe.run, recipe.optim
-    if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
-        yield Problem(
-            "optim.warmup",
-            f"{optim.warmup} is neither a fraction below 1 nor an integer number of steps",
-            code="invalid-value",
-        )
-    if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
-        yield Problem(
-            "optim.warmup",
-            f"all {run.steps} steps of the run would be warm-up steps, because optim.warmup is {optim.warmup}",
-            code="no-steps-left",
-        )
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield Problem("optim.betas", f"{optim.betas} must be in [0, 1)", code="out-of-range")
-
-
 def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
     data, val = recipe.data, recipe.val
     if val.every and not (data.val or val.questions):
@@ -192,24 +177,24 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
         yield needs("val.rules", "val.questions is not set", "set val.questions, or remove this key")
 
 
-def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
-    lora = recipe.model.lora
-    if lora and lora.adapter is None and lora.rank is None:
-        yield Problem(
-            "model.lora.rank",
-            "must be set",
-            "set a rank, for example 8, or set model.lora.adapter to start from an adapter",
-            code="not-set",
+def _quantize_problems(recipe: Recipe) -> Iterator[Problem]:
+    model, key = recipe.model, "model.quantize"
+    if model.quantize is None:
+        if model.quantize_exclude:
+            yield needs("model.quantize_exclude", "model.quantize is not set", "set model.quantize, or remove this key")
+        return
+    if model.lora is None:
+        yield needs(
+            key,
+            f"{model.quantize} weights are frozen, and all weights would be trained",
+            "set model.lora.rank, for example 16, to train an adapter; or remove model.quantize",
         )
-    if lora and lora.adapter is not None:
-        for key in ("dropout", "targets", "exclude"):
-            if getattr(lora, key) != type(lora).model_fields[key].default:
-                yield unused(f"model.lora.{key}", "model.lora.adapter sets it", "remove it")
-        if recipe.method == "rm":
-            yield unused("model.lora.adapter", "a reward model trains a new adapter", "remove it")
-    if lora and lora.targets == []:
-        yield Problem(
-            "model.lora.targets", "must not be empty: nothing would be trained", "use all-linear", code="empty-value"
+    if recipe.method in ONLINE and ENGINES[recipe.rollout.engine].served:
+        yield unfit(
+            key,
+            f"{recipe.rollout.engine} would generate from the weights of model.path, which differ from the "
+            f"{model.quantize} weights of the trainer by more than rounding",
+            "set rollout.engine=native, which generates from the same weights",
         )
 
 
@@ -420,7 +405,10 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         recipe = recipe.model_copy(
             update={"algorithm": algorithm.model_copy(update={"rollout_correction": correction})}
         )
-    return recipe.model_copy(update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint})
+    optim = with_lora_rate(recipe.optim, model.lora)
+    return recipe.model_copy(
+        update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint, "optim": optim}
+    )
 
 
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:

@@ -159,8 +159,8 @@ TOOLS: dict[str, str] = {
     "bash": "lockstep.environments.builtin.code_tools:bash_tool",
     "search": "lockstep.environments.builtin.corpus_search:search_tool",
     "verl": f"{_ADAPTERS}.verl_tools:verl_tools",
-    "mcp": f"{_ADAPTERS}.mcp_session:mcp_tools",
-    "mcp_shared": f"{_ADAPTERS}.mcp_session:shared_mcp_tools",
+    "mcp": f"{_ADAPTERS}.mcp_servers:mcp_tools",
+    "mcp_shared": f"{_ADAPTERS}.mcp_servers:shared_mcp_tools",
 }
 # The value of `val.environment` for validation without an environment.
 NO_ENVIRONMENT = {"none": ""}

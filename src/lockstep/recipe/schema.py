@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.keys_data import Data
+from lockstep.recipe.keys_lora import Lora as Lora
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.keys_online import Algorithm, Critic
+from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.keys_parallel import Parallel, Tape
 from lockstep.recipe.keys_reward import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -22,11 +24,9 @@ from lockstep.recipe.registry import ENVIRONMENTS, NO_ENVIRONMENT, TRACKERS
 from lockstep.recipe.renamed_keys import with_current_names
 from lockstep.recipe.section import (
     COLUMN,
-    FOLDER,
     GROUPS,
     MICRO,
     NAME,
-    RATE,
     SPREAD,
     STORED,
     UPDATE,
@@ -134,36 +134,6 @@ class RunSettings(Section):
     )
 
 
-class Lora(Section):
-    rank: int | None = Field(
-        None,
-        ge=1,
-        description="Rank of the adapter matrices. Default: the rank of the adapter that `model.lora.adapter` names.",
-    )
-    alpha: float | None = Field(
-        None, gt=0, description="Numerator of the adapter's scale, alpha / rank. Default: 2 x rank."
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    targets: Literal["all-linear"] | list[str] = Field(
-        "all-linear",
-        description="Linear layers that get an adapter, as `all-linear` (all except the output head) or as a list of "
-        "name suffixes, each of which must match at least one layer. Layers that share their weight with another "
-        "layer (a tied embedding) cannot have an adapter.",
-    )
-    exclude: str | list[str] | None = Field(
-        None,
-        description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
-        "Each suffix or expression must match at least one layer.",
-    )
-    adapter: str | None = Field(
-        None,
-        description="Adapter to continue training: a PEFT folder, a run that trained an adapter, or a checkpoint of "
-        "such a run. The named adapter determines rank, alpha, dropout and layers. The key `model.adapter` is short "
-        "for `model.lora.adapter`. The reference model is still the model without an adapter.",
-        effect=FOLDER,
-    )
-
-
 class Model(Section):
     path: str = Field(
         description="The model and its tokenizer: a Hugging Face folder, a run folder or one of its checkpoints, a "
@@ -184,6 +154,25 @@ class Model(Section):
         None,
         description="Train a LoRA adapter instead of all weights.",
         effect=Effect("blocks", "different parameters are trained"),
+    )
+    quantize: Literal["nf4", "int8", "fp8"] | None = Field(
+        None,
+        description="Store the weights of the frozen linear layers in 4 bits (`nf4`) or 8 bits (`int8`, `fp8`). Needs "
+        "`model.lora`. Embeddings, output head, routers and norms keep `model.dtype`, in which the layers also "
+        "compute. Applies to all models of the run that have the precision `model.dtype`.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
+    double_quantize: bool = Field(
+        True,
+        description="Store the scales of `nf4` in 8 bits too, as bitsandbytes does: 0.52 instead of 0.56 bytes per "
+        "weight.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
+        read_where=("model.quantize", ("nf4",)),
+    )
+    quantize_exclude: list[str] = Field(
+        default_factory=list,
+        description="Layers that are not quantised, as name suffixes. Each suffix must match at least one layer.",
+        effect=Effect("blocks", "the adapter is trained on other base weights"),
     )
     aux_loss_coef: float | None = Field(
         None,
@@ -259,45 +248,6 @@ class Batch(Section):
         description="Rows of one right-padded micro-batch on one device. Use instead of `batch.tokens`.",
         effect=MICRO,
         resumable=True,
-    )
-
-
-class Optim(Section):
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE, resumable=True)
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="Betas of AdamW.")
-    eps: float = Field(1e-8, gt=0, description="Epsilon of AdamW.")
-    weight_decay: float = Field(
-        0.01, ge=0, description="Weight decay of the weight matrices. Biases and norms of any shape are excluded."
-    )
-    decay_all: bool = Field(False, description="Apply weight decay to biases and norms too.")
-    clip: float | None = Field(1.0, gt=0, description="Maximum gradient norm; `null` disables clipping.")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="Learning rate schedule after the warm-up.", effect=RATE, resumable=True
-    )
-    warmup: int | float = Field(
-        0.0,
-        ge=0,
-        description="Length of the warm-up: a number of steps, or a value below 1 as a fraction of all steps.",
-        effect=RATE,
-        resumable=True,
-    )
-    min_lr_ratio: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Lowest learning rate, as a fraction of `lr`.",
-        effect=RATE,
-        resumable=True,
-        read_where=("optim.schedule", ("cosine", "linear", "wsd")),
-    )
-    decay: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="`wsd`: fraction of all steps in which the learning rate falls linearly to its minimum.",
-        effect=RATE,
-        resumable=True,
-        read_where=("optim.schedule", ("wsd",)),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.data.encode.prompt_rows import last_boxed
 from lockstep.environments.grading import extract_code, grade, read_tests
 from lockstep.errors import Problem, Refusal, missing_extra
+from lockstep.reward.verl_scores import verl_score
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
@@ -264,6 +265,15 @@ def rules_at_hand(rules: Mapping[str, str]) -> dict[str, str]:
     return {source: name for source, name in DEFAULT_RULES.items() if _is_installed(name)} | dict(rules)
 
 
+def rule_name(source: str, rules: Mapping[str, str]) -> str | None:
+    """Returns the name of the rule of a data source. An entry `aime*` is for all data sources that start with `aime`
+    and have no entry of their own."""
+    if source in rules:
+        return rules[source]
+    starts = [entry for entry in rules if entry.endswith("*") and source.startswith(entry[:-1])]
+    return rules[max(starts, key=len)] if starts else None
+
+
 def _is_installed(name: str) -> bool:
     return name != "math" or find_spec("math_verify") is not None
 
@@ -275,12 +285,19 @@ def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None)
 
 def rule_named(name: str, where: str) -> Rule:
     """Returns the rule with this name. `where` is the recipe key that error messages show."""
+    if name.startswith("verl/"):
+        try:
+            verl = verl_score(name)
+        except ValueError as error:
+            raise Refusal.at(where, f"there is no rule {name!r}", str(error), code="unknown-name") from error
+        return Rule(name, verl.score, verl.answer, verl.example, verl.truth_problem)
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         raise Refusal.at(
             where,
             f"there is no rule {name!r}",
-            (f"did you mean {near[0]}? " if near else "") + f"rules are {', '.join(RULES)}",
+            (f"did you mean {near[0]}? " if near else "")
+            + f"rules are {', '.join(RULES)} and those of verl, such as verl/gsm8k@0.9",
             code="unknown-name",
         )
     if not _is_installed(name):
@@ -292,10 +309,11 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
     """Returns a problem for each entry of `rules` whose data source no row has, but whose name is similar to the data
     source of some rows. The name is probably misspelt. All other entries without rows are allowed, because several
     recipes may share one set of rules."""
-    without_rule = [source for source in sources if source not in rules]
+    without_rule = [source for source in sources if rule_name(source, rules) is None]
     problems = []
     for name in rules:
-        near = difflib.get_close_matches(name, without_rule, n=1, cutoff=0.8) if name not in sources else []
+        expected = name in sources or name.endswith("*")
+        near = [] if expected else difflib.get_close_matches(name, without_rule, n=1, cutoff=0.8)
         # `aime24` and `aime25`, `MATH-Hard` and `MATH` are different datasets, not misspelt.
         near = [one for one in near if _numbers(one) == _numbers(name) and not _is_part(one, name)]
         if near:
@@ -324,8 +342,9 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
     score 0.
     """
     available = {**DEFAULT_RULES, **(rules or {})}
-    if data_source in available:
-        return rule_named(available[data_source], f"{key}.{data_source}")
+    name = rule_name(data_source, available)
+    if name is not None:
+        return rule_named(name, f"{key}.{data_source}")
     near = difflib.get_close_matches(data_source, available, n=1)
     # The remedy shows the syntax of a command option or of a recipe key.
     other = f"{key} {data_source}=RULE" if key.startswith("-") else f"{key}: {{{data_source}: RULE}}"

@@ -32,7 +32,7 @@ from lockstep.reward.model import ModelPart, ModelsPart
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, StepOutcome, settled
 from lockstep.reward.process_model import ProcessPart
 from lockstep.reward.remote import RemotePart
-from lockstep.reward.rules import Rule, rule_for, rule_named, rules_at_hand
+from lockstep.reward.rules import Rule, rule_for, rule_name, rule_named, rules_at_hand
 from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Question, Score
 
@@ -159,7 +159,7 @@ class Scorer:
         sources = list(sources)
         weights, problems = active_weights(settings, environment=environment)
         available = rules_at_hand(settings.rules)
-        if weights.get("rule") == 0 and not all(source in available for source in sources):
+        if weights.get("rule") == 0 and any(rule_name(source, available) is None for source in sources):
             del weights["rule"]  # a rule with weight 0 is only logged, and some rows have no rule
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], RewardPart]] = {
@@ -238,7 +238,7 @@ class Scorer:
     def rule_of(self, source: str) -> Rule | None:
         """Returns the rule of a data source, even if the component `rule` has no weight, or None if the source has no
         rule."""
-        return rule_for(source, self._rules) if source in rules_at_hand(self._rules) else None
+        return rule_for(source, self._rules) if rule_name(source, rules_at_hand(self._rules)) else None
 
     def answer_of(self, question: Question, text: str) -> str | None:
         """Returns the final answer that the data source's rule extracts from a text, normalised so that equal answers

@@ -17,7 +17,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
 from lockstep.environments.agents.agent_setup import open_agents
 from lockstep.environments.loop import EnvironmentEngine
-from lockstep.environments.setup import open_environments
+from lockstep.environments.setup import TrajectoryEngineSetup, open_environments
 from lockstep.kernels.sampling import turn_key
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
@@ -87,7 +87,7 @@ class Generator:
         if not settings.interactive:
             return self.engine
         open_engine = open_environments if settings.agent is None else open_agents
-        environments = open_engine(
+        setup = TrajectoryEngineSetup(
             self.engine,
             settings,
             self.tokenizer,
@@ -96,6 +96,7 @@ class Generator:
             self._prompt_limit,
             None if self._logs is None else self._logs / f"environment-{self.world.rank}",
         )
+        environments = open_engine(setup)
         environments.progress = self.world.progress
         self._environments.append(environments)
         return environments

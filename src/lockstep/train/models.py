@@ -23,6 +23,7 @@ from lockstep.data.batching import (
 )
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
+from lockstep.errors import refuse_all
 from lockstep.kernels.fused import BY_ROW
 from lockstep.kernels.logit_divergence import Likeliest, TeacherDivergence
 from lockstep.kernels.sampling import Truncation
@@ -33,21 +34,24 @@ from lockstep.model.policy import Policy, Scoring, Teacher, evaluating
 from lockstep.model.pretrained import told_unused
 from lockstep.model.router import experts_of_token
 from lockstep.model.weights import biases_and_norms
+from lockstep.optimizers.roles import roles_of
 from lockstep.parallel.context_split import Division, refuse_undivided
 from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.parallel.sharding import reshard, sharding_of
 from lockstep.parallel.world import World
 from lockstep.preflight.model_checks import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.keys_parallel import Offload
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.optim_checks import unmatched_groups
 from lockstep.recipe.registry import estimator_row
-from lockstep.recipe.schema import Optim
 from lockstep.run.output import write
 from lockstep.train.logprob_cache import LogprobCache
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.optim_offload import HostOptimizer
+from lockstep.train.optim_rules import RuleOptimizer
 from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
 
@@ -143,7 +147,7 @@ class Models:
     critic: Learner | None = None
     reference: Policy | None = None
     """A separate frozen reference model. The attribute is None if there is no reference model, or if the reference is
-    the policy without its adapter."""
+    the policy without its adapter, or with the adapter of the start."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
     """The cached outputs of a reference model or teacher for all rows. If `cache` is set, the reference model or
@@ -201,7 +205,7 @@ class Models:
             found = self.score_targets(self.reference, inputs, lambda scores: scores.logprobs_K)
         else:
             assert isinstance(self.module, Policy)
-            with self.module.without_adapter():
+            with self.module.as_reference():
                 found = self.logprobs(inputs)
         if self.reference_outputs is not None:
             self.reference_outputs.append(found)
@@ -318,7 +322,7 @@ def build_critic(recipe: Recipe, device: Device, world: World, torch_device: tor
     refuse_undivided(critic, world.context, path)
     if path != recipe.model.path:
         _tell_unused(critic, path, world)
-    settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
+    settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr, "groups": []})
     return _learner(critic, recipe, settings, device, world, torch_device, "critic", offload)
 
 
@@ -334,15 +338,28 @@ def _learner(
 ) -> Learner:
     # The optimizer updates the shards of the parameters, so gathered parameters are resharded first.
     reshard(module)
+    refuse_all(list(unmatched_groups(settings, [name for name, _ in module.trainable()])))
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
-    how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}
-    how["spared"] = biases_and_norms(module.stored)
-    if offload == "none":
-        optimizer = Optimizer(module.trainable(), settings, **how)
+    on_host, spared = offload in ("optimizer", "all"), biases_and_norms(module.stored)
+    if settings.name != "adamw" or settings.stochastic_rounding:
+        optimizer = RuleOptimizer(
+            module.trainable(),
+            settings,
+            masters=masters,
+            device=torch_device,
+            state_on_host=on_host,
+            spared=spared,
+            roles=roles_of(module.stored),
+            seed=f"{recipe.run.seed}/{name}",
+        )
     else:
-        on_host = offload in ("optimizer", "all")
-        optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
+        how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}
+        if offload == "none":
+            optimizer = Optimizer(module.trainable(), settings, **how, spared=spared)
+        else:
+            where: dict[str, Any] = {"device": torch_device, "state_on_host": on_host}
+            optimizer = HostOptimizer(module.trainable(), settings, **how, **where, spared=spared)
     if masters:
         module.digits.into(optimizer.local_masters())
     scale = LossScale() if recipe.model.dtype == "fp16" else None

@@ -59,7 +59,7 @@ def assert_identity(
     if kind == "none":
         return
     lora = recipe.model.lora
-    if lora is not None and lora.adapter is not None:
+    if lora is not None and lora.adapter is not None and lora.reference == "base":
         console.say(f"training starts from an adapter ({lora.adapter}): the first loss is not checked")
         return
     other = Path(model_folder(reference_folder(recipe))) != Path(model_folder(recipe.model.path))

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.parallel.sharded_files import fill_all
 from lockstep.parallel.sharding import by_mesh, total_norm, whole
-from lockstep.recipe.schema import Optim
+from lockstep.recipe.keys_optim import Optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -70,7 +70,7 @@ class Optimizer:
     With master weights, the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` is the name of
     the fused AdamW kernel of the device. If an update has one micro-batch, the kernel reads its gradients without a
     conversion to fp32. Parameters in `spared` and one-dimensional parameters have no weight decay, unless
-    `settings.decay_all` is set.
+    `settings.decay_all` or a group of `settings.groups` says otherwise.
     """
 
     def __init__(
@@ -95,10 +95,16 @@ class Optimizer:
         )
         self.trained: dict[str, torch.Tensor] = dict(self.master_weights) if masters else dict(self.parameters)
         self.decays = weight_decays(self.parameters, settings, spared)
-        kinds: dict[float, list[torch.Tensor]] = {}
+        self.ratios = rate_ratios(self.parameters, settings)
+        self.group_ratios = group_ratios(settings)
+        kinds: dict[tuple[float, float], list[torch.Tensor]] = {}
         for name, p in self.trained.items():
-            kinds.setdefault(self.decays[name], []).append(p)
-        groups = [{"params": some, "weight_decay": decay} for decay, every in kinds.items() for some in by_mesh(every)]
+            kinds.setdefault((self.decays[name], self.ratios[name]), []).append(p)
+        groups = [
+            {"params": some, "weight_decay": decay, "ratio": ratio}
+            for (decay, ratio), every in kinds.items()
+            for some in by_mesh(every)
+        ]
         self.clip = settings.clip
         self.adamw = torch.optim.AdamW(
             groups,
@@ -171,7 +177,7 @@ class Optimizer:
             for some in by_mesh(self.trained.values()):
                 torch.nn.utils.clip_grads_with_norm_(some, self.clip, norm)
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["ratio"]
         self.adamw.step()
         for name, master in self.master_weights.items():
             self.parameters[name].copy_(master)
@@ -184,7 +190,8 @@ class Optimizer:
             state = self.adamw.state.get(master)
             # New moments are added to the optimizer state only in the step, as in torch.
             moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
-            entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, self.decays[name]))
+            decay, ratio = self.decays[name], self.ratios[name]
+            entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, decay, ratio))
         return kernel.AdamwUpdate(entries)
 
     def _step_at_once(self, kernel: ModuleType, lr: float, norm: torch.Tensor) -> None:
@@ -197,7 +204,7 @@ class Optimizer:
                 state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
             state["step"] += 1
             counts.append(state["step"].item())
-        group = self.adamw.param_groups[0]  # the parameter groups differ only in weight decay
+        group = self.adamw.param_groups[0]  # the parameter groups differ only in weight decay and learning rate
         ready.step(counts, clip, lr=lr, betas=group["betas"], eps=group["eps"])
 
     def forget(self) -> None:
@@ -249,7 +256,20 @@ def has_moments(name: str, stored: Collection[str]) -> bool:
 def weight_decays(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
     """Returns the weight decay of each parameter by name."""
     decayed = {name for name, p in parameters.items() if settings.decay_all or (p.ndim >= 2 and name not in spared)}
-    return {name: settings.weight_decay if name in decayed else 0.0 for name in parameters}
+    found = {name: settings.weight_decay if name in decayed else 0.0 for name in parameters}
+    groups = {name: settings.group_of(name) for name in parameters}
+    own = {name: one.weight_decay for name, one in groups.items() if one is not None and one.weight_decay is not None}
+    return {**found, **own}
+
+
+def rate_ratios(parameters: Iterable[str], settings: Optim) -> dict[str, float]:
+    """Returns the learning rate of each parameter by name, divided by that of parameters without a group."""
+    return {name: settings.rate_ratio(settings.group_of(name)) for name in parameters}
+
+
+def group_ratios(settings: Optim) -> dict[str, float]:
+    """Returns the learning rate of each named group, divided by that of parameters without a group."""
+    return {group.name: settings.rate_ratio(group) for group in settings.groups if group.name is not None}
 
 
 def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:

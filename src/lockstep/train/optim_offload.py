@@ -16,10 +16,18 @@ from torch.optim.adamw import adamw
 
 from lockstep.parallel.offload import TOGETHER, HostRoom, on_device
 from lockstep.parallel.sharded_files import fill_all
-from lockstep.parallel.sharding import total_norm
+from lockstep.parallel.sharding import as_sharded, total_norm, whole_on
 from lockstep.parallel.tensor import is_sliced
-from lockstep.recipe.schema import Optim
-from lockstep.train.optim import MOMENTS, Optimizer, device_kernel, has_moments, weight_decays
+from lockstep.recipe.keys_optim import Optim
+from lockstep.train.optim import (
+    MOMENTS,
+    Optimizer,
+    device_kernel,
+    group_ratios,
+    has_moments,
+    rate_ratios,
+    weight_decays,
+)
 
 
 class HostOptimizer(Optimizer):
@@ -40,6 +48,7 @@ class HostOptimizer(Optimizer):
     ):
         self.parameters = dict(parameters)
         self.decays = weight_decays(self.parameters, settings, spared)
+        self.ratios, self.group_ratios = rate_ratios(self.parameters, settings), group_ratios(settings)
         self.masters, self.device, self.state_on_host, self.settings = masters, device, state_on_host, settings
         self.clip = settings.clip
         self.fused = fused
@@ -48,10 +57,10 @@ class HostOptimizer(Optimizer):
         self._grads: dict[str, torch.Tensor] = {}
         """The gradients, which are taken from the parameters. Without master weights, `gradient_norm` fills this
         dict."""
-        self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
+        self._state = {name: self._fresh(name, parameter) for name, parameter in self.parameters.items()}
         """For each parameter, this rank's shard of the master weight and the moments, and the step count."""
 
-    def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _fresh(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         weight = local(parameter.detach())
         master = weight.float() if self.masters else weight
         state = {key: self._home(torch.zeros_like(master)) for key in MOMENTS}
@@ -124,27 +133,28 @@ class HostOptimizer(Optimizer):
         weights = {name: local(self.parameters[name].detach()) for name in names}
         here: dict[str, dict[str, torch.Tensor]] = {}
         for name in names:
-            here[name] = {key: _brought(self._state[name][key], self.device) for key in MOMENTS}
+            here[name] = {key: brought(self._state[name][key], self.device) for key in MOMENTS}
             stepped = self._state[name]["master"] if self.masters else weights[name]
-            here[name]["weight"] = _brought(stepped, self.device)
+            here[name]["weight"] = brought(stepped, self.device)
         if self._kernel is not None:
             self._by_kernel(names, weights, here, lr, torch.ones_like(norm) if factor is None else factor)
         else:
             self._by_torch(names, here, lr, factor)
         for name in names:
             for key in MOMENTS:
-                _put(here[name][key], self._state[name][key])
+                put(here[name][key], self._state[name][key])
             if self.masters:
-                _put(here[name]["weight"], self._state[name]["master"])
+                put(here[name]["weight"], self._state[name]["master"])
             if self._kernel is None:
-                _put(here[name]["weight"], weights[name])
+                put(here[name]["weight"], weights[name])
 
     def _by_torch(
         self, names: list[str], here: dict[str, dict[str, torch.Tensor]], lr: float, factor: torch.Tensor | None
     ) -> None:
         beta1, beta2 = self.settings.betas
-        for decay in dict.fromkeys(self.decays[name] for name in names):
-            group = [name for name in names if self.decays[name] == decay]
+        kinds = {name: (self.decays[name], self.ratios[name]) for name in names}
+        for decay, ratio in dict.fromkeys(kinds.values()):
+            group = [name for name in names if kinds[name] == (decay, ratio)]
             gradients = [local(self._grads[name]) for name in group]
             if factor is not None:
                 torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -159,7 +169,7 @@ class HostOptimizer(Optimizer):
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
-                lr=lr,
+                lr=lr * ratio,
                 weight_decay=decay,
                 eps=self.settings.eps,
                 maximize=False,
@@ -178,7 +188,8 @@ class HostOptimizer(Optimizer):
         for name in names:
             one = here[name]
             moments = one["exp_avg"], one["exp_avg_sq"]
-            entries.append(kernel.Entry(weights[name], self._grads[name], one["weight"], *moments, self.decays[name]))
+            decay, ratio = self.decays[name], self.ratios[name]
+            entries.append(kernel.Entry(weights[name], self._grads[name], one["weight"], *moments, decay, ratio))
             self._state[name]["step"] += 1
             counts.append(self._state[name]["step"].item())
         betas = (self.settings.betas[0], self.settings.betas[1])
@@ -195,6 +206,9 @@ class HostOptimizer(Optimizer):
             for name, state in self._state.items()
             for key, value in state.items()
         }
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        return {name: whole_on(value, self.device).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         stored = set(tensors)
@@ -215,22 +229,20 @@ def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard as a DTensor with the layout of the parameter."""
     if not is_sliced(parameter):
         return slice_
-    from torch.distributed.tensor import DTensor
-
-    where = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(slice_, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return as_sharded(slice_, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
 def _moved(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
     return gradient if local(gradient).device == device else _as_sliced(on_device(local(gradient), device), gradient)
 
 
-def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns the tensor on the device. If the device is the CPU, the tensor is copied too, so that tests notice a
     missing write-back."""
     return tensor if tensor.device == device and device.type != "cpu" else on_device(tensor, device)
 
 
-def _put(value: torch.Tensor, home: torch.Tensor) -> None:
+def put(value: torch.Tensor, home: torch.Tensor) -> None:
+    """Copies a value to where it is kept, unless it is already there."""
     if value is not home:
         home.copy_(value)

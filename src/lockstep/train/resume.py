@@ -17,11 +17,11 @@ from lockstep.model.fingerprint import differing_files, folder_fingerprint
 from lockstep.model.resolve import adapter_folder, model_folder
 from lockstep.preflight.model_checks import has_critic
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_optim import Optim
 from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import facts_of, is_default
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.schema import Optim
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.checkpoint import State
 from lockstep.run.files import checksum, written_aside

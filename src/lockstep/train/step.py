@@ -170,6 +170,7 @@ class Learner:
         size = norm.item()
         self.num_effective_updates += size != 0
         metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
+        metrics |= {f"{self.name}/lr/{name}": lr * ratio for name, ratio in self.optimizer.group_ratios.items()}
         if self.balance:
             metrics[f"{self.name}/aux_loss"] = self.balance.value
         finite = math.isfinite(size)

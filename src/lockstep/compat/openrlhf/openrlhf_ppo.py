@@ -9,6 +9,7 @@ from lockstep.compat.openrlhf.openrlhf_rules import (
     data_rule,
     dataset_names,
     is_dotted_command,
+    optimizer_rule,
     run_rule,
     schedule_rule,
     source_paths,
@@ -218,7 +219,10 @@ def data_and_model_rule(done: Conversion) -> None:
         done.write_text("data.label_key", "label_key")
     template_rule(done)
     _lengths(done)
-    done.write_number("optim.lr", "actor_learning_rate")
+    optimizer_rule(done, "actor.", "actor_learning_rate")
+    if done["actor.optim"] == "muon" and done[ESTIMATOR] == "gae":
+        why = "the critic of lockstep uses the optimizer of the policy; the critic of OpenRLHF uses adam"
+        done.refuse("actor.optim", why, "remove the key, or use an advantage_estimator without a critic")
     schedule_rule(done)
     done.write_number("rollout.top_p", "top_p")
     if done.number("top_p") < 1:

@@ -61,6 +61,30 @@ def schedule_rule(done: Conversion) -> None:
         done.write_number("optim.min_lr_ratio", "min_lr_ratio")
 
 
+def optimizer_rule(done: Conversion, prefix: str, adam_lr: str) -> None:
+    """Converts the optimizer. With Muon, OpenRLHF has a learning rate of the matrices, and one of Adam for the other
+    parameters."""
+    kind, rate, momentum = f"{prefix}optim", f"{prefix}muon.lr", f"{prefix}muon.momentum"
+    if not is_dotted_command(done) or done.write_lookup("optim.name", kind) != "muon":
+        done.write_number("optim.lr", adam_lr)
+        done.ignore("OpenRLHF reads this flag only with the muon optimizer", rate, momentum)
+        return
+    if done["max_norm"]:
+        why = "with muon, OpenRLHF clips the orthogonalised update, and lockstep clips the gradient before it"
+        done.refuse("max_norm", why, "set max_norm to 0")
+        return
+    done.write("optim.clip", None, "max_norm")
+    done.write_number("optim.lr", rate)
+    done.write_number("optim.momentum", momentum)
+    done.write("optim.adjust_lr", "original", kind)
+    note = "as in OpenRLHF with muon, weight decay also applies to biases and norms"
+    done.write("optim.decay_all", True, kind, note=note)
+    if not done["lora_rank"]:  # an adapter has matrices only
+        # DeepSpeed uses Adam for vectors, and for matrices whose names contain `embed` or `lm_head`.
+        group = {"match": "embed|lm_head|norm|bias", "name": "adam", "lr": done.number(adam_lr)}
+        done.write("optim.groups", [group], adam_lr)
+
+
 def dataset_names(names: Any) -> list[str]:
     return [name.strip() for name in str(names).split(",") if name.strip()]
 
@@ -235,7 +259,7 @@ def offline_rules(program: str) -> tuple[KeyRule, ...]:
         if method != "prm" and not done["pretrain_mode"]:
             template_rule(done)
         done.write_integer("run.epochs", "max_epochs")
-        done.write_number("optim.lr", "learning_rate")
+        optimizer_rule(done, "", "learning_rate")
         _batch(done, sequences_per_row=2 if method in ("dpo", "rm") else 1)
 
     return (run_rule, schedule_rule, rows_rule, rule)

@@ -10,6 +10,7 @@ from lockstep.compat.verl.verl_rules import (
     group_rule,
     keep_rule,
     lora_rule,
+    optimizer_rule,
     precision_rule,
     schedule_rule,
     trainer_rule,
@@ -54,6 +55,7 @@ def optim_rule(done: Conversion) -> None:
     done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
     done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
     done.write_number("optim.clip", f"{A}.optim.clip_grad" if done.is_set(f"{A}.optim.clip_grad") else f"{A}.grad_clip")
+    optimizer_rule(done, f"{A}.optim")
     schedule_rule(done, f"{A}.optim")
 
 
@@ -166,7 +168,9 @@ def reward_rule(done: Conversion) -> None:
         done.write("reward.function", f"{done[path]}:{done[name]}", path, name)
         group_rule(done, "reward.arguments", "custom_reward_function.reward_kwargs")
     elif not done["reward_model.enable"]:
-        done.write("reward.rules", dict(load_tables("verl")["reward_rules"]))
+        rules = dict(load_tables("verl")["reward_rules"][done.version])
+        note = "these rules give verl's scores; lockstep's own rules (gsm8k, math) also accept other notations"
+        done.write("reward.rules", rules, note=note)
     if done["reward_model.enable"]:
         if done["reward_model.model.path"] is None:
             done.refuse("reward_model.enable", "reward_model.model.path is not set", "give the reward model's path")

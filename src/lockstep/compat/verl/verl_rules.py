@@ -94,6 +94,7 @@ def lora_rule(done: Conversion, prefix: str) -> None:
     rank, alpha = (f"{prefix}.lora{'_' if plain else '.'}{name}" for name in ("rank", "alpha"))
     modules, exclude = f"{prefix}.target_modules", f"{prefix}.exclude_modules"
     adapter, dropout = f"{prefix}.lora_adapter_path", f"{prefix}.lora.dropout"
+    kind = f"{prefix}.lora.type"
     if done[adapter] is not None:
         done.write_text("model.lora.adapter", adapter)
         done.ignore("training starts from an adapter, whose config has this value", rank, alpha, modules, exclude)
@@ -110,6 +111,10 @@ def lora_rule(done: Conversion, prefix: str) -> None:
     done.write("model.lora.targets", targets if isinstance(targets, list) else str(targets), modules)
     if not plain and done[dropout]:
         done.write_number("model.lora.dropout", dropout)
+    if str(done[kind]) == "dora":
+        done.write("model.lora.dora", True, kind)
+    elif done.is_set(kind):
+        done.ignore("the layers of PEFT have separate adapters for each projection", kind)
 
 
 def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
@@ -136,6 +141,24 @@ def schedule_rule(done: Conversion, group: str) -> None:
     set_here = [key for key in ratios if done.is_set(key)]
     ratio = next(iter([*set_here, *(key for key in ratios if done[key] is not None)]), ratios[0])
     done.write("optim.warmup", done.number(ratio), ratio, note=WARMUP_NOTE if done[ratio] else "")
+
+
+# The optimizers of verl that lockstep has, by class name.
+_OPTIMIZERS = {"AdamW": "adamw", "adamw": "adamw", "_AdamW": "adamw", "AdamW8bit": "adamw8bit"}
+_OPTIMIZER_MODULES = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
+
+
+def optimizer_rule(done: Conversion, group: str) -> None:
+    """Converts the optimizer class, which verl imports from a module."""
+    name, module = f"{group}.optimizer", f"{group}.optimizer_impl"
+    keys = [key for key in (name, module) if done.is_set(key) and done[key] is not None]
+    for key, known in ((name, _OPTIMIZERS), (module, _OPTIMIZER_MODULES)):
+        if key in keys and done[key] not in known:
+            remedy = "use AdamW, or AdamW8bit of torchao.optim or bitsandbytes.optim"
+            done.refuse(key, f"lockstep does not have the optimizer {done[key]}", remedy)
+            return
+    if keys:
+        done.write("optim.name", _OPTIMIZERS[done[name] or "AdamW"], *keys)
 
 
 def sft_data_rule(done: Conversion) -> None:
@@ -178,6 +201,7 @@ def sft_model_rule(done: Conversion) -> None:
     precision_rule(done, ("model.fsdp_config.model_dtype", "engine.model_dtype"))
     done.write("optim.betas", done.numbers("optim.betas"), "optim.betas")
     done.write("optim.decay_all", True, "optim.weight_decay")
+    optimizer_rule(done, "optim")
     schedule_rule(done, "optim")
 
 

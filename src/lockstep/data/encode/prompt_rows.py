@@ -226,6 +226,17 @@ class PromptSet(LoadedRows[Prompt]):
     LIMIT: ClassVar[str] = "data.max_prompt_tokens"
 
     counts: PromptCounts = field(default_factory=PromptCounts)
+    added: int = 0
+    """The number of tokens that an environment adds to a prompt: tool schemas and messages, measured on one row."""
+
+    @property
+    def longest(self) -> int:
+        return super().longest if self.streamed else self.counts.longest + self.added
+
+    @property
+    def sentence(self) -> str:
+        more = f", and {self.added} for tools and messages of the environment" if self.added else ""
+        return super().sentence + more
 
     @property
     def data_sources(self) -> list[str]:

@@ -1,19 +1,16 @@
-"""Tools of MCP servers: `rollout.tools: ["mcp:python server.py"]`. The server is a command that uses the Model
-Context Protocol over its standard input and output. This client needs no package."""
+"""A session with an MCP server (Model Context Protocol) and its tools. `McpProcess` is a session with a command, over
+its standard input and output. This client needs no package."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shlex
-import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from lockstep.environments.tool_environment import ReportCall
 from lockstep.environments.tools import FunctionTool, ToolFailed, ToolServerLost
-from lockstep.errors import Refusal
 from lockstep.version import __version__
 
 # The protocol version of the request. The server replies with a version that it supports.
@@ -25,32 +22,34 @@ END_SECONDS = 2.0
 _NO_METHOD = -32601
 
 
-class McpSession:
-    """A server process and its tools. Calls of several trajectories may run at once."""
+class McpSession(ABC):
+    """A server and its tools. Calls of several trajectories may run at once."""
 
-    def __init__(self, process: asyncio.subprocess.Process, shown: str):
+    def __init__(self, shown: str):
         self.tools: list[FunctionTool] = []
-        self._process, self._shown, self._last = process, shown, 0
+        self._shown, self._last = shown, 0
+        self._version = ""
+        """The protocol version of the server."""
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._reader = asyncio.create_task(self._read())
 
-    @classmethod
-    async def start(cls, command: list[str], shown: str) -> McpSession:
-        pipe = asyncio.subprocess.PIPE
-        session = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=LONGEST), shown)
-        try:
-            client = {"name": "lockstep", "version": __version__}
-            await session.request("initialize", {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client})
-            await session._send({"method": "notifications/initialized"})
-            await session._list()
-        except BaseException:
-            await session.kill()
-            raise
-        return session
+    async def start(self) -> None:
+        """Opens the session and reads the list of tools."""
+        client = {"name": "lockstep", "version": __version__}
+        given = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client}
+        answer = await self.request("initialize", given)
+        self._version = str(answer.get("protocolVersion", ""))
+        await self._send({"method": "notifications/initialized"})
+        await self._list()
 
     @property
-    def alive(self) -> bool:
-        return not self._reader.done()
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    async def _send(self, message: Mapping[str, Any]) -> None: ...
 
     async def request(self, method: str, parameters: Mapping[str, Any]) -> Any:
         """Sends a request and returns its result. A cancelled request is cancelled in the server, too."""
@@ -67,21 +66,6 @@ class McpSession:
             raise
         finally:
             self._waiting.pop(number, None)
-
-    async def close(self) -> None:
-        """Closes the input of the server, so that it ends, and kills it if it does not."""
-        try:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_SECONDS)
-        finally:
-            await self.kill()
-
-    async def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
 
     async def _list(self) -> None:
         cursor: dict[str, Any] = {}
@@ -103,6 +87,70 @@ class McpSession:
         described = {"name": name, "description": listed.get("description") or "", "parameters": parameters}
         return FunctionTool(call, {"type": "function", "function": described})
 
+    def _handle(self, message: Any) -> dict[str, Any] | None:
+        """Takes a message of the server. Returns the answer to it, if it is a request."""
+        if not isinstance(message, dict):
+            return None
+        if "method" in message:
+            if "id" not in message:
+                return None
+            # The client answers pings and has no other features.
+            refused = {"error": {"code": _NO_METHOD, "message": "not supported by this client"}}
+            return {"id": message["id"], **({"result": {}} if message["method"] == "ping" else refused)}
+        answer = self._waiting.get(message.get("id", -1))
+        if answer is None or answer.done():
+            return None
+        if "error" in message:
+            why = message["error"].get("message") if isinstance(message["error"], dict) else message["error"]
+            answer.set_exception(ToolFailed(f"error: {why}"))
+        else:
+            answer.set_result(message.get("result") or {})
+        return None
+
+    def _lose(self) -> None:
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(ToolServerLost(f"the MCP server {self._shown} has ended"))
+
+
+class McpProcess(McpSession):
+    """A session with a process, whose messages are lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process, shown: str):
+        super().__init__(shown)
+        self._process = process
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def opened(cls, command: list[str], shown: str) -> McpProcess:
+        pipe = asyncio.subprocess.PIPE
+        session = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=LONGEST), shown)
+        try:
+            await session.start()
+        except BaseException:
+            await session.kill()
+            raise
+        return session
+
+    @property
+    def alive(self) -> bool:
+        return not self._reader.done()
+
+    async def close(self) -> None:
+        """Closes the input of the server, so that it ends, and kills it if it does not."""
+        try:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), END_SECONDS)
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
     async def _send(self, message: Mapping[str, Any]) -> None:
         stdin = self._process.stdin
         # A server that has ended is reported by the reader.
@@ -116,33 +164,12 @@ class McpSession:
             assert self._process.stdout is not None
             while line := await self._process.stdout.readline():
                 with suppress(ValueError):  # a line that is not JSON is output of the server's own code
-                    await self._handle(json.loads(line))
+                    if (answer := self._handle(json.loads(line))) is not None:
+                        await self._send(answer)
         except ValueError:
             await self.kill()  # a message over the limit
         finally:
             self._lose()
-
-    async def _handle(self, message: Any) -> None:
-        if not isinstance(message, dict):
-            return
-        if "method" in message:
-            if "id" in message:  # the client answers pings and has no other features
-                refused = {"error": {"code": _NO_METHOD, "message": "not supported by this client"}}
-                await self._send({"id": message["id"], **({"result": {}} if message["method"] == "ping" else refused)})
-            return
-        answer = self._waiting.get(message.get("id", -1))
-        if answer is None or answer.done():
-            return
-        if "error" in message:
-            why = message["error"].get("message") if isinstance(message["error"], dict) else message["error"]
-            answer.set_exception(ToolFailed(f"error: {why}"))
-        else:
-            answer.set_result(message.get("result") or {})
-
-    def _lose(self) -> None:
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(ToolServerLost(f"the MCP server {self._shown} has ended"))
 
 
 def _text(result: Mapping[str, Any]) -> str:
@@ -158,51 +185,3 @@ def _text(result: Mapping[str, Any]) -> str:
     if result.get("isError"):
         raise ToolFailed(text if text.lower().startswith("error") else f"error: {text}")
     return text
-
-
-class McpServer:
-    """The command of a server. `open` starts a process for each trajectory, because a server may have a state. With
-    `shared`, all trajectories of a host process use one server."""
-
-    def __init__(self, command: str, where: str, shared: bool = False):
-        try:
-            self._command = shlex.split(command)
-        except ValueError as error:
-            raise Refusal.at(where, f"the command cannot be read: {error}", "fix it", code="invalid-syntax") from error
-        if not self._command or "://" in self._command[0]:
-            remedy = "write mcp:COMMAND with the command that starts the server; a remote server needs a local bridge"
-            raise Refusal.at(where, "the tool needs a command", remedy, code="invalid-value")
-        if shutil.which(self._command[0]) is None:
-            why = f"there is no program {self._command[0]}"
-            raise Refusal.at(where, why, "install it, or give its path", code="no-such-file")
-        self._shown, self._shared = command, shared
-        self._one: McpSession | None = None
-        self._starting = asyncio.Lock() if shared else None
-
-    async def open(self, row: Mapping[str, Any], report: ReportCall) -> Any:
-        if self._starting is None:
-            return await McpSession.start(self._command, self._shown)
-        async with self._starting:
-            if self._one is None or not self._one.alive:
-                self._one = await McpSession.start(self._command, self._shown)
-        return _SharedSession(self._one.tools)
-
-
-class _SharedSession:
-    """The tools of a server that other trajectories use, too."""
-
-    def __init__(self, tools: list[FunctionTool]):
-        self.tools = tools
-
-    async def close(self) -> None:
-        """The server ends with its host process."""
-
-
-def mcp_tools(command: str, where: str) -> McpServer:
-    """Returns the tools `mcp:COMMAND`, with a server process for each trajectory."""
-    return McpServer(command, where)
-
-
-def shared_mcp_tools(command: str, where: str) -> McpServer:
-    """Returns the tools `mcp_shared:COMMAND`, with one server for all trajectories of a host process."""
-    return McpServer(command, where, shared=True)

@@ -7,17 +7,22 @@ import asyncio
 import inspect
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lockstep.environments.host_worker import LOADING, HostProcess, as_line, load_object
 from lockstep.environments.return_values import checked_result, shown
 from lockstep.functions import Unloadable, check_signature
+from lockstep.launch.containers import forget_container, note_container, remove_container
 from lockstep.launch.supervisor import worker_socket
 
 # `rollout.agent: command:PROGRAM ARGUMENTS` runs a program.
@@ -105,6 +110,9 @@ async def _run_program(words: list[str], row: Mapping[str, Any], base_url: str, 
     """Runs a program. It gets the row as JSON on its standard input, and the base URL in OPENAI_BASE_URL and in place
     of `{base_url}` among its arguments. Returns the reward on the last line of its output, if there is one."""
     environment = {**os.environ, "OPENAI_BASE_URL": base_url, "LOCKSTEP_SEED": str(seed)}
+    words, container = labelled_container(words)
+    if container:
+        note_container(container, words[0])
     process = await asyncio.create_subprocess_exec(
         *(word.replace("{base_url}", base_url) for word in words),
         stdin=asyncio.subprocess.PIPE,
@@ -112,15 +120,44 @@ async def _run_program(words: list[str], row: Mapping[str, Any], base_url: str, 
         env=environment,
         start_new_session=True,
     )
+    status = None
     try:
         given = json.dumps(dict(row), default=str, ensure_ascii=False).encode(errors="replace") + b"\n"
         output, _ = await asyncio.gather(_last_output(process), _write(process, given))
         status = await process.wait()
     finally:
+        if container:
+            _end_container(container, words[0], removed=status is not None and status >= 0)
         await _end(process)
     if status:
         raise RuntimeError(f"the program ended with exit status {status}")
     return _printed(output)
+
+
+def labelled_container(words: list[str]) -> tuple[list[str], str]:
+    """Returns the command with a label for its container, and the label. It is empty if the command is not
+    `docker run` or `podman run`."""
+    run = 1 + (words[1:2] == ["container"])
+    if Path(words[0]).name not in ("docker", "podman") or words[run : run + 1] != ["run"]:
+        return words, ""
+    label = f"agent-{secrets.token_hex(8)}"
+    return [*words[: run + 1], "--label", f"lockstep={label}", *words[run + 1 :]], label
+
+
+def _end_container(label: str, program: str, *, removed: bool) -> None:
+    """Removes the container of a program that was stopped: a container may ignore SIGTERM, and SIGKILL ends only its
+    client. The removal takes place in a thread, because the host waits only `CANCEL_SECONDS` for a cancelled agent. If
+    the host ends first, its supervisor removes the container."""
+
+    def end() -> None:
+        time.sleep(TERMINATE_SECONDS)
+        remove_container(label, program)
+        forget_container(label)
+
+    if removed:
+        forget_container(label)
+    else:
+        threading.Thread(target=end, daemon=True).start()
 
 
 async def _write(process: asyncio.subprocess.Process, given: bytes) -> None:

@@ -50,7 +50,7 @@ class AgentEngine(EnvironmentEngine):
         self.server.close()
 
     def _batch(self, requests: Sequence[Request], sampling: Sampling) -> TrajectoryBatch:
-        return _AgentBatch(self, requests, sampling)
+        return AgentBatch(self, requests, sampling)
 
 
 @dataclass(eq=False)
@@ -61,6 +61,8 @@ class AgentTrajectory(Running):
     agent: AgentSession | None = None
     asked: dict[AgentRequest, list[AgentTurn]] = field(default_factory=dict)
     """The requests without an answer, with their turns."""
+    held: list[AgentRequest] = field(default_factory=list)
+    """The requests that wait until other requests of the agent leave enough of their reserved tokens."""
     started_turns: int = 0
     answered_requests: int = 0
     contexts: dict[str, int] = field(default_factory=dict)
@@ -72,11 +74,33 @@ class AgentTrajectory(Running):
     model_seconds: float = 0.0
     waits_since: float = 0.0
 
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens the model may still generate, with the tokens that requests have reserved."""
+        sampled = sum(turn.stop - turn.start for turn in self.turns)
+        return (self.settings.trajectory_tokens or self.sampling.max_tokens) - sampled
+
+    @property
+    def reserved(self) -> int:
+        """How many tokens the requests without an answer may still get."""
+        return sum(turn.most for turns in self.asked.values() for turn in turns)
+
+    @property
+    def unanswered(self) -> list[AgentRequest]:
+        return [*self.asked, *self.held]
+
     def left(self, used: int) -> int:
         """Returns how many tokens the next turn may have in a row that has `used` tokens beyond its prompt."""
-        sampled = sum(turn.stop - turn.start for turn in self.turns)
-        most = (self.settings.trajectory_tokens or self.sampling.max_tokens) - sampled
-        return min(self.sampling.max_tokens - used, most, self.settings.turn_tokens or self.sampling.max_tokens)
+        most = self.sampling.max_tokens
+        return min(most - used, self.tokens_left, self.settings.turn_tokens or most)
+
+    def reserve(self, most: int, turns: int) -> int | None:
+        """Returns how many of `most` tokens each of these turns gets, so that all requests together stay within the
+        limit of the trajectory. None if they must wait for the tokens of other requests."""
+        free = self.tokens_left - self.reserved
+        if self.reserved and free < min(most * turns, self.tokens_left):
+            return None
+        return min(most, free // turns)
 
     def noise(self, context: Sequence[int]) -> int:
         """Returns the number of a turn for the sampling noise. The noise depends on the tokens before the turn, and not
@@ -144,7 +168,7 @@ class AgentTurn:
         )
 
 
-class _AgentBatch(TrajectoryBatch):
+class AgentBatch(TrajectoryBatch):
     """The trajectories of one call of `generate`."""
 
     engine: AgentEngine
@@ -169,7 +193,7 @@ class _AgentBatch(TrajectoryBatch):
             lambda request: inbox.put((None, HostAnswer(ASKED, {"request": request})))  # type: ignore[arg-type]
         )
         running.agent_rows = AgentRows(self.engine.chat, running.question)
-        running.counts = {"ignored_sampling": 0.0, "refused_requests": 0.0, "abandoned_turns": 0.0}
+        running.run_counts = {"ignored_sampling": 0.0, "refused_requests": 0.0, "abandoned_turns": 0.0}
         url = server.url(running.agent)
         self._call("run", running, row=row_of(running.question), base_url=url, seed=running.seed)
 
@@ -183,18 +207,31 @@ class _AgentBatch(TrajectoryBatch):
         elif request.gone:
             self._abandon(running, request)
         else:
-            try:
-                self._begin(running, request)
-            except ApiError as error:
-                running.counts["refused_requests"] += 1.0
-                request.answer(error)
+            if request.spec.ignored(self.sampling):
+                running.run_counts["ignored_sampling"] += 1.0
+            running.held.append(request)
+            self._begin_held(running)
 
-    def _begin(self, running: AgentTrajectory, request: AgentRequest) -> None:
-        """Makes the turns that a request asks for ready for the engine. Raises `ApiError` if a limit is reached."""
+    def _begin_held(self, running: AgentTrajectory) -> None:
+        """Begins the requests for which there are tokens, in the order of their arrival."""
+        for request in [request for request in running.held if request.gone]:
+            running.held.remove(request)
+            running.run_counts["abandoned_turns"] += request.spec.n
+        while running.held:
+            request = running.held[0]
+            try:
+                if not self._begin(running, request):
+                    return
+            except ApiError as error:
+                running.run_counts["refused_requests"] += 1.0
+                request.answer(error)
+            running.held.remove(request)
+
+    def _begin(self, running: AgentTrajectory, request: AgentRequest) -> bool:
+        """Makes the turns that a request asks for ready for the engine. Returns False if the request must wait for the
+        tokens of other requests. Raises `ApiError` if a limit is reached."""
         spec, rows = request.spec, running.agent_rows
         assert rows is not None
-        if spec.ignored(self.sampling):
-            running.counts["ignored_sampling"] += 1.0
         self._check_limits(running, spec)
         try:
             place = rows.find(spec)
@@ -203,8 +240,9 @@ class _AgentBatch(TrajectoryBatch):
         except Exception as error:  # a template is code of the model, and an agent may send any message
             why = f"messages: the chat template does not accept them: {type(error).__name__}: {first_line(error)}"
             raise ApiError(400, why, param="messages") from error
-        most = self._room(running, place)
-        most = min(most, spec.max_tokens or most)
+        most = self._room(running, place, spec)
+        if most is None:
+            return False
         running.limit = ""
         found = [rows.begin(place)]
         found += [rows.branch(found[0]) for _ in range(spec.n - 1)]
@@ -222,6 +260,7 @@ class _AgentBatch(TrajectoryBatch):
             self.dispatch.waits(running, True)
         running.asked[request] = turns
         self.ready += turns
+        return True
 
     def _check_limits(self, running: AgentTrajectory, spec: TurnSpec) -> None:
         settings = self.settings
@@ -234,8 +273,9 @@ class _AgentBatch(TrajectoryBatch):
             seconds = settings.trajectory_timeout
             _refuse(running, TIMEOUT, f"the trajectory has taken {seconds:g} s (rollout.trajectory_timeout)")
 
-    def _room(self, running: AgentTrajectory, place: Continuation) -> int:
-        """Returns the maximum number of tokens of a turn. Raises `ApiError` if there is none."""
+    def _room(self, running: AgentTrajectory, place: Continuation, spec: TurnSpec) -> int | None:
+        """Returns the maximum number of tokens of a turn, or None if it must wait for the tokens of other requests.
+        Raises `ApiError` if there is none."""
         length, limit = len(place.context), self.engine.prompt_limit
         start = len(place.conversation.prompt)
         if limit is not None and start > limit:
@@ -246,9 +286,10 @@ class _AgentBatch(TrajectoryBatch):
             why = f"the messages have {length} tokens, and the conversation has room for {start + most - 1}: its prompt"
             _refuse(running, CONTEXT_OVERFLOW, f"{why} of {start} tokens, and rollout.max_tokens={most}", _LENGTH)
         most = running.left(place.used)
-        if most <= 0:
+        found = running.reserve(min(most, spec.max_tokens or most), spec.n) if most > 0 else 0
+        if found == 0:
             _refuse(running, MAX_TOKENS, "the model has generated all its tokens (rollout.trajectory_tokens)")
-        return most
+        return found
 
     def _abandon(self, running: AgentTrajectory, request: AgentRequest) -> None:
         """Drops the turns of a request whose agent has disconnected. Turns that the engine generates end first."""
@@ -257,12 +298,13 @@ class _AgentBatch(TrajectoryBatch):
             self.ready.remove(turn)
             turns.remove(turn)
             self._drop(turn)
+        self._begin_held(running)
         self._close_request(running, request)
 
     def _drop(self, turn: AgentTurn) -> None:
         """Removes a turn that nobody has seen. It is not trained."""
         assert turn.running.agent_rows is not None
-        turn.running.counts["abandoned_turns"] += 1.0
+        turn.running.run_counts["abandoned_turns"] += 1.0
         turn.running.agent_rows.drop(turn.row)
 
     # Turns of the model.
@@ -287,6 +329,7 @@ class _AgentBatch(TrajectoryBatch):
         else:
             self._answer(running, request, turns)
         del running.asked[request]
+        self._begin_held(running)
         if not running.asked:
             running.model_seconds += time.monotonic() - running.waits_since
             self.dispatch.waits(running, False)
@@ -377,7 +420,7 @@ class _AgentBatch(TrajectoryBatch):
         assert isinstance(running, AgentTrajectory)
         assert running.agent is not None
         self.engine.server.end(running.agent)
-        for request in list(running.asked):
+        for request in running.unanswered:
             request.answer(ApiError(404, "the trajectory has ended", code="trajectory_ended"))
         self.ready = [turn for turn in self.ready if turn.running is not running]
         for row in _rows(running):
@@ -392,7 +435,7 @@ class _AgentBatch(TrajectoryBatch):
         for running in self.active:
             if running.agent is not None:
                 self.engine.server.end(running.agent)
-            for request in running.asked:
+            for request in running.unanswered:
                 request.answer(ApiError(503, "the run has ended", code="run_ended"))
 
 

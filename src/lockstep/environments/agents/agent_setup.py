@@ -11,8 +11,12 @@ from lockstep.environments.agents.agent_server import AgentServer
 from lockstep.environments.conversation import ChatFormat, probe_template
 from lockstep.environments.host import EnvironmentHosts, HostSetup
 from lockstep.environments.parsers import format_named
-from lockstep.environments.running import TurnEngine
-from lockstep.environments.setup import refuse_no_template
+from lockstep.environments.setup import (
+    EnvironmentTrial,
+    TrajectoryEngineSetup,
+    named_arguments,
+    refuse_no_template,
+)
 from lockstep.errors import with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.types import AGENT, Prompt
@@ -26,43 +30,31 @@ _SERVE = "lockstep.environments.agents.agent_host:serve"
 def agent_setup(settings: EnvironmentSettings, output: Path | None = None) -> HostSetup:
     """Returns what the host processes run: the agent of the recipe."""
     agent = settings.agent or ""
-    named = {
-        name: with_secrets(value, f"rollout.environment_args.{name}") if isinstance(value, str) else value
-        for name, value in settings.environment_args.items()
-    }
     if agent.startswith(COMMAND):
         agent = with_secrets(agent, AGENT)
-    arguments = {"named": named, "host": settings.agent_host}
+    arguments = {"named": named_arguments(settings), "host": settings.agent_host}
     workers, threads = settings.environment_workers, settings.max_concurrent
     return HostSetup(agent, arguments, AGENT, settings.agent or "", workers, threads, output, serve=_SERVE)
 
 
-def open_agents(
-    inner: TurnEngine,
-    settings: EnvironmentSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: frozenset[int],
-    vocabulary: int,
-    prompt_limit: int | None = None,
-    output: Path | None = None,
-) -> AgentEngine:
+def open_agents(setup: TrajectoryEngineSetup) -> AgentEngine:
     """Starts the server and the host processes, and returns the engine. Raises `Refusal` if that is not possible."""
-    chat = ChatFormat(tokenizer, end_ids, settings.history)
+    settings, chat = setup.settings, setup.chat
     server = AgentServer(settings.agent_host, "rollout.agent_host")
     try:
-        hosts = EnvironmentHosts(agent_setup(settings, output))
+        hosts = EnvironmentHosts(agent_setup(settings, setup.output))
     except BaseException:
         server.close()
         raise
-    engine = AgentEngine(inner, hosts, settings, chat, vocabulary, prompt_limit)
+    engine = AgentEngine(setup.inner, hosts, settings, chat, setup.vocabulary, setup.prompt_limit)
     engine.server = server
     return engine
 
 
 def try_agent(
     settings: EnvironmentSettings, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_limit: int, seed: int
-) -> str:
-    """Loads the agent and starts its server. Returns a summary line. Raises `Refusal` if the agent cannot be used."""
+) -> EnvironmentTrial:
+    """Loads the agent and starts its server. Raises `Refusal` if the agent cannot be used."""
     setup = agent_setup(settings)
     if settings.parser != "auto":
         format_named(settings.parser, "rollout.parser")
@@ -73,4 +65,4 @@ def try_agent(
     report = probe_template(chat, prompt.question.template_arguments, tools=False)
     tools = probe_template(chat, prompt.question.template_arguments, tools=True)
     without = "; the chat template has no tools" if tools.refuses else ""
-    return f"{setup.where}: loaded; {report.sentence(settings.history)}{without}"
+    return EnvironmentTrial(f"{setup.where}: loaded; {report.sentence(settings.history)}{without}")

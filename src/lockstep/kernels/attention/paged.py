@@ -72,8 +72,8 @@ def paged_attention(
     planes = step.cache.layout.calls[call]
     writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
     if step.cache.fp8:
-        rows = query_THD, key_TGD, value_TGD
-        return _fp8_attention(*rows, step, call, writes, scale, window, softcap, sinks_H, chunk)
+        how = scale, window, softcap, sinks_H, chunk
+        return _fp8_attention(query_THD, key_TGD, value_TGD, step, call, writes, *how)
     keys, values = step.cache.layer(call)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H, chunk)
     fused = writes[0] and (writes[1] or planes.latent is not None)

@@ -146,11 +146,13 @@ def double_quantized(q: Quantized, offset: Tensor | None = None) -> Quantized:
     assert q.scales is not None
     flat = q.scales.flatten(-2)
     offset = _mean(flat) if offset is None else offset
+    if not bool(torch.isfinite(offset).all()):
+        raise ValueError("the sum of the largest values of the blocks overflows fp32")
     centred = functional.pad(flat - offset[..., None], (0, -flat.shape[-1] % SCALE_GROUP))
     groups = centred.unflatten(-1, (-1, SCALE_GROUP))
     largest = groups.abs().amax(-1)
     codes = torch.bucketize(_normalized(groups, largest), _bounds(dynamic_table(flat.device))).to(torch.uint8)
-    codes = codes.flatten(-2)[..., : flat.shape[-1]].reshape(q.scales.shape)
+    codes = codes.flatten(-2)[..., : flat.shape[-1]].reshape(q.scales.shape).contiguous()
     return replace(q, scales=None, scale_codes=codes, scale_scales=largest, scale_offset=offset)
 
 

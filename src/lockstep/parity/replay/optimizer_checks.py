@@ -24,6 +24,7 @@ from lockstep.parity.replay.tolerances import (
     overall_slope,
     slope_excess,
 )
+from lockstep.recipe.keys_optim import Optim
 from lockstep.tape.digest import BLOCKS, SKETCH, distance, distances, norm, relative
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
 from lockstep.tape.tape_recorder import sampled
@@ -138,7 +139,7 @@ def check_formula(
 ) -> Iterator[Check]:
     if not below(record.tensors, f"{learner}/0/sample/"):
         return
-    shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
+    shapes, optim = manifest["parameters"][learner], _settings(manifest, learner)
     no_decay = manifest.get("spared", {}).get(learner, ())
     found = formula_error(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer, no_decay)
     where = f"{found.parameter}: expected {found.expected:.9g} by the formula, found {found.actual:.9g}"
@@ -171,7 +172,8 @@ def formula_error(
         kept = _kept(samples, name)
         if "after" not in kept or "gradient" not in kept:
             continue
-        expected = _adamw(kept, lr, grad_norm, optim, decay_of(name, shapes[name], optim, no_decay))
+        rate, decay = lr * rate_ratio_of(name, optim), decay_of(name, shapes[name], optim, no_decay)
+        expected = _adamw(kept, rate, grad_norm, optim, decay)
         movement = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
         errors = difference.clamp(min=0) / movement.clamp(min=1e-3 * float(movement.max()) + 1e-30)
@@ -190,11 +192,28 @@ def _kept(samples: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Ten
     return {key: samples[f"{name}/{key}"].double() for key in SAMPLED_KEYS if f"{name}/{key}" in samples}
 
 
+def _settings(manifest: Mapping[str, Any], learner: str) -> dict[str, Any]:
+    """Returns the recipe's `optim` keys. The critic has no parameter groups."""
+    optim: dict[str, Any] = manifest["recipe"]["optim"]
+    return {**optim, "groups": []} if learner == "critic" else optim
+
+
 def decay_of(name: str, shape: Sequence[int], optim: Mapping[str, Any], no_decay: Collection[str]) -> float:
     """Returns the weight decay of a parameter. By default biases and norms have none."""
     matrix = len(shape) >= 2 and name not in no_decay
     decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
+    if optim.get("groups"):
+        group = Optim(groups=optim["groups"]).group_of(name)
+        decay = decay if group is None or group.weight_decay is None else group.weight_decay
     return float(optim.get("decays", {}).get(name, decay))  # from another framework's parameter groups
+
+
+def rate_ratio_of(name: str, optim: Mapping[str, Any]) -> float:
+    """Returns the learning rate of a parameter, divided by that of parameters without a group."""
+    if not optim.get("groups"):
+        return 1.0
+    settings = Optim(lr=optim["lr"], groups=optim["groups"])
+    return settings.rate_ratio(settings.group_of(name))
 
 
 def _adamw(
@@ -293,7 +312,7 @@ def _explained(
 ) -> dict[str, Explained]:
     """Estimates from the sampled weights how the gradients of the two runs let their steps differ. Everything else is
     that of the recorded run, so that wrong moments or settings explain nothing."""
-    shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
+    shapes, optim = manifest["parameters"][learner], _settings(manifest, learner)
     no_decay = manifest.get("spared", {}).get(learner, ())
     ours, theirs = (below(record.tensors, f"{learner}/0/sample/") for record in (one, other))
     norms = [update["grad_norm"] for update in info]
@@ -302,9 +321,9 @@ def _explained(
         kept, gradient = _kept(ours, name), theirs.get(f"{name}/gradient")
         if gradient is None or not kept.keys() >= {"gradient", "before", "count"}:
             continue
-        decay = decay_of(name, shape, optim, no_decay)
+        decay, rate = decay_of(name, shape, optim, no_decay), info[0]["lr"] * rate_ratio_of(name, optim)
         recorded, replayed = (
-            _adamw(side, info[0]["lr"], size, optim, decay) - kept["before"]
+            _adamw(side, rate, size, optim, decay) - kept["before"]
             for side, size in zip((kept, {**kept, "gradient": gradient.double()}), norms, strict=True)
         )
         found[name] = _step_difference(recorded, replayed, math.prod(shape))

@@ -16,7 +16,7 @@ from lockstep.kernels.attention.kv_cache import KVCache, token_bytes
 from lockstep.kernels.decode.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
 from lockstep.kernels.quantized.projections import projections
-from lockstep.kernels.quantized.view import QuantizedView
+from lockstep.kernels.quantized.quantized_view import QuantizedView
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy

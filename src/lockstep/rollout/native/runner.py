@@ -20,7 +20,7 @@ from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
-from lockstep.kernels.quantized.view import QuantizedView
+from lockstep.kernels.quantized.quantized_view import QuantizedView
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.cached_spans import CachedSpan, SequenceState

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal, with_secrets
+from lockstep.model.adapters.peft_folder import refuse_unserved, served_rank
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
@@ -40,7 +41,8 @@ class ServerManager:
         self.device = device
         self.world = place.world
         self.dtype: torch.dtype = next(policy.parameters()).dtype
-        self.lora_rank = _lora_rank(policy)
+        refuse_unserved(policy.model, server_adapter.name)
+        self.lora_rank = served_rank(policy.model)
         self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive, settings.precision)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
@@ -247,8 +249,3 @@ def named_servers(settings: RolloutSettings) -> list[str] | None:
             "rollout.url", "the list is empty", "write http://host:port, or remove rollout.url", code="empty-value"
         )
     return addresses
-
-
-def _lora_rank(policy: Policy) -> int | None:
-    configs = getattr(policy.model, "peft_config", None)
-    return None if configs is None else max(int(config.r) for config in configs.values())

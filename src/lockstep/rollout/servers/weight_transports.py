@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal, unwritten
+from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.servers.adapter import Announced, GroupMeeting, Placed, PushedWeights, ServerAdapter, ServerFailed
@@ -79,7 +80,7 @@ def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dty
 def write_adapter(folder: Path, model: Any) -> None:
     """Writes the LoRA adapter as a PEFT folder."""
     try:
-        model.save_pretrained(folder, safe_serialization=True)
+        save_adapter(model, folder, plain=True)
     except OSError as error:
         raise unwritten(folder, error, f"name another {FOLDER_KEY}") from error
 

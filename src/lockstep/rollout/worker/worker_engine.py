@@ -166,7 +166,7 @@ class WorkerEngine:
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the full trained weights one at a time. Sharded weights are gathered one by one to save memory."""
         reshard(self.policy)
-        for name, parameter in self.policy.trainable():
+        for name, parameter in self.policy.kept():
             yield name, whole_on(parameter.detach(), self.device)
 
     # -- connection
@@ -291,7 +291,7 @@ def _channel(
 ) -> tuple[WeightMemory | WeightGroup, Sequence[Place] | Meeting, list[int]]:
     """Returns the weight transport, its description for the worker, and the file descriptors to pass to the worker."""
     if collective is None:
-        memory = WeightMemory.of(policy.trainable())
+        memory = WeightMemory.of(policy.kept())
         return memory, memory.places, [memory.file]
     group = WeightGroup.opened(collective, SILENT_SECONDS)
     return group, Meeting(group.port, collective, SILENT_SECONDS), []

@@ -130,7 +130,7 @@ class _Worker:
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, HandOver):
-            self.channel.read_into(self.policy.trainable())
+            self.channel.read_into(self.policy.kept())
             self.version = message.version
             self._send(Probed(message.version, probe(self.policy, self.device).tolist()))
             if message.ask is not None:

@@ -1,0 +1,76 @@
+"""Triton kernels of quantised weights against plain torch: by the interpreter on the host, or on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.kernels.quantized import formats
+from lockstep.kernels.quantized.formats import FORMATS, Quantized, narrow, quantize
+from triton_checks import agree
+
+
+def weights(device: str) -> list[Quantized]:
+    torch.manual_seed(0)
+    made: list[Quantized] = []
+    for format in FORMATS:
+        for double in (True, False) if format == "nf4" else (False,):
+            plain = quantize(torch.randn(17, 1280) * 0.05, format, double)
+            short = quantize(torch.randn(3, 77), format, double)
+            stack = quantize(torch.randn(2, 4, 4160), format, double)
+            cut = narrow(narrow(plain, -2, 12, 4), -1, 128, 256)
+            made += [plain, short, stack, narrow(stack, -3, 1, 1)]
+            made.append(cut.with_tensors({name: one.contiguous() for name, one in cut.tensors().items()}))
+    blocks = quantize(torch.randn(5, 256), "fp8")
+    made.append(Quantized("fp8", blocks.codes, torch.rand(5, 2), (5, 256), block=128))
+    return [one.to(device) for one in made]
+
+
+def dtypes(device: str) -> tuple[torch.dtype, ...]:
+    """The interpreter cuts off digits of bf16 where devices round, and multiplies bf16 as integers."""
+    return (torch.float32, torch.float16) if device == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dequantizing(device: str) -> None:
+    from lockstep.kernels.quantized import product_triton
+
+    for index, q in enumerate(weights(device)):
+        for dtype in dtypes(device)[: 1 if index % 5 else None]:
+            assert product_triton.dequantize_fits(q)
+            found, wanted = product_triton.dequantize(q, dtype), formats.dequantize(q, dtype)
+            assert found.shape == wanted.shape
+            assert torch.equal(found, wanted)
+
+
+def products_with_few_rows(device: str) -> None:
+    from lockstep.kernels.quantized import product_triton
+
+    for index, q in enumerate(weights(device)):
+        if len(q.shape) != 2:
+            continue
+        for dtype in dtypes(device)[: 1 if index % 5 else None]:
+            weight = formats.dequantize(q, dtype)
+            for rows in (1, 17):
+                x = torch.randn(rows, 2, q.shape[-1]).to(device, dtype)[:, 1]
+                assert product_triton.product_fits(x, q)
+                found = product_triton.product(x, q)
+                wanted = torch.nn.functional.linear(x.float(), weight.float())
+                share = 5e-6 if dtype is torch.float32 else 1e-3 if dtype is torch.float16 else 1e-2
+                assert found.dtype == dtype
+                agree(found.float(), wanted, share)
+
+
+def rows_of_any_batch(device: str) -> None:
+    """A row has the same bits alone and among others."""
+    from lockstep.kernels.quantized import product_triton
+
+    torch.manual_seed(1)
+    q = quantize(torch.randn(40, 960), "nf4").to(device)
+    x = torch.randn(9, 960).to(device)
+    assert torch.equal(product_triton.product(x, q)[4:5], product_triton.product(x[4:5], q))
+
+
+CHECKS = {
+    "dequantizing": dequantizing,
+    "products_with_few_rows": products_with_few_rows,
+    "rows_of_any_batch": rows_of_any_batch,
+}
