@@ -104,22 +104,32 @@ def plan(
         str | None,
         typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices each, without access to them."),
     ] = None,
+    fit: Annotated[str | None, typer.Option(metavar="DEVICE", help="List the settings that fit on one DEVICE.")] = None,
     response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --cluster: mean response length [rollout.max_tokens].")
+        int | None, typer.Option(min=1, help="With --cluster or --fit: mean response length [rollout.max_tokens].")
     ] = None,
 ) -> None:
     """Show batches and memory of RECIPE without loading the model; fail if they do not fit.
 
     With --cluster, also show the step time if the device is known. Examples: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    With --fit, show settings as key=value arguments. Examples: rtx4090, "24 GB", h200:80 (80 GB of an H200).
     """
-    if cluster is None and response_tokens is not None:
-        raise typer.BadParameter("needs --cluster", param_hint="--response-tokens")
+    if cluster is None and fit is None and response_tokens is not None:
+        raise typer.BadParameter("needs --cluster or --fit", param_hint="--response-tokens")
     if cluster is not None and devices is not None:
         raise typer.BadParameter("cannot be combined with --devices", param_hint="--cluster")
+    if fit is not None and (devices is not None or cluster is not None):
+        raise typer.BadParameter("cannot be combined with --devices or --cluster", param_hint="--fit")
 
     from lockstep.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])
+
+    if fit is not None:
+        from lockstep.commands.fit import show_fit
+
+        show_fit(checked, fit, response_tokens, lambda words: load_recipe(recipe, [*(overrides or []), *words]))
+        return
 
     if cluster is not None:
         from lockstep.commands.plan import show_cluster_plan
@@ -355,18 +365,14 @@ def export(
 
 @app.command()
 def dequantize(
-    folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="A model folder (or a hub model) with quantised weights.")
-    ],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder or hub model with quantised weights.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     dtype: Annotated[str, typer.Option(help="Type of the written weights: bf16, fp16 or fp32.")] = "bf16",
 ) -> None:
     """Write a folder with quantised weights (GPTQ, AWQ, fp8, MXFP4, ...) as a folder with bf16 weights."""
-    from lockstep.commands.dequantize import dequantize_folder
-    from lockstep.model.resolve import model_folder
+    from lockstep.commands.dequantize import dequantize_named
 
-    done = dequantize_folder(Path(model_folder(folder, "FOLDER")), out, dtype)
-    write(f"dequantised {folder} to {out}: {done.sentence}")
+    write(dequantize_named(folder, out, dtype))
 
 
 @app.command()

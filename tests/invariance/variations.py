@@ -112,6 +112,15 @@ def _tensor(*words: str) -> Keys:
     return keys
 
 
+def _tiles(*words: str) -> Keys:
+    def keys(recipe: Recipe, drawn: Drawn) -> list[str] | None:
+        if drawn.family == "qwen3_moe":
+            return None  # refused: experts are not tiled
+        return ["model.tiled_mlp=7", *words]
+
+    return keys
+
+
 def _context(layout: str, *words: str) -> Keys:
     def keys(recipe: Recipe, drawn: Drawn) -> list[str] | None:
         if recipe.model.aux_loss_coef or (drawn.family == "mistral" and layout == "zigzag"):
@@ -138,6 +147,7 @@ VARIATIONS = {
             always("model.activation_offload=true"),
             settings={"lockstep.parallel.offload.LEAST": 1},
         ),
+        Variation("tiled", "rounding", _tiles("model.gradient_checkpointing=true")),
         Variation("optimizer-host", "bits", _offload("optimizer")),
         Variation("frozen-host", "bits", _frozen_offload),
         Variation("resumed", "bits", always(), resumes=True),
@@ -161,6 +171,8 @@ VARIATIONS = {
         Variation("weights-host-2", "rounding", _offload("params"), processes=2),
         Variation("host-2", "rounding", _everything_on_host, processes=2),
         Variation("tensor-2", "rounding", _tensor(), processes=2),
+        Variation("tiled-2", "rounding", _tiles(), processes=2),
+        Variation("tiled-tensor-2", "rounding", _tiles("parallel.tensor_parallel=2"), processes=2),
         Variation("ring-2", "rounding", _context("zigzag", *PACKED), processes=2),
         Variation("gather-2", "rounding", _context("gather"), processes=2),
         Variation("ulysses-2", "rounding", _context("ulysses", "batch.micro_batch_size=3"), processes=2),

@@ -22,7 +22,7 @@ from lockstep.model.load_folder import load_base
 from lockstep.model.lora import with_adapter
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.policy import Policy
-from lockstep.model.quantize import CodedWeight, dequantize_layers, quantize_loaded
+from lockstep.model.quantized.quantize import CodedWeight, dequantize_layers, quantize_loaded
 from lockstep.recipe.schema import Lora, Model
 from refusals import refuses
 from tiny_sizes import TINY

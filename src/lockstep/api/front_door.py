@@ -51,6 +51,7 @@ def load(
     batch_tokens: int = 4096,
     gradient_checkpointing: bool = False,
     activation_offload: bool = False,
+    tiled_mlp: int | None = None,
     seed: int = 0,
 ) -> Handle:
     """Loads the model of a Hugging Face folder (or of a run folder) and returns a handle on it.
@@ -61,7 +62,8 @@ def load(
     `template` has the values of the recipe key `data.template`: `auto` turns a text into a user message if the
     tokenizer has a chat template; other values are `none`, `chatml`, `llama3`, `qwen` and the path of a `.jinja` file.
     `batch_tokens` limits the tokens of a micro-batch. Gradients do not depend on `batch_tokens`,
-    `gradient_checkpointing` (recomputes activations) and `activation_offload` (keeps activations in host memory).
+    `gradient_checkpointing` (recomputes activations), `activation_offload` (keeps activations in host memory) and
+    `tiled_mlp` (computes the MLPs for so many tokens at a time).
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal.at(
@@ -81,6 +83,7 @@ def load(
         lora=adapter,
         gradient_checkpointing=gradient_checkpointing,
         activation_offload=activation_offload,
+        tiled_mlp=tiled_mlp,
     )
     data = checked(Data, train=["-"], template=str(template))
     tokenizer, config = with_template(load_tokenizer(folder), data), load_config(folder)

@@ -15,7 +15,7 @@ from lockstep.run.files import written_aside
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.model.quantized_folder import QuantizedTensors
+    from lockstep.model.quantized.quantized_folder import QuantizedTensors
 
 # A file is assembled in memory before it is written.
 FILE_BYTES = 2**31
@@ -39,6 +39,14 @@ class DequantizedFolder:
     def sentence(self) -> str:
         text = f"{self.weights:,} weights ({self.method}), {self.size / 1e9:,.2f} GB"
         return f"{text}; left out {self.dropped:,} scales of activations" if self.dropped else text
+
+
+def dequantize_named(name: str, out: Path, dtype: str) -> str:
+    """Dequantises a folder or a hub model, and returns a sentence about the result."""
+    from lockstep.model.resolve import model_folder
+
+    done = dequantize_folder(Path(model_folder(name, "FOLDER")), out, dtype)
+    return f"dequantised {name} to {out}: {done.sentence}"
 
 
 def dequantize_folder(source: Path, out: Path, dtype: str = "bf16") -> DequantizedFolder:
@@ -71,7 +79,7 @@ def opened(source: Path, where: str) -> tuple[QuantizedTensors, str]:
     from safetensors import SafetensorError
 
     from lockstep.model.pretrained import refuse_damaged_settings, refuse_no_weights
-    from lockstep.model.quantized_folder import QuantizedTensors, quantization_of
+    from lockstep.model.quantized.quantized_folder import QuantizedTensors, quantization_of
     from lockstep.model.streamed import weight_files
 
     if not (source / "config.json").is_file():
@@ -154,7 +162,7 @@ def _copy_settings(source: Path, folder: Path, dtype: str) -> None:
 
 def _unquantised(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The config without quantization, also in nested configs such as `text_config`."""
-    from lockstep.model.quantized_folder import KEYS
+    from lockstep.model.quantized.quantized_folder import KEYS
 
     kept = {key: value for key, value in config.items() if key not in KEYS}
     for key in ("dtype", "torch_dtype"):

@@ -127,27 +127,11 @@ def _flag_value(words: Sequence[str], flag: str) -> str | None:
 
 def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:
     """`lockstep plan --cluster`: prints memory, time and traffic, then fails if the run does not fit."""
-    _refuse_streamed(recipe)
     cluster = cluster_named(text)
-    online = recipe.method in ONLINE
-    _refuse_response_tokens(recipe, response_tokens, online)
-    refuse_uncounted(recipe.parallel)
-    _refuse_other_count(recipe, cluster)
+    refuse_other_count(recipe, cluster)
     console = Console.open()
-    # Rows and prompts are read on this machine; the speeds of the cluster's devices come from a table.
-    prepared: Prepared | PreparedOnline
-    if online:
-        refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
-        prepared = prepare_online(recipe, Cpu(), cluster.devices, console, plans=True, local=False)
-    else:
-        prepared = prepare_offline(recipe, Cpu(), cluster.devices, console, plans=True, local=False)
-    steps: StepSource
-    if isinstance(prepared, PreparedOnline):
-        steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
-    else:
-        steps = OfflineSteps(prepared)
-    outlook = Outlook.of(recipe, prepared.config, steps)
-    counted = outlook.models.counted
+    prepared, outlook = open_outlook(recipe, cluster, response_tokens, console)
+    steps, counted = outlook.steps, outlook.models.counted
     console.banner(
         f"plan of {recipe.run.name} on {cluster}",
         [
@@ -168,6 +152,29 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     if outlook.over(cluster):
         refuse_over(outlook, cluster, _proposal(outlook, cluster))
     console.say(f"fits: {cluster.chip.name} has {cluster.memory / 2**30:.1f} GiB")
+
+
+def open_outlook(
+    recipe: Recipe, cluster: TargetCluster, response_tokens: int | None, console: Console
+) -> tuple[Prepared | PreparedOnline, Outlook]:
+    """Checks a recipe for devices that need not be present, and returns what its predictions need. Rows and prompts are
+    read on this machine; the speeds of the devices come from a table."""
+    _refuse_streamed(recipe)
+    online = recipe.method in ONLINE
+    _refuse_response_tokens(recipe, response_tokens, online)
+    refuse_uncounted(recipe.parallel)
+    prepared: Prepared | PreparedOnline
+    if online:
+        refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
+        prepared = prepare_online(recipe, Cpu(), cluster.devices, console, plans=True, local=False)
+    else:
+        prepared = prepare_offline(recipe, Cpu(), cluster.devices, console, plans=True, local=False)
+    steps: StepSource
+    if isinstance(prepared, PreparedOnline):
+        steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
+    else:
+        steps = OfflineSteps(prepared)
+    return prepared, Outlook.of(recipe, prepared.config, steps)
 
 
 def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:
@@ -256,7 +263,7 @@ def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
     return f"the run fits with {found}" if found.cluster == cluster else f"the run fits on {found.cluster} with {found}"
 
 
-def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
+def refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
     """Refuses a plan if `parallel.devices` does not match the cluster."""
     devices = recipe.parallel.devices
     if devices is not None and devices != cluster.devices:

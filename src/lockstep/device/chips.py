@@ -173,6 +173,22 @@ CHIPS = {
             most_devices=8,
             most_nodes=2000,
         ),
+        # GeForce RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s dense in bfloat16 with fp32 sums, 82.6 TFLOP/s in fp32
+        # (NVIDIA Ada GPU architecture whitepaper, appendix A), PCIe 4 x16 without NVLink. The memory is 24 * 10^9
+        # bytes, which leaves the rest of 24 GiB to the driver and the context. Several nodes are not planned.
+        ChipFacts(
+            "rtx4090",
+            "cuda",
+            memory=24 * _GB,
+            half=165.2e12,
+            single=82.6e12,
+            bandwidth=1.008e12,
+            inside=32 * _GB,
+            between=32 * _GB,
+            host=32 * _GB,
+            most_devices=8,
+            most_nodes=1,
+        ),
         # Ascend 910B3, the slowest 910B with 64 GB. The FLOP/s are from `device/npu.py`. The memory speed is 1.6 TB/s.
         # Each device has 7 HCCS links of 28 GB/s per direction to the 7 other devices of its node
         # (https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/), and 200 Gbit/s RoCE. The link to the host has 17

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from lockstep.kernels.mixers import (
     recurrent_modules,
 )
 from lockstep.kernels.rotary import own_positions, sequences
+from lockstep.kernels.tiled_mlp import tile_mlps, untiled
 from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.model.text_model import text_config
 from lockstep.parallel.offload import ActivationOffload
@@ -147,6 +149,15 @@ class Decoder:
             )
         self._activations = ActivationOffload(self.layers, device)
 
+    def untiled(self) -> str | None:
+        """Returns why the MLPs cannot be tiled, or None if they can."""
+        return untiled(self.layers)
+
+    def tile_mlps(self, tokens: int) -> None:
+        """Makes the MLPs of the layers compute `tokens` tokens at a time."""
+        refuse_untiled(self.layers, type(self.model).__name__)
+        tile_mlps(self.layers, tokens)
+
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""
         assert self.attentions or self.mixers
@@ -221,6 +232,18 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the decoder layers (`_no_split_modules` of transformers), which are sharded one by one."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def refuse_untiled(layers: Sequence[nn.Module], name: str) -> None:
+    """Refuses `model.tiled_mlp` for a model whose layers have experts or no MLP."""
+    why = untiled(layers)
+    if why is not None:
+        raise Refusal.at(
+            "model.tiled_mlp",
+            f"{name} cannot be tiled: {why}",
+            "remove it, and save memory with model.gradient_checkpointing or model.activation_offload",
+            code="unsupported-model",
+        )
 
 
 def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:

@@ -21,7 +21,7 @@ from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.model.check import RUN_ERRORS, packed_row, plain_logprobs, reference_logprobs, tokens
 from lockstep.model.decoder import own_attention
 from lockstep.model.heads import ValueModel
-from lockstep.model.load_folder import load_base
+from lockstep.model.load_folder import has_codes, load_base
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
 from lockstep.model.text_model import FullModel, LanguageModel, text_config, writable_text_config
@@ -110,7 +110,7 @@ def verify_export(
             "`lockstep export` on a larger machine verifies it"
         )
     model = _loaded(folder, kind, dtype, where, base)
-    quantized = None if base is None else base.settings.quantize
+    quantized = base is not None and has_codes(base.settings, base.folder)
     try:
         found = _outputs(model, probe["rows"], kind)
         # During the conversion to fp32 a parameter exists in both dtypes (2 and 4 bytes per value), so three times the
@@ -119,7 +119,8 @@ def verify_export(
         exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
         return _unverified(f"transformers cannot run it on this host: {first_line(error)}")
-    loaded = f"on the {quantized} weights of its base" if quantized else "loaded by plain transformers"
+    method = "quantised" if base is None else base.settings.quantize or "quantised"
+    loaded = f"on the {method} weights of its base" if quantized else "loaded by plain transformers"
     return _verdict(found, exact, wanted, kind, dtype, where, f"{loaded} %s gives", len(probe["rows"]))
 
 
@@ -168,7 +169,7 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: Adapt
     from transformers import AutoModelForSequenceClassification
 
     auto = FullModel if kind == "policy" else AutoModelForSequenceClassification
-    if base is not None and base.settings.quantize:
+    if base is not None and has_codes(base.settings, base.folder):
         # The adapter was trained on quantised weights, so it is tested on these.
         _, model, info = load_base(LanguageModel, base.folder, base.settings, where, torch.device("cpu"), None)
         model.set_attn_implementation(own_attention(model))

@@ -20,9 +20,8 @@ from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.check import tokens
 from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
-from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
+from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, has_codes, stream_transformers
 from lockstep.model.lora import CONFIG, WEIGHTS, NewAdapter, with_adapter
-from lockstep.model.merged_weights import dequantized_base, merged_weights
 from lockstep.model.pretrained import (
     has_tokenizer,
     pretrained,
@@ -32,7 +31,9 @@ from lockstep.model.pretrained import (
     tokenizer_of,
     whole_model,
 )
-from lockstep.model.quantize import dequantize_layers
+from lockstep.model.quantized.merged_weights import dequantized_base, merged_weights
+from lockstep.model.quantized.quantize import dequantize_layers
+from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.tower import add_towers
@@ -215,7 +216,7 @@ def _write_in_memory(
     source = stream_transformers(LanguageModel, folders.model, settings.dtype, settings.path) if adapter else None
     if source is not None:
         base = source.model  # the files of an adapter need no weights of the base model
-    elif settings.quantize:
+    elif has_codes(settings, folders.model):
         base = dequantized_base(settings, folders, dtype)
     else:
         base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
@@ -400,6 +401,8 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
 
     config = pretrained(AutoConfig, base, where, "the config of its base")
     stored: Any = config.dtype or text_config(config).dtype or torch.float32
+    if readable_quantization(Path(base)) is not None:
+        raise needs_dequantizing(base, f"{where}: its base {base}", "an adapter is merged into plain weights")
     model = whole_model(LanguageModel, base, where, "its base", dtype=torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():

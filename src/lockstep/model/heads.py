@@ -136,6 +136,8 @@ def build_value_model(
     except RuntimeError as error:
         refuse_trouble(error, device)
         raise
+    if settings.tiled_mlp is not None:
+        value_model.runner.tile_mlps(settings.tiled_mlp)
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activation_offload:

@@ -86,6 +86,8 @@ def load_policy(
         refuse_trouble(error, device)
         raise unsupported(settings.path, type(model).__name__, first_line(error)) from error
     check_policy(policy, settings.path, device)
+    if settings.tiled_mlp is not None and not (frozen and policy.decoder.untiled()):
+        policy.decoder.tile_mlps(settings.tiled_mlp)
     if settings.matmul is not None and not frozen:
         _train_in_fp8(policy)
     if settings.gradient_checkpointing:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.lora import NewAdapter
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
-from lockstep.model.quantize import quantize_loaded
+from lockstep.model.quantized.quantize import quantize_loaded
+from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import InFiles, Streamed, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.text_model import no_language_model
@@ -51,6 +53,8 @@ def config_of(folder: str, name: str | None = None) -> Any:
 
     where = f"model.path {name or folder}"
     config = pretrained(AutoConfig, folder, where, "its config.json")
+    if readable_quantization(Path(folder)) is not None:
+        del config.quantization_config  # lockstep reads the weights itself, without transformers' layers
     if reason := no_language_model(config):
         raise Refusal.at(where, reason, "use a model that docs/models.md lists as supported", code="unsupported-model")
     return config
@@ -80,6 +84,12 @@ def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = N
     )
 
 
+def has_codes(settings: Model, folder: str) -> bool:
+    """Returns whether the model is quantised by the recipe, or stored quantised in its folder. Such a model is read
+    tensor by tensor, and not by transformers."""
+    return settings.quantize is not None or readable_quantization(Path(folder)) is not None
+
+
 def load_base(
     kind: Any, folder: str, settings: Model, name: str | None, device: torch.device, sharding: Sharding | None
 ) -> tuple[Streamed | None, Any, dict[str, Any]]:
@@ -87,13 +97,17 @@ def load_base(
     returned, the model has no weights yet. A quantised model is streamed for one device too, so that its original
     weights are never in memory together."""
     quantized, dtype = settings.quantize is not None, settings.dtype
-    source = stream_transformers(kind, folder, dtype, name) if sharding is not None or quantized else None
+    source = None
+    if sharding is not None or has_codes(settings, folder):
+        source = stream_transformers(kind, folder, dtype, name)
     if source is not None:
         if quantized:
             source.quantize(settings, DTYPES[dtype])
         if sharding is None:
             source.load(device)
         return source if sharding is not None else None, source.model, {"unused": source.unused}
+    if readable_quantization(Path(folder)) is not None:
+        raise needs_dequantizing(folder, f"model.path {name or folder}", "its tensors cannot be read one by one")
     if not quantized:
         return None, *load_transformers(kind, folder, dtype, name)
     # The codes are computed from the values in the files, which fp32 represents exactly.

@@ -19,7 +19,7 @@ from lockstep.model.adapters.active import TRAINED, add_start, lora_layers, save
 from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, start_from_weights
 from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.quantize import adapted_stacks
+from lockstep.model.quantized.quantize import adapted_stacks
 from lockstep.model.streamed import META, adapters_on_host
 from lockstep.recipe.keys_lora import Lora, layer_indices
 

@@ -19,8 +19,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from lockstep.kernels.quantized.formats import Quantized
+from lockstep.kernels.quantized.quantized_linear import Coding
 from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
-from lockstep.model.quantize import CodedWeight, fill_codes, quantize_layers
+from lockstep.model.quantized.quantize import CodedWeight, fill_codes, quantize_layers
+from lockstep.model.quantized.quantized_folder import QuantizedTensors, stored_tensors
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding, held_part, materialise, shard
 from lockstep.recipe.schema import Model
@@ -239,6 +242,18 @@ def _keeps_rows(operation: Any) -> bool:
     return type(operation) in (Concatenate, Interleave) and operation.dim > 0
 
 
+def coded_blocks_of(
+    stored: StoredTensors, place: InFiles, coding: Coding
+) -> Iterator[tuple[int, torch.Tensor | Quantized]]:
+    """Yields the blocks of a model tensor that is stored as codes. If the files have the same codes, yields these."""
+    if isinstance(stored, QuantizedTensors) and isinstance(place, str) and stored.is_quantized(place):
+        found = stored.quantized(place)
+        if isinstance(found, Quantized) and coding.stores(found):
+            yield 0, found
+            return
+    yield from blocks_of(stored, place)
+
+
 def blocks_of(stored: StoredTensors, place: InFiles) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields a complete model tensor in the dtype of the files, each block with its offset in the first dimension. Only
     a stack of experts has several blocks."""
@@ -301,7 +316,10 @@ class Streamed:
         self.model.to(device)  # the buffers
 
     def _fill_codes(self, device: torch.device) -> None:
-        fill_codes(self.coded, lambda one: blocks_of(self.stored, self.places[one.original]), device, self.where)
+        fill_codes(self.coded, lambda one: self._blocks_of(one), device, self.where)
+
+    def _blocks_of(self, one: CodedWeight) -> Iterator[tuple[int, torch.Tensor | Quantized]]:
+        return coded_blocks_of(self.stored, self.places[one.original], one.coding)
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         """Records that parameters of the model were replaced. `others` maps each old parameter to the new one."""
@@ -340,7 +358,7 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
     with _without_weights():
         model = build()
     try:
-        stored = StoredTensors(files)
+        stored = stored_tensors(files, where)
     except (OSError, SafetensorError):
         return None  # transformers reports the error
     unused: list[str] = []

@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.model.adapters.active import is_kept
+from lockstep.model.quantized.quantized_folder import stored_tensors
 from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, stored_bytes, weight_files
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
@@ -132,7 +133,7 @@ def read_places(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Paramet
     if files is None:
         return None
     try:
-        stored = StoredTensors(files)
+        stored = stored_tensors(files, folder)
     except (OSError, SafetensorError):
         return None
     places = places_of(model, stored)

@@ -250,6 +250,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(model.routers, CheckStage.MODEL),
         PreflightCheck(model.classifier, CheckStage.MODEL, lambda context: model.trains_value_model(context.recipe)),
         PreflightCheck(model.architectures, CheckStage.MODEL),
+        PreflightCheck(model.tiled_mlps, CheckStage.MODEL, lambda context: context.recipe.model.tiled_mlp is not None),
         PreflightCheck(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
     ),
     "rollout": (

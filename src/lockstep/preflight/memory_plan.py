@@ -19,7 +19,9 @@ from lockstep.preflight.model_sizes import (
     Counted,
     LayerKernels,
     activation_bytes,
+    backward_bytes,
     count_parameters,
+    feed_forward_bytes,
     head_bytes,
     kept_by_layer,
     kernels_of,
@@ -27,6 +29,7 @@ from lockstep.preflight.model_sizes import (
     loaded_beside,
     selection_bytes,
     selects_tokens,
+    tile_sums,
 )
 from lockstep.preflight.state_sizes import state_bytes
 from lockstep.recipe import Recipe
@@ -233,8 +236,8 @@ def plan_memory(
         # The engine gathers all weights, except those of other tensor-parallel ranks.
         gathered = plan.weight_bytes * (parameters - counted.divided + counted.divided // tensor) // parameters
         before = plan.phases[-1]
-        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
-        engine = replace(engine, workspace=counted.coded.workspace(size), view=counted.view)
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room, counted.view)
+        engine = replace(engine, workspace=counted.coded.workspace(size))
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine, counted)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
@@ -276,11 +279,18 @@ class _Activations:
         cls, recipe: Recipe, config: Any, tokens: int, longest: int, kernels: LayerKernels, tensor: int
     ) -> _Activations:
         size, checkpointing = DTYPES[recipe.model.dtype].itemsize, recipe.model.gradient_checkpointing
-        layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
+        trained = recipe.model.lora is None
+        sums = tile_sums(config, size, kernels, tokens, trained, tensor=tensor)
+        layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor) + sums
+        if kernels.tiles(tokens):
+            # Without the wide tensors of all tokens, the backward pass of the attention is the peak of a layer.
+            alone = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
+            wide = feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
+            layers += max(0, backward_bytes(config, tokens, size, kernels, tensor=tensor) - alone - wide)
         # Without checkpointing, every layer keeps its own mask beside the causal mask of all layers.
         masks = 1 + (1 if checkpointing else text_sizes(config).layers)
         layers += selection_bytes(config, tokens, longest, size, masks)
-        last = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
+        last = sums + backward_bytes(config, tokens, size, kernels, tensor=tensor)
         each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
         head = head_bytes(config, tokens, _trains_head(recipe.model.lora))
         on_host = waiting_activations(text_sizes(config).layers, each)
@@ -365,10 +375,10 @@ class EnginePlan:
     keeps_cache: int
     cache_room: int | None = None
     """The maximum bytes of the KV cache, or None if it is not limited."""
-    workspace: int = 0
-    """The bytes of a dequantised weight."""
     view: int = 0
     """Bytes of the quantised weights of `rollout.precision`, which stay allocated together with the KV cache."""
+    workspace: int = 0
+    """The bytes of a dequantised weight."""
 
     def prompts(self, recipe: Recipe) -> int:
         """Prompts per device."""

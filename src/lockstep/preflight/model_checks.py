@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from lockstep.data.encode.chat_template import with_template
@@ -12,14 +13,17 @@ from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
+from lockstep.model.decoder import decoder_layers, refuse_untiled
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
+from lockstep.model.quantized.quantized_folder import readable_quantization, stored_tensors
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
+from lockstep.model.streamed import weight_files
 from lockstep.model.tensor_plan import refuse_indivisible
-from lockstep.model.text_model import placeholder_ids, text_config
+from lockstep.model.text_model import model_on_meta, placeholder_ids, text_config
 from lockstep.model.tower import tower_tensors
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
@@ -154,6 +158,7 @@ def architectures(context: Context) -> Iterator[Problem]:
     for key, path in model_folders(recipe).items():
         config = load_config(path)
         problems = problems_of(refuse_quantized, config, f"{key} {path}")
+        problems += problems_of(refuse_unreadable_codes, model_folder(path), f"{key} {path}")
         if key != "model.path":
             problems += problems_of(refuse_other_vocabulary, recipe, key, path)
         if key == "distill.teacher":
@@ -163,6 +168,12 @@ def architectures(context: Context) -> Iterator[Problem]:
             torch_device = device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
             problems = problems_of(check_architecture, config, path, dtype, kernel, torch_device, context.console)
         yield from problems
+
+
+def refuse_unreadable_codes(folder: str, where: str) -> None:
+    """Raises `Refusal` if the folder is quantised and its files lack what its method needs. Reads no weights."""
+    if readable_quantization(Path(folder)) is not None and (files := weight_files(folder)):
+        stored_tensors(files, where)
 
 
 def missing_weights(context: Context) -> Iterator[Problem]:
@@ -178,6 +189,13 @@ def tensor_division(context: Context) -> Iterator[Problem]:
     """Reports models, trained or frozen, that tensor parallelism cannot divide."""
     for path in model_folders(context.recipe).values():
         yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
+
+
+def tiled_mlps(context: Context) -> Iterator[Problem]:
+    """Reports trained models whose MLPs `model.tiled_mlp` cannot tile. Frozen models are tiled where possible."""
+    for path in trained_folders(context.recipe).values():
+        config = load_config(path)
+        yield from problems_of(refuse_untiled, decoder_layers(model_on_meta(config)), f"{path} ({config.model_type})")
 
 
 def context_division(context: Context) -> Iterator[Problem]:

@@ -17,12 +17,13 @@ from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.quantized.formats import quantized_bytes
 from lockstep.kernels.quantized.projections import projections
+from lockstep.kernels.tiled_mlp import untiled
 from lockstep.methods import METHODS
 from lockstep.model.adapters.active import lora_layers
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import load_config, with_lora
 from lockstep.model.load_folder import DTYPES
-from lockstep.model.quantize import quantizable, stacks_of
+from lockstep.model.quantized.quantize import quantizable, stacks_of
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
@@ -128,6 +129,10 @@ class Counted:
     frozen: dict[str, int]
     reward: int = 0
     """Bytes of the reward models, which keep their stored precision and are not sharded."""
+    coded: Coded = NOT_CODED
+    """The policy's weights that are stored as codes."""
+    frozen_coded: dict[str, Coded] = field(default_factory=dict)
+    """The weights of each frozen model that are stored as codes."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The shapes of the trained parameters by name."""
     roles: Roles = field(default_factory=Roles)
@@ -135,12 +140,12 @@ class Counted:
     """The number of outputs of all layers with DoRA adapters."""
     dora_weight: int = 0
     """The number of parameters of the largest weight with a DoRA adapter, whose norms each forward pass computes."""
-    coded: Coded = NOT_CODED
-    """The policy's weights that are stored as codes."""
-    frozen_coded: dict[str, Coded] = field(default_factory=dict)
-    """The weights of each frozen model that are stored as codes."""
+    tileable: bool = False
+    """Whether `model.tiled_mlp` supports the layers."""
     view: int = 0
     """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
+    _states: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
+    """Results of `state_bytes`, which a search for settings asks for many times."""
 
     def weight_bytes(self, size: int) -> int:
         """Returns the bytes of the policy's weights, of which those that are not quantised have `size` bytes each."""
@@ -155,7 +160,11 @@ class Counted:
         """Returns the bytes of the optimizer state, unsharded: fp32 master weights and the tensors of the update rule.
         `more` has the shapes of further parameters."""
         masters, dtype = bool(recipe.model.master_weights), DTYPES[recipe.model.dtype]
-        return state_bytes_of(recipe.optim, self.roles, {**self.shapes, **(more or {})}, dtype, masters)
+        key = (repr(recipe.optim), masters, dtype, tuple(more or ()))
+        if key not in self._states:
+            shapes = {**self.shapes, **(more or {})}
+            self._states[key] = state_bytes_of(recipe.optim, self.roles, shapes, dtype, masters)
+        return self._states[key]
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -168,7 +177,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         view = _view_bytes(recipe, layers)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
-        coded = Coded.of(base, recipe.model)
+        coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
         model = with_lora(base, recipe.model.lora, seed=0)
         with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
@@ -183,8 +192,21 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     dora = [layer for _, layer in lora_layers(model) if len(layer.lora_magnitude_vector)]
     weights = [layer.out_features * layer.in_features for layer in dora]
     outputs, weight = sum(layer.out_features for layer in dora), max(weights, default=0)
-    more = (shapes, roles_of(model), outputs, weight, coded, frozen_coded, view)
-    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe), *more)
+    return Counted(
+        *sizes,
+        whole,
+        fused,
+        frozen,
+        reward_bytes(recipe),
+        coded,
+        frozen_coded,
+        shapes,
+        roles_of(model),
+        dora_outputs=outputs,
+        dora_weight=weight,
+        tileable=tileable,
+        view=view,
+    )
 
 
 def _view_bytes(recipe: Recipe, layers: list[nn.Module]) -> int:
@@ -236,12 +258,19 @@ def _frozen(recipe: Recipe, own: int, coded: Coded) -> tuple[dict[str, int], dic
 
 
 class LayerKernels(NamedTuple):
-    """Which fused kernels the layers use. Fused kernels change which activations are stored."""
+    """Which fused kernels the layers use, and how they run the feed-forward. Both change which activations are
+    stored."""
 
     lean: bool = False
     """Norms, rotary and attention use the device's fused kernels."""
     fused: bool = False
     """The feed-forward also uses the device's fused kernels."""
+    tile: int | None = None
+    """The tokens that the feed-forward computes at a time (`model.tiled_mlp`), or None for all."""
+
+    def tiles(self, tokens: int) -> bool:
+        """Returns whether the feed-forward of a micro-batch of `tokens` tokens runs in tiles."""
+        return self.tile is not None and tokens > self.tile
 
 
 def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
@@ -249,7 +278,7 @@ def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], 
     # In fp32, torch computes the attention and keeps copies of its inputs, so fused layers save no memory.
     half = DTYPES[model.dtype].itemsize < 4
     lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
-    return LayerKernels(lean, lean and model.lora is None)
+    return LayerKernels(lean, lean and model.lora is None, model.tiled_mlp)
 
 
 def activation_bytes(
@@ -261,17 +290,58 @@ def activation_bytes(
     Each layer keeps for each token: the inputs of two norms and of the projections, queries, keys, values, attention
     output, and four tensors as wide as the feed-forward. Norms also keep fp32 copies of their input. Layers with fused
     norms, rotary and attention (`lean`) keep no fp32 copies, and keep queries, keys and values once. A fused
-    feed-forward keeps two tensors of its width instead of four.
+    feed-forward keeps two tensors of its width instead of four. A feed-forward in tiles keeps only its input; one tile
+    of one layer is computed again at a time.
     """
-    hidden, inner, heads, key_heads, head_size, layers, _ = text_sizes(config)
-    lean, fused = kernels or LayerKernels()
-    attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
-    copies = 0 if lean else 2 * 2 * 4 * hidden
-    # Tensor parallelism divides attention heads and feed-forward, but not the residual stream.
-    layer = tokens * (size * (4 * hidden + (attention + (2 if fused else 4) * inner) // tensor) + copies)
+    kernels, layers = kernels or LayerKernels(), text_sizes(config).layers
+    narrow = _narrow_bytes(config, tokens, size, kernels, tensor)
+    wide = feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
     if checkpointing:
-        return layers * tokens * hidden * size + layer
-    return layers * layer
+        return layers * tokens * text_sizes(config).hidden * size + narrow + wide
+    return layers * narrow + (1 if kernels.tiles(tokens) else layers) * wide
+
+
+def _narrow_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, tensor: int) -> int:
+    """Returns the bytes that a layer keeps outside its feed-forward, with the input of the feed-forward."""
+    hidden, _, heads, key_heads, head_size, _, _ = text_sizes(config)
+    attention = (1 if kernels.lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
+    copies = 0 if kernels.lean else 2 * 2 * 4 * hidden
+    # Tensor parallelism divides attention heads and feed-forward, but not the residual stream.
+    return tokens * (size * (4 * hidden + attention // tensor) + copies)
+
+
+def feed_forward_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, *, tensor: int = 1) -> int:
+    """Returns the bytes of the wide tensors that a feed-forward keeps for its backward pass: of all tokens, or of one
+    tile."""
+    kept = min(tokens, kernels.tile or tokens)
+    return kept * size * ((2 if kernels.fused else 4) * text_sizes(config).inner // tensor)
+
+
+def backward_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, *, tensor: int = 1) -> int:
+    """Returns the most bytes of one layer while its backward pass runs: what it kept for its feed-forward, or its
+    attention with the gradients and the workspace of the kernel.
+
+    The attention of a layer in tiles needs more than its feed-forward. Its backward pass has the gradients of the
+    residual stream, of the attention output, and of queries, keys and values. Flash attention adds up the gradient of
+    the queries in fp32, and has the gradients of keys and values for every query head before it sums them by group.
+    """
+    hidden, _, heads, key_heads, head_size, _, _ = text_sizes(config)
+    forward = _narrow_bytes(config, tokens, size, kernels, tensor)
+    queries, keys = heads * head_size, 2 * key_heads * head_size
+    grouped = 2 * queries if key_heads < heads else 0
+    gradients = size * (hidden + (2 * queries + keys + grouped) // tensor) + 4 * queries // tensor
+    return forward + max(
+        feed_forward_bytes(config, tokens, size, kernels, tensor=tensor),
+        # The inputs of the second norm and of the feed-forward are freed before.
+        tokens * (gradients - 2 * size * hidden) if kernels.lean else 0,
+    )
+
+
+def tile_sums(config: Any, size: int, kernels: LayerKernels, tokens: int, trained: bool, *, tensor: int = 1) -> int:
+    """Returns the bytes of the fp32 gradients of one feed-forward, which its tiles add up before they are rounded."""
+    if not (trained and size < 4 and kernels.tiles(tokens)):
+        return 0
+    return 4 * 3 * text_sizes(config).hidden * text_sizes(config).inner // tensor
 
 
 def kept_by_layer(
@@ -281,7 +351,8 @@ def kept_by_layer(
     input."""
     if checkpointing:
         return tokens * text_sizes(config).hidden * size
-    return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // text_sizes(config).layers
+    wide = 0 if kernels.tiles(tokens) else feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
+    return _narrow_bytes(config, tokens, size, kernels, tensor) + wide
 
 
 # Config keys of models that select tokens by scores. They run on right-padded rows with dense masks (`rows.py`).

@@ -156,6 +156,7 @@ class StepTimes:
             weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
             + cache_seconds(cost, batch, context, self.memory * reached.reading, self.size)
             + cost.layers * reached.layer_seconds
+            + self._dequantising()
         )
 
     def reference(self) -> PhaseTime:
@@ -185,6 +186,9 @@ class StepTimes:
         passes = self._pass(cost, tokens, squares, targets if head else 0, micro, frozen=frozen)
         if recipe.model.gradient_checkpointing:
             passes += self._pass(cost, tokens, squares, 0, 0) / 3
+        elif self.kernels.tiles(_up(tokens / micro)):
+            passes += self._feed_forwards(tokens)
+        passes += micro * self._dequantising() * (3 if recipe.model.gradient_checkpointing else 2)
         masters = bool(recipe.model.master_weights)
         own = counted.trained / self.pieces
         # The optimizer reads the gradient, reads and writes its state, and writes the weight. Without master weights,
@@ -245,6 +249,20 @@ class StepTimes:
             + reached.head_passes * 4 * cost.vocabulary * targets / self.memory
             + micro * cost.layers * reached.micro_batch_seconds
         )
+
+    def _dequantising(self) -> float:
+        """Returns the seconds in which all quantised weights are dequantised once: codes are read, and weights are
+        written and read again. Not measured."""
+        if self.recipe.model.quantize is None:
+            return 0.0
+        codes = 0.5 if self.recipe.model.quantize == "nf4" else 1.0
+        return (codes + 2 * self.size) * self.models.cost.read / self.grid.tensor / self.memory
+
+    def _feed_forwards(self, tokens: float) -> float:
+        """Returns the seconds in which feed-forwards in tiles are computed once more. With checkpointing, they are part
+        of the recomputed layers."""
+        hidden, inner, *_, layers, _ = text_sizes(self.models.config)
+        return 2 * 3 * hidden * inner * layers / self.grid.tensor * tokens / self.flops
 
     def _part_of(self, cost: ModelCost) -> ModelCost:
         """Returns the sizes of the model part on one tensor-parallel rank: the full output head, and this rank's

@@ -194,6 +194,15 @@ class Model(Section):
         effect=Effect("harmless", "activations are stored in host memory with the same values"),
         resumable=True,
     )
+    tiled_mlp: int | None = Field(
+        None,
+        ge=1,
+        description="Compute the feed-forward (MLP) of a layer for this many tokens at a time, and again in the "
+        "backward pass, so that its wide activations exist for so many tokens only. For long sequences; 4096 is a "
+        "good value. A model with experts is refused.",
+        effect=Effect("harmless", "the feed-forward computes each token alone; only rounding can differ"),
+        resumable=True,
+    )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "

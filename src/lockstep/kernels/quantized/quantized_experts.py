@@ -1,8 +1,8 @@
 """Quantised experts: the stacked weights [experts, rows, columns] of a transformers module, stored as codes.
 
-The module reads a stack under its usual name and gets a `Stack`, which stands in for the tensor. A matmul with a stack
-or with one expert of it dequantises the weights, and the backward pass dequantises them again. Every other operation on
-a `Stack` gets the dequantised values.
+The module reads a stack under its usual name and gets a `QuantizedStack` instead. A matmul with a stack or
+with one of its experts dequantises the weights, and the backward pass dequantises them again. Every other operation on
+a `QuantizedStack` gets the dequantised values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.kernels.quantized.quantized_linear import PARTS, Coding
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch._grouped_mm)
 
 
-class Stack:
+class QuantizedStack:
     """A quantised stack of experts, or one expert of it. Torch calls `__torch_function__` for operations with it."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Stack:
     def transpose(self, one: int, other: int) -> Any:
         """Swaps the rows and columns of each matrix. Other transpositions return the dequantised values."""
         if {one % self.ndim, other % self.ndim} == {self.ndim - 2, self.ndim - 1}:
-            return Stack(self.coding, self.dtype, self.parts, transposed=not self.transposed)
+            return QuantizedStack(self.coding, self.dtype, self.parts, transposed=not self.transposed)
         return self.dequantized().transpose(one, other)
 
     @property
@@ -70,10 +70,11 @@ class Stack:
         return self.transpose(-2, -1)
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one expert as a `Stack` without the first dimension. Other indices return dequantised values."""
+        """Returns one expert as a `QuantizedStack` without the first dimension, or dequantised values for other
+        indices."""
         if self.ndim != 3 or not (isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() <= 1)):
             return self.dequantized()[index]
-        chosen = Stack(self.coding, self.dtype, [None if part is None else part[index] for part in self.parts])
+        chosen = QuantizedStack(self.coding, self.dtype, [None if part is None else part[index] for part in self.parts])
         chosen.transposed = self.transposed
         return chosen if chosen.ndim == 2 else chosen.dequantized()
 
@@ -87,7 +88,7 @@ class Stack:
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         more = dict(kwargs or {})
-        if len(args) >= 2 and isinstance(args[1], Stack) and isinstance(args[0], torch.Tensor):
+        if len(args) >= 2 and isinstance(args[1], QuantizedStack) and isinstance(args[0], torch.Tensor):
             if func is functional.linear:
                 product = _StackProduct.apply(args[0], torch.matmul, {}, args[1].mT, *args[1].parts)
                 bias = args[2] if len(args) > 2 else more.get("bias")
@@ -98,7 +99,7 @@ class Stack:
 
 
 def _plain(argument: Any) -> Any:
-    return argument.dequantized() if isinstance(argument, Stack) else argument
+    return argument.dequantized() if isinstance(argument, QuantizedStack) else argument
 
 
 class _StackProduct(torch.autograd.Function):
@@ -111,19 +112,21 @@ class _StackProduct(torch.autograd.Function):
         input: torch.Tensor,
         product: Callable[..., torch.Tensor],
         keywords: Mapping[str, Any],
-        stack: Stack,
+        stack: QuantizedStack,
         *parts: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(*parts)
         ctx.product, ctx.keywords = product, keywords
-        ctx.stack = Stack(stack.coding, stack.dtype, (), transposed=stack.transposed)
+        ctx.stack = QuantizedStack(stack.coding, stack.dtype, (), transposed=stack.transposed)
         return product(input, stack.dequantized(), **keywords)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         found = None
         if ctx.needs_input_grad[0]:
-            stack = Stack(ctx.stack.coding, ctx.stack.dtype, ctx.saved_tensors, transposed=ctx.stack.transposed)
+            stack = QuantizedStack(
+                ctx.stack.coding, ctx.stack.dtype, ctx.saved_tensors, transposed=ctx.stack.transposed
+            )
             found = ctx.product(grads[0], stack.dequantized().transpose(-2, -1), **ctx.keywords)
         return found, None, None, None, *[None] * len(PARTS)
 
@@ -134,9 +137,9 @@ class QuantizedExperts(nn.Module):
     stacks: dict[str, Coding]
     dtype: torch.dtype
 
-    def stack(self, name: str) -> Stack:
+    def stack(self, name: str) -> QuantizedStack:
         coding = self.stacks[name]
-        return Stack(coding, self.dtype, coding.stored(self))
+        return QuantizedStack(coding, self.dtype, coding.stored(self))
 
     def divided_parts(self, style: str) -> dict[str, int]:
         """Returns the dimension by which tensor parallelism splits each parameter: complete experts per rank."""
@@ -155,7 +158,7 @@ def quantize_stacks(
         stacks[name] = coding(tuple(parameter.shape), f"{name}_")
         stacks[name].register(module, parameter.device)
     # The class of the module reads its weights by name, so the names become properties of a subclass.
-    module.__class__ = _with_stacks(type(module), tuple(names))
+    module.__class__ = _with_stacks(type(module), tuple(names))  # type: ignore[arg-type]
     assert isinstance(module, QuantizedExperts)
     module.stacks, module.dtype = stacks, dtype
     return module
@@ -179,7 +182,7 @@ def _with_stacks(kind: Any, names: tuple[str, ...]) -> Any:
     return type(kind.__name__, (QuantizedExperts, kind), {**properties, "__module__": kind.__module__})
 
 
-def _read_stack(module: QuantizedExperts, name: str) -> Stack:
+def _read_stack(module: QuantizedExperts, name: str) -> QuantizedStack:
     return module.stack(name)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.kernels.quantized.formats import NF4_BLOCK, SCALE_GROUP, Quantized
+from lockstep.kernels.quantized.formats import NF4_BLOCK, SCALE_GROUP, Quantized, quantize
 from lockstep.kernels.quantized.product import dequantize, matmul
 
 # The tensors of a quantised weight that a module stores as parameters. The fields have the names of `Quantized`.
@@ -76,6 +76,14 @@ class Coding:
         if "scale_offset" in found:
             found["scale_offset"] = found["scale_offset"][..., None]
         return found
+
+    def stores(self, weight: Quantized) -> bool:
+        """Returns whether the codes and scales of a quantised weight can be stored as they are."""
+        block = NF4_BLOCK if self.format == "nf4" else 0
+        return (weight.format, weight.double, weight.block) == (self.format, self.double, block)
+
+    def coded(self, weight: torch.Tensor | Quantized) -> Quantized:
+        return weight if isinstance(weight, Quantized) else quantize(weight, self.format, self.double)
 
     def weight(self, parts: list[torch.Tensor | None]) -> Quantized:
         """Returns the quantised weight of stored parts. The parts may be a slice of the rows or columns."""

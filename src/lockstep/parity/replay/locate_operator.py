@@ -111,7 +111,7 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
     """Returns a clean copy of the model: a new model on the CPU with the recorded weights and standard implementations
     of all modules."""
-    plain = {"gradient_checkpointing": False, "activation_offload": False, "attention": "sdpa"}
+    plain = {"gradient_checkpointing": False, "activation_offload": False, "tiled_mlp": None, "attention": "sdpa"}
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=plain), "device": "cpu"})
     build = build_critic if name == "critic" else build_learner
     learner = build(recipe, Cpu(), World(), torch.device("cpu"))

@@ -19,6 +19,7 @@ from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal, with_secrets
 from lockstep.launch.process_pool import SupervisedProcess
 from lockstep.masking import conceal
+from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -140,6 +141,8 @@ def start_server(
     and API key of the server."""
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
+    if readable_quantization(Path(folder)) is not None:
+        raise needs_dequantizing(folder, f"model.path {model}", "the server would compute with other kernels")
     env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
     # The server and the run use the same API key.
     keys = [env.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +56,24 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     config = json.loads(file.read_text(encoding="utf-8"))
     found = next((config[key] for key in KEYS if isinstance(config.get(key), dict)), None)
     return None if found is None else dict(found)
+
+
+def readable_quantization(folder: Path) -> dict[str, Any] | None:
+    """The quantization settings of a folder whose method lockstep reads, or None."""
+    found = quantization_of(folder)
+    return found if found is not None and found.get("quant_method") in READABLE else None
+
+
+def stored_tensors(files: list[Path], where: str) -> StoredTensors:
+    """The tensors of the files of one folder, under the names of the unquantised model."""
+    settings = readable_quantization(files[0].parent) if files else None
+    return StoredTensors(files) if settings is None else QuantizedTensors(files, settings, where)
+
+
+def needs_dequantizing(folder: str, where: str, why: str) -> Refusal:
+    """The error for a quantised folder that cannot be used as it is."""
+    remedy = f"dequantize it with: lockstep dequantize {quote(folder)} DIR; then use DIR"
+    return Refusal.at(where, f"its weights are quantized, and {why}", remedy, code="quantized-weights")
 
 
 class QuantizedTensors(StoredTensors):

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.quantized.formats import dequantize, quantize
+from lockstep.kernels.quantized.formats import dequantize
 from lockstep.model.adapters.active import give_storage
 from lockstep.model.load_folder import DTYPES, ModelFolders, load_base, stream_transformers
 from lockstep.model.lora import NewAdapter, with_adapter
-from lockstep.model.quantize import CodedWeight, dequantize_layers
-from lockstep.model.streamed import InFiles, Streamed, blocks_of
+from lockstep.model.quantized.quantize import CodedWeight, dequantize_layers
+from lockstep.model.streamed import InFiles, Streamed, blocks_of, coded_blocks_of
 from lockstep.model.text_model import LanguageModel
 from lockstep.model.weights import restore_weights
 from lockstep.recipe.schema import Model
@@ -46,14 +46,12 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        coded = self.coded.get(name)
-        blocks = []
-        for _, block in blocks_of(self.source.stored, self.places[name]):
-            if coded is None:
-                blocks.append(block.to(self.dtype).float())
-            else:
-                codes = quantize(block, coded.coding.format, coded.coding.double)
-                blocks.append(dequantize(codes, self.dtype).float())
+        coded, stored, place = self.coded.get(name), self.source.stored, self.places[name]
+        if coded is None:
+            blocks = [block.to(self.dtype).float() for _, block in blocks_of(stored, place)]
+        else:
+            found = (coded.coding.coded(block) for _, block in coded_blocks_of(stored, place, coded.coding))
+            blocks = [dequantize(codes, self.dtype).float() for codes in found]
         weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         layer = self.layers.get(name)
         return weight if layer is None else weight + layer.get_delta_weight(layer.active_adapters[0])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
-from lockstep.kernels.quantized.formats import quantize
+from lockstep.kernels.quantized.formats import Quantized
 from lockstep.kernels.quantized.quantized_experts import QuantizedExperts, dequantize_stacks, quantize_stacks
 from lockstep.kernels.quantized.quantized_linear import Coding, QuantizedLinear
 from lockstep.model.decoder import decoder_layers
@@ -42,9 +42,9 @@ class CodedWeight(NamedTuple):
     coding: Coding
 
     @torch.no_grad()
-    def fill(self, weight: torch.Tensor, first: int = 0) -> None:
+    def fill(self, weight: torch.Tensor | Quantized, first: int = 0) -> None:
         """Quantises the weight, or the experts from number `first` on, and keeps this rank's part of the codes."""
-        parts = self.coding.parts_of(quantize(weight, self.coding.format, self.coding.double))
+        parts = self.coding.parts_of(self.coding.coded(weight))
         for part, value in parts.items():
             target = self.module._parameters[self.coding.name(part)]
             assert target is not None
@@ -138,12 +138,12 @@ def _is_router(name: str, module: nn.Module, counts: set[int]) -> bool:
 
 def fill_codes(
     coded: Sequence[CodedWeight],
-    blocks: Callable[[CodedWeight], Iterator[tuple[int, torch.Tensor]]],
+    blocks: Callable[[CodedWeight], Iterator[tuple[int, torch.Tensor | Quantized]]],
     device: torch.device,
     where: str,
 ) -> None:
-    """Computes all codes. `blocks` yields a weight in one or several blocks of its first dimension, each with its
-    offset. A block is quantised on `device` and freed."""
+    """Computes all codes. `blocks` yields a weight, or its codes, in one or several blocks of its first dimension, each
+    with its offset. A block is quantised on `device` and freed."""
     for one in coded:
         for first, block in blocks(one):
             try:
