@@ -28,7 +28,7 @@ from lockstep.commands.plan import open_outlook
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
 from lockstep.preflight.cluster_plan import Outlook
-from lockstep.preflight.fit_plan import FitSearch, Setting, device_to_fit
+from lockstep.preflight.fit_plan import FitSearch, FittingSetting, device_to_fit
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
@@ -133,7 +133,7 @@ def letters(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def chosen(file: Path, case: Case) -> tuple[Setting, list[str]]:
+def chosen(file: Path, case: Case) -> tuple[FittingSetting, list[str]]:
     """The fastest setting that fits, and all arguments of its run. The engine would take half of the whole device, so
     the predicted size of its KV cache is an argument too."""
     target = device_to_fit(f"{case.limit} GB")

@@ -86,6 +86,21 @@ def test_bypass_measures_the_mismatch_too(online_file: Path, tmp_path: Path) -> 
     assert metrics["training/rollout_logprob_diff_mean"] > 1e-5
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rollout.kv_cache=fp8"],
+        pytest.param(["rollout.kv_cache=fp8", INT8, "model.lora.rank=4"], marks=pytest.mark.slow),
+    ],
+    ids=["cache", "cache, weights, adapter"],
+)
+def test_a_cache_in_fp8_is_measured_and_corrected(online_file: Path, tmp_path: Path, words: list[str]) -> None:
+    train(online_file, "run.steps=2", *words)
+    for metrics in metrics_of(tmp_path / "runs" / "run"):
+        assert 0 < metrics["rollout_corr/k3"] < 0.1
+        assert 0.9 < metrics["rollout_corr/effective_share"] < 1
+
+
 def test_validation_generates_with_the_trained_weights(online_file: Path, tmp_path: Path) -> None:
     val = write_jsonl(tmp_path / "val.jsonl", question_rows(5))
     words = [f"val.questions={val}", "val.max_new_tokens=6", "val.at_start=true", "val.every=1", "run.steps=1"]

@@ -69,7 +69,33 @@ def rows_of_any_batch(device: str) -> None:
     assert torch.equal(product_triton.product(x, q)[4:5], product_triton.product(x[4:5], q))
 
 
+def codes_of_tokens(device: str) -> None:
+    """Rows of several lengths, with a row of zeros, an outlier, NaN and infinity."""
+    from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
+    from lockstep.kernels.quantized.token_products import CODES, LARGEST, token_codes
+
+    generator = torch.Generator().manual_seed(0)
+    for columns in (5, 64, 4100):
+        x = torch.randn(6, 2 * columns, generator=generator)[:, ::2]
+        x[1], x[2, 3] = 0.0, 1e4
+        # All magnitudes of e4m3 and the numbers halfway between them, with 448 as the largest.
+        numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        halves = -torch.cat([(numbers[1:] + numbers[:-1]) / 2, numbers]).flip(0)[:columns]
+        halves[0] = 448.0
+        x[5, : len(halves)] = halves
+        x[3, 2], x[4, 1] = float("nan"), float("inf")
+        for format in ("fp8", "int8"):
+            expected, scales = token_codes(x, format)
+            made = token_codes_triton(x.to(device), CODES[format], LARGEST[format], 2.0**-126)
+            codes, found = (part.cpu() for part in made)
+            finite = [0, 1, 2, 5]
+            assert torch.equal(found[finite], scales[finite])
+            assert torch.equal(codes[finite].float(), expected[finite].float())
+            assert not found[[3, 4]].isfinite().any()
+
+
 CHECKS = {
+    "codes_of_tokens": codes_of_tokens,
     "dequantizing": dequantizing,
     "products_with_few_rows": products_with_few_rows,
     "rows_of_any_batch": rows_of_any_batch,

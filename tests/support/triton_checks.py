@@ -487,6 +487,33 @@ def generating_engine(device: str) -> None:
             assert far <= 1e-4, (name, far)
 
 
+def generating_in_low_precision(device: str) -> None:
+    """Fused layers use the quantised weights of a view, as the modules do, and not the trained weights."""
+    from lockstep.device.select import select
+    from lockstep.model.policy import Policy
+    from lockstep.recipe.keys_rollout import RolloutSettings
+    from lockstep.rollout.native.native_engine import NativeEngine
+    from lockstep.types import Request, Sampling
+
+    kind = type(select(device))
+    requests = [Request([5, 17, 3, 80, 41, 9], 0, 2), Request([5], 1, 2)]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    for name, more, precision in (("Qwen2", {}, "int8"), ("Qwen3", {}, "fp8"), ("DeepseekV3", LATENTS, "int8")):
+        sides = []
+        for layers, low in (("modules", precision), ("triton", precision), ("triton", None)):
+            policy = Policy(_small(name, device, dtype, **more), kind.attention)
+            own = type("Own", (kind,), {"generating_layers": layers})()
+            settings = RolloutSettings(prefill_tokens=4, block_tokens=4, precision=low)
+            engine = NativeEngine(policy, own, settings, lambda ids: "")
+            made = sorted(engine.generate(requests, Sampling(4, seed=1)), key=lambda one: (one.request, one.sample))
+            sides.append(torch.tensor([one.logprobs[0] for one in made]))
+            assert (engine._layers is not None) == (layers == "triton")
+        far, rounding = ((sides[at] - sides[1]).abs().max() for at in (0, 2))
+        # A sum in another order may round an activation to another code.
+        assert far <= (1e-3 if device == "cpu" else 0.1), (name, far)
+        assert rounding > 5 * far, (name, far, rounding)
+
+
 def shared_beginnings(device: str) -> None:
     """Rows in any order and of any strides: tensors lie as the projections and flash attention leave them."""
     from lockstep.kernels.attention import cascade_triton as triton_cascade
@@ -621,6 +648,7 @@ CHECKS = {
         generating,
         generating_models,
         generating_engine,
+        generating_in_low_precision,
         shared_beginnings,
         row_products,
         row_attention,

@@ -16,7 +16,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.preflight.cluster import TargetCluster
 from lockstep.preflight.cluster_plan import Outlook
 from lockstep.preflight.fit_levers import LEVERS
-from lockstep.preflight.fit_plan import FitSearch, Setting, device_to_fit
+from lockstep.preflight.fit_plan import FitSearch, FittingSetting, device_to_fit
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.run.console import Console
@@ -81,7 +81,7 @@ def planned(outlook: Outlook, target: TargetCluster, recipe: Recipe) -> tuple[in
     return max(phase.total for phase in again.phases(target)), sum(time.open for time in again.times(target) or [])
 
 
-def checked_settings(file: Path, words: list[str]) -> list[Setting]:
+def checked_settings(file: Path, words: list[str]) -> list[FittingSetting]:
     """The settings that fit; each one loads from its arguments and has the same prediction."""
     outlook, target = opened(file, words)
     found = FitSearch(outlook, target, lambda more: load_recipe(str(file), [*words, *more])).settings()

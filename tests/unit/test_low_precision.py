@@ -293,8 +293,9 @@ def test_a_correction_is_on_by_default() -> None:
         ({"algorithm__rollout_correction__weight": "none"}, "algorithm.rollout_correction.weight"),
         ({"rollout__engine": "hf"}, "rollout.precision"),
         ({"parallel__tensor_parallel": 2}, "rollout.precision"),
+        ({"model__quantize": "nf4", "model__lora": {"rank": 4}}, "rollout.precision"),
     ],
-    ids=["correction off", "hf", "tensor parallelism"],
+    ids=["correction off", "hf", "tensor parallelism", "quantised base"],
 )
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], where: str) -> None:
     values: dict[str, Any] = {"method": "grpo", "device": "cpu", "model": {"path": "m"}, "data": {"train": "rows"}}

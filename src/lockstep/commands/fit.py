@@ -9,7 +9,7 @@ from rich.table import Table
 from lockstep.commands.plan import open_outlook, refuse_other_count
 from lockstep.errors import Refusal
 from lockstep.preflight.cluster import TargetCluster
-from lockstep.preflight.fit_plan import FitSearch, Setting, device_to_fit, refuse_no_setting
+from lockstep.preflight.fit_plan import FitSearch, FittingSetting, device_to_fit, refuse_no_setting
 from lockstep.recipe import Recipe
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
@@ -30,7 +30,7 @@ LABELS = {
 
 def show_fit(
     recipe: Recipe, text: str, response_tokens: int | None, reload: Callable[[Sequence[str]], Recipe]
-) -> list[Setting]:
+) -> list[FittingSetting]:
     """Prints the settings with which the recipe fits on the device `text`, the fastest first. `reload` loads the recipe
     with further `key=value` arguments. Raises a refusal if no setting fits."""
     target = device_to_fit(text)
@@ -65,7 +65,7 @@ def _refuse_groups(recipe: Recipe) -> None:
             )
 
 
-def _table(recipe: Recipe, target: TargetCluster, settings: Sequence[Setting]) -> Table:
+def _table(recipe: Recipe, target: TargetCluster, settings: Sequence[FittingSetting]) -> Table:
     room = f"{target.chip.name} ({target.memory / 1e9:,.1f} GB)"
     table = Table(title=f"settings of {recipe.run.name} that fit on {room}, predicted", title_justify="left")
     table.add_column("", justify="right")
@@ -85,7 +85,7 @@ def _times(seconds: float, tokens: float, fastest: float) -> tuple[str, str, str
     return shown, f"{tokens / seconds:,.0f}", f"{fastest / seconds:.0%}"
 
 
-def _legend(settings: Sequence[Setting]) -> list[str]:
+def _legend(settings: Sequence[FittingSetting]) -> list[str]:
     used = {label for setting in settings for label in setting.labels}
     words = {part for label in used for part in (label, *label.split())}
     return [f"{label}: {meaning}" for label, meaning in LABELS.items() if label in words]

@@ -57,7 +57,7 @@ def device_to_fit(text: str) -> TargetCluster:
 
 
 @dataclass(frozen=True)
-class Setting:
+class FittingSetting:
     """Recipe keys with their predicted peak memory and step time. `seconds` is None if the speed of the device is
     unknown."""
 
@@ -86,20 +86,20 @@ class FitSearch:
 
     def __init__(self, outlook: Outlook, target: TargetCluster, reload: Callable[[Sequence[str]], Recipe]):
         self.outlook, self.target, self.reload = outlook, target, reload
-        self.smallest: Setting | None = None
+        self.smallest: FittingSetting | None = None
         """The setting with the lowest peak memory, whether it fits or not."""
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[FittingSetting]:
         """Returns the settings that fit, the fastest first. A setting is left out if another one that trains the same
         weights is at least as fast and as small."""
-        found: list[Setting] = []
+        found: list[FittingSetting] = []
         for setting in sorted(self._fitting(), key=lambda one: one.rank):
             alike = [one for one in found if one.kind == setting.kind]
             if len(alike) < MOST_OF_A_KIND and all(one.peak.total > 1.01 * setting.peak.total for one in alike):
                 found.append(setting)
         return found
 
-    def _fitting(self) -> Iterator[Setting]:
+    def _fitting(self) -> Iterator[FittingSetting]:
         weights = [lever for lever in LEVERS if lever.weights]
         others = [lever for lever in LEVERS if not lever.weights]
         for outlook, labels, words in self._weights(weights, self.outlook, (), ()):
@@ -126,7 +126,7 @@ class FitSearch:
         counted = count_parameters(recipe, outlook.models.config)
         return replace(outlook, recipe=recipe, models=replace(outlook.models, counted=counted))
 
-    def _expanded(self, levers: Sequence[Lever], outlook: Outlook, chosen: _Chosen) -> Iterator[Setting]:
+    def _expanded(self, levers: Sequence[Lever], outlook: Outlook, chosen: _Chosen) -> Iterator[FittingSetting]:
         if not levers:
             setting = self._judged(outlook, chosen)
             if self.smallest is None or setting.peak.total < self.smallest.peak.total:
@@ -146,13 +146,13 @@ class FitSearch:
             if fits and lever.falls_back:
                 return
 
-    def _judged(self, outlook: Outlook, chosen: _Chosen) -> Setting:
+    def _judged(self, outlook: Outlook, chosen: _Chosen) -> FittingSetting:
         peak = max(outlook.phases(self.target), key=lambda phase: phase.total)
         times = outlook.times(self.target)
         seconds = None if times is None else sum(time.open for time in times)
         whole = outlook.steps.work(outlook.recipe).whole
         kind = chosen.labels[: sum(lever.weights for lever in LEVERS)]
-        return Setting(chosen.labels, chosen.all_words(), kind, peak, seconds, whole)
+        return FittingSetting(chosen.labels, chosen.all_words(), kind, peak, seconds, whole)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ def _weight_problems(recipe: Recipe) -> Iterator[Problem]:
         able = [name for name, row in ENGINES.items() if rollout.precision in row.precisions]
         why = f"engine {rollout.engine} does not generate in {rollout.precision}"
         yield unfit(key, why, f"remove it, or set rollout.engine to {' or '.join(able)}")
+    if recipe.model.quantize is not None:
+        why = f"the engine generates from the weights of model.quantize={recipe.model.quantize}, which are quantised"
+        yield conflict(key, why, "remove it, or model.quantize")
     if recipe.parallel.tensor_parallel > 1 and not ENGINES[rollout.engine].served:
         why = "the parts of a projection on the ranks of a tensor-parallel group would have different scales"
         yield unfit(key, why, "remove it, or set parallel.tensor_parallel=1 and shard the model instead")

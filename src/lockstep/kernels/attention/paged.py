@@ -72,8 +72,8 @@ def paged_attention(
     planes = step.cache.layout.calls[call]
     writes = (planes.writes_keys and not stored, planes.writes_values and not stored)
     if step.cache.fp8:
-        rows = query_THD, key_TGD, value_TGD
-        return _fp8_attention(*rows, step, call, writes, scale, window, softcap, sinks_H, chunk)
+        how = scale, window, softcap, sinks_H, chunk
+        return _fp8_attention(query_THD, key_TGD, value_TGD, step, call, writes, *how)
     keys, values = step.cache.layer(call)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, value_TGD, softcap, sinks_H, chunk)
     fused = writes[0] and (writes[1] or planes.latent is not None)
@@ -102,11 +102,7 @@ def paged_attention(
         # One call for all pieces: a turn of many conversations has many short pieces.
         k, v = (cached.index_select(0, step.where.slots_S) for cached in (keys, values))
         return flash_part(query_THD, k, v, step.where.sections, scale, window)[0]
-    pieces = (
-        _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk)
-        for piece in step.where.pieces
-    )
-    return torch.cat(list(pieces))
+    return _in_chunks(query_THD, keys, values, step.where, scale, window, softcap, sinks_H, chunk)
 
 
 def _fp8_attention(
@@ -146,9 +142,24 @@ def _fp8_attention(
         return varlen_attention(
             query_THD, key_TGD, value_TGD, where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
+    return _in_chunks(query_THD, keys, values, step.where, scale, window, softcap, sinks_H, chunk)
+
+
+def _in_chunks(
+    query_THD: torch.Tensor,
+    keys: torch.Tensor | Fp8Plane,
+    values: torch.Tensor | Fp8Plane,
+    where: Chunks,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    """Computes the attention of each prefill chunk separately."""
     pieces = (
         _chunk_attention(query_THD, keys, values, piece, scale, window, softcap, sinks_H, chunk)
-        for piece in step.where.pieces
+        for piece in where.pieces
     )
     return torch.cat(list(pieces))
 

@@ -15,6 +15,8 @@ from lockstep.kernels.attention.paged import PrefillPass
 
 
 class GeneratingLayers(Protocol):
+    """Fused layers. A projection whose forward is that of a view (`quantized_view.py`) uses the quantised weights."""
+
     @property
     def ready(self) -> bool:
         """Whether these layers may replace the model's modules: the modules must be unchanged and have no hooks."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from triton.errors import TritonError
 
 from lockstep.device.base import first_sentence
@@ -40,6 +39,7 @@ from lockstep.kernels.decode.layer_parts_triton import (
     joined,
     lay_side_by_side,
     parameters_of,
+    product,
 )
 from lockstep.kernels.fused_modules import KernelForward, drawn, is_gelu_gated, is_rms_norm, is_silu_gated
 from lockstep.kernels.norm_triton import WIDEST
@@ -102,7 +102,7 @@ class Layer:
     ) -> torch.Tensor:
         """Adds the layer's output to the residual stream in place. Returns the sum, normalised by `after`."""
         out: Any = self.module.self_attn.o_proj
-        attended = linear(self.attention.attend(normed_TW, angles[self.kind], step), out.weight, out.bias)
+        attended = product(self.attention.attend(normed_TW, angles[self.kind], step), (out,))
         normed = _add_norm(stream_TW, attended, self.middle, self.after_attention)
         return _add_norm(stream_TW, self.feed(normed), after, self.after_feed)
 

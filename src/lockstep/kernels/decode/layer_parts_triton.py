@@ -22,6 +22,9 @@ from lockstep.kernels.decode.decode_triton import HeadNorms, heads_of_line, plac
 from lockstep.kernels.decode.latent_triton import place_latents
 from lockstep.kernels.fused_modules import adds_one, epsilon_of, is_gelu_gated
 from lockstep.kernels.norm_triton import RmsNorm, rms_norm
+from lockstep.kernels.quantized.formats import Quantized
+from lockstep.kernels.quantized.quantized_view import QuantizedForward
+from lockstep.kernels.quantized.token_products import quantized_product
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 Pass = PrefillPass | DecodePass
@@ -58,10 +61,24 @@ def parameters_of(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
 
 
 def product(x: torch.Tensor, projections: Sequence[nn.Linear]) -> torch.Tensor:
-    """Returns the concatenated outputs of several projections, computed as one matmul."""
+    """Returns the concatenated outputs of several projections, computed as one matmul. Uses the quantised weights if a
+    view (`quantized_view.py`) is in use."""
+    low = [vars(each).get("forward") for each in projections]
+    if isinstance(low[0], QuantizedForward):
+        return _quantized(x, low)
     weight, *bias = (joined(parts) for parts in parameters_of(projections))
     assert weight is not None
     return linear(x, weight, *bias)
+
+
+def _quantized(x: torch.Tensor, low: Sequence[Any]) -> torch.Tensor:
+    assert all(isinstance(each, QuantizedForward) for each in low)
+    codes, scales = joined([each.weight.codes for each in low]), joined([each.weight.scales for each in low])
+    biases = [each.bias for each in low if each.bias is not None]
+    bias = joined(biases) if biases else None
+    if codes is None or scales is None or (biases and bias is None):
+        return torch.cat([each(x) for each in low], -1)
+    return quantized_product(x, Quantized(low[0].weight.format, codes, scales, tuple(codes.shape)), bias)
 
 
 @dataclass(frozen=True)
@@ -182,7 +199,7 @@ class LatentAttention:
         line = product(normed_TW, self.projections[0])
         query_TL, latent_TL = line.split([line.shape[1] - size, size], 1)
         if self.query_norm is not None:
-            query_TL = linear(self.query_norm(query_TL), module.q_b_proj.weight)
+            query_TL = product(self.query_norm(query_TL), (module.q_b_proj,))
         keys, values = step.cache.layer(self.index)
         query_THQ = normed_TW.new_empty(len(line), heads, size)
         paired = bool(getattr(module.config, "rope_interleave", False))
@@ -215,7 +232,7 @@ class FeedForward:
 
     def __call__(self, normed_TW: torch.Tensor) -> torch.Tensor:
         gate_up = product(normed_TW, self.projections[0])
-        return linear(swiglu_(gate_up, self.gelu), self.module.down_proj.weight)
+        return product(swiglu_(gate_up, self.gelu), (self.module.down_proj,))
 
 
 @dataclass(frozen=True)

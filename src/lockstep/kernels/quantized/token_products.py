@@ -6,6 +6,7 @@ Tensor names end with their dimensions: T tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.kernels.quantized.formats import Quantized
 from lockstep.kernels.quantized.int8_npu import npu_int8_product
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # A row of zeros gets this scale, so that no division by zero occurs.
 _SMALLEST_SCALE = 2.0**-126
 # torch._int_mm on NVIDIA devices needs more than 16 rows.
@@ -26,6 +28,12 @@ _STEP = 16
 def token_codes(x_TK: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the codes of each row and its scale in fp32 [T, 1]. The formulas are those of `formats.quantize`, without
     its check for NaN, which would wait for the device. A row with NaN or infinity has no finite product."""
+    if x_TK.is_cuda and importlib.util.find_spec("triton") is not None:
+        from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
+
+        flat = x_TK.reshape(-1, x_TK.shape[-1])
+        codes, scale = token_codes_triton(flat, CODES[format], LARGEST[format], _SMALLEST_SCALE)
+        return codes.view(x_TK.shape), scale.view(*x_TK.shape[:-1], 1)
     wide = x_TK.float()
     scale = (wide.abs().amax(-1, keepdim=True) / LARGEST[format]).clamp(min=_SMALLEST_SCALE)
     if format == "int8":

@@ -16,7 +16,7 @@ from lockstep.kernels.attention.kv_cache import KVCache, token_bytes
 from lockstep.kernels.decode.decode_layers import GeneratingLayers, generating_layers
 from lockstep.kernels.mixer_states import ModuleShapes, StateSlots, slot_bytes
 from lockstep.kernels.quantized.projections import projections
-from lockstep.kernels.quantized.view import QuantizedView
+from lockstep.kernels.quantized.quantized_view import QuantizedView
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
@@ -294,8 +294,8 @@ class NativeEngine(SharedWeights):
         """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have not
         moved in memory; else a new runner."""
         view = None if sampling.full_precision else self.view
-        # The fused layers read the trained weights, and write keys and values in their own dtype.
-        layers = self.ready_layers() if view is None and not self._fp8_cache else None
+        # The fused layers write keys and values in their own dtype.
+        layers = None if self._fp8_cache else self.ready_layers()
         # With tensor parallelism, each call creates a new KV cache, which has the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         addresses += () if view is None else view.addresses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,7 +20,7 @@ from lockstep.kernels.attention.paged import PrefillPass
 from lockstep.kernels.decode.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.kernels.mixer_states import DecodeStates, PrefillStates, StateChunk
-from lockstep.kernels.quantized.view import QuantizedView
+from lockstep.kernels.quantized.quantized_view import QuantizedView
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.cached_spans import CachedSpan, SequenceState
@@ -116,7 +116,8 @@ class Runner:
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
         step = PrefillPass(self.cache, to, where, self.device.paged_attention, self._prefill_states(work))
         if self.layers is not None and self.layers.prefills:
-            self.layers.prefill(ids, at, step)
+            with self._viewed():
+                self.layers.prefill(ids, at, step)
         else:
             self._hidden(ids, at, step)
         for part, stop in work:
@@ -197,11 +198,16 @@ class Runner:
         held = self.cache.states
         states = None if held is None else DecodeStates(held, state.slots_B)
         layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B, states)
-        run = self._hidden if self.layers is None else self.layers.decode
-        return run(state.tokens_B, state.positions_B, layout)
+        if self.layers is None:
+            return self._hidden(state.tokens_B, state.positions_B, layout)
+        with self._viewed():
+            return self.layers.decode(state.tokens_B, state.positions_B, layout)
+
+    def _viewed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.view is None else self.view.used()
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
-        with nullcontext() if self.view is None else self.view.used():
+        with self._viewed():
             return self.policy.decoder.engine_states(ids, at, layout)
 
     def _prefill_states(self, work: Sequence[tuple[CachedSpan, int]]) -> PrefillStates | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ class QuantizedForward:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return quantized_product(x, self.weight, self.bias)
+
+
+def _side_by_side(weights: dict[str, Quantized]) -> dict[str, Quantized]:
+    """Places the codes and the scales of several weights in one buffer each, so that fused layers can multiply by all
+    of them at once."""
+    rows = [len(weight.codes) for weight in weights.values()]
+    bits = torch.cat([weight.codes.view(torch.uint8) for weight in weights.values()]).split(rows)
+    scales = torch.cat([weight.block_scales() for weight in weights.values()]).split(rows)
+    return {
+        name: replace(weight, codes=codes.view(weight.codes.dtype), scales=scale)
+        for (name, weight), codes, scale in zip(weights.items(), bits, scales, strict=True)
+    }
 
 
 class QuantizedView:
@@ -53,18 +66,28 @@ class QuantizedView:
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantises the current weights. A frozen weight (the base of an adapter) is quantised only once."""
+        if not self._weights:
+            for names in self._groups():
+                self._weights |= _side_by_side({name: self._quantized(name) for name in names})
+            return
+        for name, held in self._weights.items():
+            if self.modules[name].weight.requires_grad:
+                weight = self._quantized(name)
+                assert held.scales is not None
+                assert weight.scales is not None
+                held.codes.copy_(weight.codes)
+                held.scales.copy_(weight.scales)
+
+    def _quantized(self, name: str) -> Quantized:
+        return quantize(self.modules[name].weight.detach(), self.format)
+
+    def _groups(self) -> list[list[str]]:
+        """Returns the names of projections of one module that may have the same input, in their order."""
+        groups: dict[tuple[str, int], list[str]] = {}
         for name, module in self.modules.items():
-            held = self._weights.get(name)
-            if held is not None and not module.weight.requires_grad:
-                continue
-            weight = quantize(module.weight.detach(), self.format)
-            if held is None:
-                self._weights[name] = weight
-                continue
-            assert held.scales is not None
-            assert weight.scales is not None
-            held.codes.copy_(weight.codes)
-            held.scales.copy_(weight.scales)
+            parent = name.removesuffix(".base_layer").rpartition(".")[0]
+            groups.setdefault((parent, module.in_features), []).append(name)
+        return list(groups.values())
 
     def free(self) -> None:
         """Frees the memory. The next `refresh` quantises all weights."""

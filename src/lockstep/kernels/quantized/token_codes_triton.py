@@ -1,0 +1,74 @@
+"""Quantises the rows of a matrix to fp8 or int8 in one kernel. The plain reference is `token_codes` in
+`token_products.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Columns that a program reads at once.
+TILE = 4096
+
+
+@triton.jit
+def _fp8_bits(value):  # type: ignore[no-untyped-def]
+    """The bytes of float8_e4m3fn numbers of at most 448, rounded half to even. Integer arithmetic needs no fp8
+    instructions, and Triton's interpreter does not round up to the next power of two."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Three bits of the mantissa stay. The exponent has the bias 7 instead of 127.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = ((tl.abs(value) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(tl.abs(value) < 0.015625, subnormal, normal)
+    code = tl.where(value != value, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _codes(  # type: ignore[no-untyped-def]
+    x, codes, scales, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, INT8: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Each program quantises one row: first its largest magnitude, then its codes."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = 0.0
+    bad = 0
+    for start in range(0, columns, TILE):
+        at = start + tl.arange(0, TILE)
+        part = tl.load(x + row * row_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(part), axis=0))
+        # The maximum ignores NaN.
+        bad += tl.sum((part != part).to(tl.int32), axis=0)
+    scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST)
+    scale = tl.where(bad > 0, float("nan"), scale)
+    tl.store(scales + row, scale)
+    for start in range(0, columns, TILE):
+        at = start + tl.arange(0, TILE)
+        part = tl.load(x + row * row_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        if INT8:
+            value = part * tl.div_rn(1.0, scale)
+            # Adding 1.5 x 2^23 rounds half to even.
+            value = (value + 12582912.0) - 12582912.0
+            code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST).to(tl.int8)
+        else:
+            value = tl.div_rn(part, tl.zeros_like(part) + scale)
+            code = _fp8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST))
+        tl.store(codes + row * columns + at, code, mask=at < columns)
+
+
+def token_codes_triton(
+    x_TK: torch.Tensor, dtype: torch.dtype, largest: float, smallest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes in `dtype` and the scales [T, 1] of each row of a matrix."""
+    x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
+    rows, columns = x_TK.shape
+    codes = torch.empty(rows, columns, dtype=dtype, device=x_TK.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x_TK.device)
+    if rows:
+        tile = min(TILE, triton.next_power_of_2(columns))
+        bits = codes if dtype is torch.int8 else codes.view(torch.uint8)
+        _codes[(rows,)](
+            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, dtype is torch.int8, tile, num_warps=4
+        )
+    return codes, scales
