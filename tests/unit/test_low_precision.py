@@ -503,7 +503,6 @@ SGLANG = {"version": "0.5.23", "enable_deterministic_inference": True}
         (Sglang(), {**SGLANG, "quantization": "fp8"}, None, 1),
         (Sglang(), {**SGLANG, "load_format": "flash_rl"}, "fp8", 1),
     ],
-    ids=str,
 )
 def test_a_server_with_another_quantisation_is_unfit(
     server_adapter: ServerAdapter, info: dict[str, Any], precision: str | None, wrong: int
