@@ -129,6 +129,10 @@ def _shifted_rows(original: Any, self: Any, name: str, rows: Any) -> Any:
     return original(self, name, rows).roll(1)
 
 
+def _later_tiles_lost(original: Any, total: Any, more: Any) -> Any:
+    return original(total, more) if total is None else total
+
+
 def _local_sum(original: Any, self: Any, values: Sequence[float]) -> list[float]:
     return list(values)
 
@@ -184,6 +188,7 @@ FAULTS: dict[str, Fault] = {
     "rewards of other responses": Fault(
         wrap("lockstep.launch.process_pool.ProcessPool.submit", _earlier_call), ("reward-workers",), 22
     ),
+    "gradients of later tiles lost": Fault(wrap("lockstep.kernels.tiled_mlp._added", _later_tiles_lost), ("tiled",), 0),
     "reference log-probs of other rows": Fault(
         wrap("lockstep.train.logprob_cache.LogprobCache.take", _shifted_rows), ("precomputed",), 52
     ),
@@ -205,6 +210,9 @@ RANK_FAULTS: dict[str, Fault] = {
         wrap("lockstep.parallel.tensor.TensorGroup.sum_", lambda original, self, tensor: tensor), ("tensor-2",), 0
     ),
     "optimizer not restored": Fault(wrap("lockstep.train.optim.Optimizer.restore", _nothing), ("resumed-2",), 0),
+    "gradients of later tiles lost": Fault(
+        wrap("lockstep.kernels.tiled_mlp._added", _later_tiles_lost), ("tiled-2", "tiled-tensor-2"), 0
+    ),
 }
 
 

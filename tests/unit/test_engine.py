@@ -197,8 +197,8 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     build = KVCache.__init__
 
-    def remember(self: KVCache, *args: Any) -> None:
-        build(self, *args)
+    def remember(self: KVCache, *args: Any, **named: Any) -> None:
+        build(self, *args, **named)
         made.append(weakref.ref(self.tensors[0]))
 
     monkeypatch.setattr(KVCache, "__init__", remember)

@@ -336,13 +336,19 @@ def test_every_key_of_a_recipe_has_a_row() -> None:
     assert [key for key in keys if facts_of(key).effect is None and key not in BY_HAND] == []
 
 
+def literals(annotation: Any) -> list[Any]:
+    """The values of a `Literal`, or of the `Literal` in a union with None."""
+    found = typing.get_args(annotation)
+    return [value for one in found for value in (typing.get_args(one) or [one])]
+
+
 def test_values_that_decide_whether_a_key_is_read_exist() -> None:
     fields = dict(leaves(Recipe))
     chosen = [facts.read_where for key in fields if (facts := facts_of(key)).read_where is not None]
     assert len(chosen) > 15
     for other, values in chosen:
         named = [kind.names for kind in fields[other].metadata if isinstance(kind, Named)]
-        assert set(values) <= set(*named or [typing.get_args(fields[other].annotation)])
+        assert set(values) <= set(*named or [literals(fields[other].annotation)])
 
 
 def test_sections_without_a_table_row_are_listed_by_key() -> None:

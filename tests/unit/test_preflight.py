@@ -126,6 +126,15 @@ def dtype_of_device(broken: Broken) -> list[str]:
     return ["model.dtype=fp16"]
 
 
+def no_low_precision(broken: Broken, *words: str) -> list[str]:
+    broken.patch.setattr(Cpu, "no_low_precision", lambda self, precision: "the device has no matmuls of 8 bits")
+    return list(words)
+
+
+def tiled_mlps(broken: Broken) -> list[str]:
+    return [broken.other_model(MixtralConfig(**SIZES, num_local_experts=4)), "model.tiled_mlp=8"]
+
+
 def routers(broken: Broken) -> list[str]:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return [broken.other_model(MixtralConfig(**SIZES, **experts, router_jitter_noise=0.1))]
@@ -177,6 +186,7 @@ CASES: dict[str, Case] = {
     "run.finished_run": ("sft", finished_run),
     "log.trackers": ("sft", trackers),
     "model.dtype_of_device": ("sft", dtype_of_device),
+    "model.matmul_of_device": ("sft", lambda broken: no_low_precision(broken, "model.matmul=fp8", "model.dtype=bf16")),
     "model.open_tokenizer": ("sft", lambda broken: [broken.model("tokenizer.json", "tokenizer_config.json")]),
     "model.open_config": ("sft", lambda broken: [broken.model("config.json")]),
     "model.tokenizer_of_model": ("sft", lambda broken: [broken.model(vocab_size=100)]),
@@ -186,12 +196,13 @@ CASES: dict[str, Case] = {
         "sft",
         lambda broken: [broken.model(quantization_config={"quant_method": "gptq", "bits": 4})],
     ),
+    "model.tiled_mlps": ("sft", tiled_mlps),
     "model.missing_weights": ("sft", lambda broken: [broken.model("model.safetensors")]),
+    "rollout.precision_of_device": ("grpo", lambda broken: no_low_precision(broken, "rollout.precision=int8")),
     "rollout.async_worker": ("grpo", async_worker),
     "rollout.engine_package": ("grpo", lambda broken: ["rollout.engine=vllm"]),
     "rollout.engine_device": ("grpo", engine_device),
     "rollout.stop_ids": ("grpo", lambda broken: ["rollout.stop_ids=[99999]"]),
-    "rollout.cached_positions": ("grpo", lambda broken: [broken.other_model(longrope()), "rollout.max_tokens=40"]),
     "rollout.rollout_function": (
         "grpo",
         lambda broken: [f"rollout.function={broken.function('async def function(*args): return 1')}"],
@@ -200,6 +211,7 @@ CASES: dict[str, Case] = {
         "grpo",
         lambda broken: [f"rollout.environment={broken.function('class Other: ...').replace(':function', ':Other')}"],
     ),
+    "rollout.cached_positions": ("grpo", lambda broken: [broken.other_model(longrope()), "rollout.max_tokens=40"]),
     "val.read_questions_of": ("sft", lambda broken: ["val.questions=absent.jsonl"]),
     "val.long_questions": (
         "grpo",

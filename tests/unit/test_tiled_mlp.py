@@ -373,7 +373,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     assert untiled([layer]) is not None
     write_tiny(tmp_path / "model")
     policy = load_policy(Model(path=str(tmp_path / "model")), CPU, "sdpa", seed=0)
-    policy.decoder._layers = [layer]
+    policy.decoder.layers = [layer]
     with refuses("model.tiled_mlp", "unsupported-model", "experts"):
         policy.decoder.tile_mlps(4)
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.engine import Conversations
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-environments: Any = import_module("environments")
+FILE = Path(__file__).parents[2] / "bench" / "environments.py"
+# A folder of tests has the same name, so the file is loaded under another one.
+sys.path.insert(0, str(FILE.parent))
+SPEC = spec_from_file_location("turn_bench", FILE)
+assert SPEC is not None
+assert SPEC.loader is not None
+environments: Any = module_from_spec(SPEC)
+sys.modules["turn_bench"] = environments  # dataclasses look their module up
+SPEC.loader.exec_module(environments)
 
 
 def test_turns_of_the_benchmark_are_conversations() -> None:
