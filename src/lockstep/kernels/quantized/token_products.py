@@ -61,11 +61,10 @@ def fp8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Ten
 
 
 def scaled_mm_fits(x_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
-    """Returns whether torch's scaled matmul with one scale per row supports these matrices."""
-    if not len(x_TK):
+    """Returns whether torch's scaled matmul with one scale per row supports these matrices. On a CPU it depends on the
+    processor which code runs, so plain matmuls are used there."""
+    if not len(x_TK) or x_TK.device.type == "cpu":
         return False
-    if x_TK.device.type == "cpu":
-        return True
     outputs, inputs = codes_NK.shape
     return x_TK.dtype is torch.bfloat16 and inputs % _STEP == 0 and outputs % _STEP == 0
 
@@ -76,12 +75,14 @@ def int8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Te
         return npu_int8_product(x_TK, codes_NK, scales_N1)
     rows, (outputs, inputs) = len(x_TK), codes_NK.shape
     codes_TK, scales_T1 = token_codes(x_TK, "int8")
-    if x_TK.device.type != "cpu":
-        if x_TK.device.type == "npu" or inputs % _STEP or outputs % _STEP:
-            return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
+    if x_TK.device.type == "cpu":
+        sums_TN = codes_TK.double() @ codes_NK.double().t()  # exact on every processor
+    elif x_TK.device.type == "npu" or inputs % _STEP or outputs % _STEP:
+        return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
+    else:
         if rows < _LEAST_ROWS:
             codes_TK = torch.nn.functional.pad(codes_TK, (0, 0, 0, _LEAST_ROWS - rows))
-    sums_TN = torch._int_mm(codes_TK, codes_NK.t())[:rows]
+        sums_TN = torch._int_mm(codes_TK, codes_NK.t())[:rows]
     return (sums_TN.float() * scales_T1 * scales_N1.t()).to(x_TK.dtype)
 
 
