@@ -21,6 +21,7 @@ from lockstep.train import advantages
 from lockstep.train.online import train_online
 from refusals import refuses
 from runs import close, facts, stored
+from warm_starts import warm_started
 
 INT8 = "rollout.precision=int8"
 
@@ -187,21 +188,7 @@ def test_low_precision_rollouts_lift_held_out_accuracy(warm_start: Path, precisi
 
 @pytest.fixture(scope="module")
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a model that answers some of the held-out sums, but far from all."""
-    folder = tmp_path_factory.mktemp("warm")
-    assert lockstep("tiny", folder / "model").returncode == 0
-    assert lockstep("data", "arithmetic", folder / "data", "--difficulty", "2").returncode == 0
-    done = lockstep(
-        "train",
-        "warmup-arithmetic",
-        f"run.folder={folder / 'runs'}",
-        f"model.path={folder / 'model'}",
-        f"data.train={folder / 'data' / 'sft_train.parquet'}",
-        f"val.questions={folder / 'data' / 'val.parquet'}",
-        timeout=4 * HANG,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+    return warm_started(tmp_path_factory.mktemp("warm"))
 
 
 # -- training with fp8 matmuls -----------------------------------------------------------------------------------------

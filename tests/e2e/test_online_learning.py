@@ -9,6 +9,7 @@ import pytest
 from commands import lockstep
 from hang import HANG
 from lockstep.run.metrics import read_metrics
+from warm_starts import warm_started
 
 # Each method at the same number of responses a step; critic and update counts as a user would set them.
 STEPS, SLOW_STEPS = 40, 60
@@ -25,21 +26,7 @@ LONG = ("grpo", "ppo")
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a model that answers some of the held-out sums, but far from all."""
-    folder = tmp_path_factory.mktemp("warm")
-    assert lockstep("tiny", folder / "model").returncode == 0
-    assert lockstep("data", "arithmetic", folder / "data", "--difficulty", "2").returncode == 0
-    done = lockstep(
-        "train",
-        "warmup-arithmetic",
-        f"run.folder={folder / 'runs'}",
-        f"model.path={folder / 'model'}",
-        f"data.train={folder / 'data' / 'sft_train.parquet'}",
-        f"val.questions={folder / 'data' / 'val.parquet'}",
-        timeout=4 * HANG,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+    return warm_started(tmp_path_factory.mktemp("warm"))
 
 
 @pytest.mark.slow
