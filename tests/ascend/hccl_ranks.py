@@ -151,7 +151,11 @@ def main(folder: Path) -> None:
     parts: tuple[tuple[Callable[[], dict[str, Any]], str], ...]
     parts = (collectives, "hccl"), (training, "cpu:gloo,npu:hccl")
     for part, backend in parts:
-        dist.init_process_group(backend)
+        # A store for each part: torchrun keeps the keys of the first group, and a rank that reads the old root info of
+        # HCCL before rank 0 replaces it waits for a communicator that no longer exists.
+        store = dist.FileStore(str(folder / f"{part.__name__}.store"), int(os.environ["WORLD_SIZE"]))
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        dist.init_process_group(backend, store=store, **ranks)
         found = part()
         if dist.get_rank() == 0:
             (folder / f"{part.__name__}.json").write_text(json.dumps(found))
