@@ -73,7 +73,9 @@ def test_an_extra_resolves_alone(name: str) -> None:
     "python", ["3.11", *(pytest.param(version, marks=pytest.mark.slow) for version in ("3.10", "3.12", "3.13"))]
 )
 def test_all_extras_resolve_together(python: str) -> None:
-    assert not resolved(*within_constraints(), python=python)
+    """GEM needs antlr4 4.13 and Hydra needs antlr4 4.9, so GEM cannot be installed with the other two of these."""
+    assert not resolved(*[name for name in within_constraints() if name != "gem"], python=python)
+    assert not resolved(*[name for name in within_constraints() if name not in ("migrate", "test")], python=python)
 
 
 @pytest.mark.parametrize(
