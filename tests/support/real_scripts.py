@@ -3,8 +3,8 @@
 The files data/migration/real_*.json hold facts: the keys that a script sets and their values. Values that name files,
 hosts, runs or accounts are replaced. `group` is `released` if a release of the peer has the program and all keys,
 `own keys` or `own program` if the project patched its copy of the peer. `unset` names variables that the script takes
-from its caller; their values are stand-ins. A script with `after` differs from another script of the project by
-`changes` (null: the key is not set).
+from its caller; their values are stand-ins. A script with `changes` differs by them from the script before it with the
+same program (null: the key is not set).
 
     python tests/support/real_scripts.py      converts all scripts and writes data/migration/real_outcomes.json
 """
@@ -48,13 +48,13 @@ def real_scripts() -> dict[str, RealScript]:
 
 def _scripts(peer: str) -> Iterator[RealScript]:
     for project in json.loads((FOLDER / f"real_{peer}.json").read_text(encoding="utf-8")):
-        settings: dict[tuple[str, str], dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}
         for entry in project["scripts"]:
             own = entry.get("settings")
             if own is None:
-                own = {**settings[entry["after"], entry["program"]], **entry["changes"]}
+                own = {**settings[entry["program"]], **entry["changes"]}
                 own = {key: value for key, value in own.items() if value is not None}
-            settings[entry["path"], entry["program"]] = own
+            settings[entry["program"]] = own
             words = _overrides(own) if peer == "verl" else _flags(own)
             number = f" command {entry['command']}" if "command" in entry else ""
             yield RealScript(
