@@ -125,9 +125,11 @@ def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
 
 
 def schedule_rule(done: Conversion, group: str) -> None:
-    style = first_set(
-        done, [f"{group}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "lr_scheduler")]
-    )
+    old, names = f"{group}.lr_scheduler", ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    style = first_set(done, [f"{group}.{name}" for name in names])
+    if done[old] is not None:
+        done.ignore("fsdp_sft_trainer reads lr_scheduler", style)
+        style = old
     if done.write_lookup("optim.schedule", style) is None:
         return
     if done[style] != "constant":
