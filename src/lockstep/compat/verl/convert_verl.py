@@ -12,12 +12,13 @@ from lockstep.compat.command_grammar import ParsedOverrides, parse_overrides
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
 from lockstep.compat.key_table import Conversion, Setting, Settings, convert, load_tables, table_rows
 from lockstep.compat.verl.verl_main_ppo import PPO_RULES
+from lockstep.compat.verl.verl_megatron import STRATEGY
 from lockstep.compat.verl.verl_rules import SFT_RULES
 from lockstep.errors import Problem, Refusal
 
 _RULES = {"main_ppo": PPO_RULES, "sft": SFT_RULES}
-_MEGATRON = ("lockstep has no Megatron backend", "convert the FSDP variant of the script")
-_CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
+_MEGATRON = ("ppo_megatron_trainer", "ppo_megatron_trainer.yaml", "dapo_megatron_trainer")
+_CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer", *_MEGATRON)
 
 
 def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
@@ -32,6 +33,8 @@ def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = 
     given = renamed(parsed.given) if trainer == "main_ppo" else parsed.given
     version = "0.9" if _is_09(name, given) else "0.4"
     defaults |= tables["defaults"][trainer][version]
+    if parsed.config in _MEGATRON:
+        defaults[STRATEGY] = "megatron"
     done = convert(Settings(f"verl {version}", trainer, given, defaults), rows, _RULES[trainer], lockstep_defaults)
     done.problems[:0] = parsed.problems + problems
     return done
@@ -63,8 +66,6 @@ def config_settings(parsed: ParsedOverrides) -> tuple[dict[str, Setting], list[P
     if not file.is_file():
         why = "is a custom configuration file, and its keys are not on the command line"
         remedy = f"convert where {file} exists, or print the configuration with `--cfg job --resolve` and pass its keys"
-        if "megatron" in name:
-            why, remedy = _MEGATRON
         return {}, Refusal.at(where, why, remedy, code="unsupported-setting").problems
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -83,8 +84,6 @@ def _default_problems(entry: Any, where: str) -> list[Problem]:
     if entry in (*_CONFIGS, "_self_"):
         return []
     why, remedy = f"includes {entry}", "print the configuration with `--cfg job --resolve`, and pass its keys"
-    if "megatron" in str(entry):
-        why, remedy = _MEGATRON
     return Refusal.at(where, why, remedy, code="unsupported-setting").problems
 
 
