@@ -138,7 +138,6 @@ def test_fp16_and_recomputation() -> None:
     ("word", "key"),
     [
         (f"{A}.optim.lr_decay_style=inverse_square_root", f"{A}.optim.lr_decay_style"),
-        (f"{A}.optim.lr_warmup_init=1e-7", f"{A}.optim.lr_warmup_init"),
         (f"{A}.optim.optimizer=muon", f"{A}.optim.optimizer"),
         (f"{A}.optim.exp_avg_dtype=bf16", f"{A}.optim.exp_avg_dtype"),
         (f"+{A}.optim.override_optimizer_config.sgd_momentum=0.5", f"{A}.optim.override_optimizer_config.sgd_momentum"),
@@ -156,6 +155,13 @@ def test_what_would_change_numbers_is_refused(word: str, key: str) -> None:
     (problem,) = refused.value.problems
     assert problem.where == key
     assert problem.remedy
+
+
+def test_a_warmup_that_starts_above_zero_is_refused() -> None:
+    start = f"{A}.optim.lr_warmup_init=1e-7"
+    assert recipe(start).optim.warmup == 0
+    with pytest.raises(Refusal, match="lr_warmup_init"):
+        recipe(start, f"{A}.optim.lr_warmup_steps=3")
 
 
 def test_a_schedule_that_ends_before_the_run_is_refused() -> None:

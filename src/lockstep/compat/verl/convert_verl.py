@@ -17,8 +17,16 @@ from lockstep.compat.verl.verl_rules import SFT_RULES
 from lockstep.errors import Problem, Refusal
 
 _RULES = {"main_ppo": PPO_RULES, "sft": SFT_RULES}
-_MEGATRON = ("ppo_megatron_trainer", "ppo_megatron_trainer.yaml", "dapo_megatron_trainer")
-_CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer", *_MEGATRON)
+_MEGATRON = (
+    *("ppo_megatron_trainer", "ppo_megatron_trainer.yaml", "dapo_megatron_trainer"),
+    *("fully_async_ppo_megatron_trainer", "fully_async_ppo_megatron_trainer.yaml"),
+    *("one_step_off_ppo_megatron_trainer", "one_step_off_ppo_megatron_trainer.yaml"),
+)
+_CONFIGS = (
+    *(None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer"),
+    *("fully_async_ppo_trainer", "fully_async_ppo_trainer.yaml", "one_step_off_ppo_trainer"),
+    *("one_step_off_ppo_trainer.yaml", "entropy_trainer", *_MEGATRON),
+)
 
 
 def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
@@ -33,6 +41,7 @@ def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = 
     given = renamed(parsed.given) if trainer == "main_ppo" else parsed.given
     version = "0.9" if _is_09(name, given) else "0.4"
     defaults |= tables["defaults"][trainer][version]
+    defaults |= tables["program_defaults"].get(name, {})
     if parsed.config in _MEGATRON:
         defaults[STRATEGY] = "megatron"
     done = convert(Settings(f"verl {version}", trainer, given, defaults), rows, _RULES[trainer], lockstep_defaults)

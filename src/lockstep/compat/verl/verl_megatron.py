@@ -25,7 +25,8 @@ def is_megatron(done: Conversion, group: str = ACTOR, strategy: str = STRATEGY) 
         if group == ACTOR
         else [f"{group}.{name}" for name in _SIZES if done.is_set(f"{group}.{name}")]
     )
-    return done[strategy] == "megatron" or done[f"{group}.{_MARK}"] is not None or bool(own)
+    named = (done[strategy], done["model_engine"], done["engine"])
+    return "megatron" in named or done[f"{group}.{_MARK}"] is not None or bool(own)
 
 
 # Layout --------------------------------------------------------------------------------------------------------------
@@ -42,6 +43,8 @@ def context_size(done: Conversion, group: str = ACTOR) -> int:
 
 def megatron_rule(done: Conversion) -> None:
     """Converts layout and offloading of `main_ppo` with Megatron. It runs last, because it reads the recipe so far."""
+    if done.lookup(STRATEGY) is not None:
+        done.ignore("lockstep shards the weights with FSDP2", STRATEGY)
     if not is_megatron(done):
         return
     layout_rule(done, ACTOR, f"{A}.optim")
@@ -193,3 +196,8 @@ def _schedule(done: Conversion, group: str) -> None:
         share = done.number(ratio) if done[ratio] else 0.0
         done.write("optim.warmup", share, ratio, note=_WARMUP if share else "")
         done.ignore("a value that is not over 0 selects lr_warmup_steps_ratio", count)
+    start = f"{group}.lr_warmup_init"
+    if done[start] and done.recipe["optim.warmup"].value:
+        done.refuse(start, "lockstep's warmup starts at lr / warmup steps", "remove the key, or set its value to 0")
+    else:
+        done.ignore("there is no warmup" if done[start] else "this is Megatron's default", start)
