@@ -202,10 +202,10 @@ BASES = {
 }
 # A group of Hydra has only the values that its folder has.
 GROUPS = {
-    ("main_ppo", "model_engine"): "model_engine=megatron",
-    ("main_ppo", "*@*"): "actor@actor_rollout_ref.actor=megatron_actor",
-    ("sft", "engine"): "engine=megatron",
-    ("sft", "optim"): "optim=megatron",
+    ("main_ppo", "model_engine"): "model_engine=torchtitan",
+    ("main_ppo", "*@*"): "actor@actor_rollout_ref.actor=torchtitan_actor",
+    ("sft", "engine"): "engine=torchtitan",
+    ("sft", "optim"): "optim=torchtitan",
 }
 FLAT = ["--pretrain", "m", "--dataset", "d.jsonl"]
 ONLINE = {

@@ -29,7 +29,7 @@ def convert_verl(
         f"verl {read.version}",
         trainer,
         given,
-        _defaults(trainer, read),
+        _defaults(name, trainer, read),
         era="0.9" if _parts(read.version) >= (0, 5) else "0.4",
         unread=_unread(read, {key for key in given if row_of(rows, key) is None}),
     )
@@ -51,12 +51,12 @@ def _old_name(key: str) -> str:
     return names[new] + key[len(new) :] if new else key
 
 
-def _defaults(trainer: str, read: ReadCommand) -> dict[str, Any]:
-    """Returns the defaults of the release for the keys with a default in the table."""
+def _defaults(program: str, trainer: str, read: ReadCommand) -> dict[str, Any]:
+    """Returns the defaults of the release for the keys with a default in the table or in `program_defaults`."""
     tables = load_tables("verl")
     of_release: list[str] = tables["defaults_of_release"][trainer]
     keys: dict[str, Any] = {row.key: row.default for row in table_rows("verl", trainer) if row.default is not None}
-    keys |= dict.fromkeys(of_release)
+    keys |= dict.fromkeys(of_release) | tables["program_defaults"].get(program, {})
     newer: dict[str, list[str]] = {}
     for key in keys:
         for new, old in tables["renamed"].items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ from lockstep.compat.hydra_overrides import (
 )
 from lockstep.compat.key_table import FOLDER, Setting, load_tables, nearest_name
 from lockstep.errors import Problem, Refusal, first_line
-
-_MEGATRON = ("lockstep has no Megatron backend", "convert the FSDP variant of the script")
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ def read_command(
     for placed in parsed.overrides:
         if placed in found.groups or _is_hydras(placed):
             given[placed.name] = Setting(placed.override.value(), placed.where)
-    patterns = [row[:-1] for row in rows if row.endswith("*")]
-    unknown = [placed for placed in applied.unknown if not placed.key.startswith(tuple(patterns))]
+    patterns = [row for row in rows if "*" in row]
+    unknown = [placed for placed in applied.unknown if not any(fnmatchcase(placed.key, row) for row in patterns)]
     for placed in applied.unknown:
         if placed not in unknown:  # a row with a pattern covers it
             given[placed.key] = Setting(placed.override.value(), placed.where)
@@ -116,8 +115,6 @@ def _configs(program: str, parsed: ParsedOverrides) -> tuple[list[str], str | No
     if file.is_file():
         problems = _file_problems(file, f"--config-name {parsed.config}")
         return (own, None, problems) if problems else ([name], str(file.parent.resolve()), [])
-    if "megatron" in name:
-        return own, None, Refusal.at(f"--config-name {name}", *_MEGATRON, code="unsupported-setting").problems
     if any(name in stored_files("verl", version) for version in stored_versions("verl")):
         return [name], None, []
     why = "is a custom configuration file, and its keys are not on the command line"
@@ -138,8 +135,6 @@ def _file_problems(file: Path, where: str) -> list[Problem]:
         return Refusal.at(where, why, "fix the file", code="invalid-yaml").problems
     if not OmegaConf.is_dict(values) or not values:
         return Refusal.at(where, f"{file} has no keys", "fix the file", code="invalid-yaml").problems
-    if "megatron" in str(values.get("defaults", "")):
-        return Refusal.at(where, *_MEGATRON, code="unsupported-setting").problems
     return []
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
+from lockstep.compat.verl.verl_megatron import is_megatron, layout_rule, megatron_optimizer, megatron_precision
 
 # By default verl keeps all checkpoints; this value of `checkpoint.keep_last` has the same effect.
 KEEP_ALL = 1_000_000
@@ -200,6 +201,11 @@ def sft_model_rule(done: Conversion) -> None:
         return
     done.write_text("model.path", key)
     lora_rule(done, "model")
+    if is_megatron(done, "engine", "engine.strategy"):
+        megatron_precision(done, "engine")
+        megatron_optimizer(done, "optim")
+        layout_rule(done, "engine", "optim")
+        return
     precision_rule(done, ("model.fsdp_config.model_dtype", "engine.model_dtype"))
     done.write("optim.betas", done.numbers("optim.betas"), "optim.betas")
     done.write("optim.decay_all", True, "optim.weight_decay")
