@@ -230,7 +230,7 @@ def data_and_model_rule(done: Conversion) -> None:
         done.write("rollout.truncated_sampling", "ignore", "top_p", note=note)
     for key, name in (("actor_num_gpus_per_node", "devices"), ("actor_num_nodes", "nodes")):
         setattr(done, name, done.integer(key))
-        done.ignore(f"torchrun sets the number of {name}; the end of the report has the command", key)
+        done.ignore(f"the number of {name} is not part of the recipe; the end of the report says what starts", key)
 
 
 def _lengths(done: Conversion) -> None:
