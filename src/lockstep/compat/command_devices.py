@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep.compat.key_table import Conversion
+from lockstep.compat.offload_keys import keep_weights_on_device
 from lockstep.errors import Refusal
 from lockstep.launch.launcher import is_rank
 
@@ -23,32 +24,42 @@ _KEYS = {
 _RAY_ONLY = {"sft_trainer_ray": "main_ppo"}
 # A CPU counts as one device, and any number of processes can share it. More processes than this would be a mistake.
 _CPU_PROCESSES = 8
+_ALONE = "this process trains on one device"
 
 
 def set_devices(done: Conversion, program: str) -> str:
     """Writes `parallel.devices` and `parallel.launcher` for a command that starts its own workers. Returns a sentence
     on the processes for the report. Raises `Refusal` if this machine cannot start them."""
-    name = program.rsplit(".", 1)[-1]
+    start, processes = _start(done, program.rsplit(".", 1)[-1])
+    if processes == 1:
+        keep_weights_on_device(done)
+    return start
+
+
+def _start(done: Conversion, name: str) -> tuple[str, int]:
+    """Returns a sentence on the processes, and their number."""
     keys = _KEYS.get(done.settings.program) or _KEYS.get(_RAY_ONLY.get(name, ""))
     if is_rank():
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         asked = done.devices * done.nodes
         if keys is None or asked == ranks or not done.is_set(*keys):
-            return f"processes of the launcher: {ranks}"
-        return f"processes of the launcher: {ranks} (the command asks for {asked}; results do not depend on it)"
+            return f"processes of the launcher: {ranks}", ranks
+        more = f"the command asks for {asked}; results do not depend on it"
+        return f"processes of the launcher: {ranks} ({more})", ranks
     if keys is None or done.problems:
-        return "this process trains on one device"
+        return _ALONE, 1
     if in_ray_cluster(done.nodes):
         done.write("parallel.launcher", "ray", keys[1])
-        done.write("parallel.devices", done.devices * done.nodes, *keys)
-        return f"starts {done.devices * done.nodes} processes on the Ray cluster, one per device"
+        devices = done.devices * done.nodes
+        done.write("parallel.devices", devices, *keys)
+        return f"starts {devices} processes on the Ray cluster, one per device", devices
     if done.nodes > 1:
         raise _several_nodes(done, keys[1], name)
     devices = _local_devices(done, keys[0])
     if devices == 1:
-        return "this process trains on one device"
+        return _ALONE, 1
     done.write("parallel.devices", devices, keys[0])
-    return f"starts {devices} processes on this machine, one per device"
+    return f"starts {devices} processes on this machine, one per device", devices
 
 
 def in_ray_cluster(nodes: int) -> bool:

@@ -12,10 +12,11 @@ from lockstep.compat.command_grammar import ParsedOverrides, parse_overrides
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
 from lockstep.compat.key_table import Conversion, Setting, Settings, convert, load_tables, table_rows
 from lockstep.compat.verl.verl_main_ppo import PPO_RULES
+from lockstep.compat.verl.verl_offload import sft_offload_rule
 from lockstep.compat.verl.verl_rules import SFT_RULES
 from lockstep.errors import Problem, Refusal
 
-_RULES = {"main_ppo": PPO_RULES, "sft": SFT_RULES}
+_RULES = {"main_ppo": PPO_RULES, "sft": (*SFT_RULES, sft_offload_rule)}
 _MEGATRON = ("lockstep has no Megatron backend", "convert the FSDP variant of the script")
 _CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lockstep.compat.key_table import Conversion, KeyRule, load_tables
 from lockstep.compat.verl.verl_agents import agents_rule
 from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_offload import offload_keys_rule
 from lockstep.compat.verl.verl_rules import (
     files,
     group_rule,
@@ -200,5 +201,5 @@ def ppo_keep_rule(done: Conversion) -> None:
 
 PPO_RULES: tuple[KeyRule, ...] = (
     trainer_rule, algorithm_rule, data_rule, model_rule, optim_rule, batch_rule, rollout_rule, agents_rule,
-    validation_rule, critic_rule, reward_rule, ppo_keep_rule,
+    validation_rule, critic_rule, reward_rule, ppo_keep_rule, offload_keys_rule,
 )  # fmt: skip
