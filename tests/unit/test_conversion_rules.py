@@ -341,7 +341,7 @@ def test_rules_of_train_ppo_ray(words: list[str], expected: dict[str, Any]) -> N
         (["--vllm_is_truncated_threshold", "3"], "vllm_is_truncated_threshold", "the correction is off"),
         (["--async_queue_size", "2"], "async_queue_size", "only with async training"),
         (["--max_len", "900"], "max_len", "take precedence"),
-        (["--actor_num_gpus_per_node", "8"], "actor_num_gpus_per_node", "torchrun sets the number"),
+        (["--actor_num_gpus_per_node", "8"], "actor_num_gpus_per_node", "not part of the recipe"),
         (["--remote_rm_url", "r.py", "--normalize_reward"], "normalize_reward", "not normalized"),
         (["--eval_steps", "5"], "eval_steps", "needs eval_dataset"),
     ],

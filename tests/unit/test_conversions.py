@@ -169,7 +169,7 @@ def test_the_critics_warm_up_counts_the_step_that_ends_it() -> None:
         ([f"{A}.clip_ratio=0.3"], f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high"),
         (["algorithm.kl_ctrl.kl_coef=0.5"], "algorithm.kl_ctrl.kl_coef", "without use_kl_in_reward"),
         (["trainer.critic_warmup=0"], "trainer.critic_warmup", "no critic"),
-        ([f"{A}.fsdp_config.param_offload=True"], f"{A}.fsdp_config.param_offload", "lockstep plan"),
+        ([f"{A}.fsdp_config.forward_prefetch=True"], f"{A}.fsdp_config.forward_prefetch", "lockstep plan"),
         ([f"{A}.ppo_max_token_len_per_gpu=9"], f"{A}.ppo_max_token_len_per_gpu", "only with use_dynamic_bsz"),
         (["trainer.save_freq=-1"], "trainer.save_freq", "at the end"),
     ],

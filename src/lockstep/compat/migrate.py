@@ -172,6 +172,8 @@ def training_of(words: Sequence[Word]) -> TrainingCommand | None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
         return trainings[0] if trainings else None
     for place, word in enumerate(words):
+        if "data_preprocess" in word.text:  # a data script, which does not train
+            return None
         before = words[place - 1].text if place else ""
         file = _FILE.search(word.text)
         if _OURS.match(word.text) and before in ("-m", "--module") and place + 1 < len(words):

@@ -8,10 +8,11 @@ from typing import Any
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
 from lockstep.compat.key_table import Conversion, Setting, Settings, convert, load_tables, row_of, table_rows
 from lockstep.compat.verl.verl_main_ppo import PPO_RULES
+from lockstep.compat.verl.verl_offload import sft_offload_rule
 from lockstep.compat.verl.verl_release import ReadCommand, defaults_of, read_command, stored_keys
 from lockstep.compat.verl.verl_rules import SFT_RULES
 
-_RULES = {"main_ppo": PPO_RULES, "sft": SFT_RULES}
+_RULES = {"main_ppo": PPO_RULES, "sft": (*SFT_RULES, sft_offload_rule)}
 
 
 def convert_verl(

@@ -77,7 +77,7 @@ def _devices(done: Conversion) -> None:
             done.refuse(key, f"{done[key]!r} is not a number of {name}", f"write a number: {key}=8")
             continue
         setattr(done, name, done[key])
-        done.ignore(f"torchrun sets the number of {name}; the end of the report has the command", key)
+        done.ignore(f"the number of {name} is not part of the recipe; the end of the report says what starts", key)
 
 
 def keep_rule(done: Conversion, key: str) -> None:
