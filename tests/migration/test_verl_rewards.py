@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.reward.verl_scores import NAMES, verl_score
+from lockstep.reward.verl_versions import NAMES, verl_score
 
 from .peers import VERL, module
 
