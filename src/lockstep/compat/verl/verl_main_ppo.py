@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.compat.key_table import Conversion, KeyRule, load_tables
 from lockstep.compat.verl.verl_agents import agents_rule
-from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_algorithm import SUM_NORM, algorithm_rule
 from lockstep.compat.verl.verl_rules import (
     files,
     group_rule,
@@ -153,7 +153,8 @@ def critic_rule(done: Conversion) -> None:
     done.write_number("critic.clip", "critic.cliprange_value")
     kind = done.lookup("critic.loss_agg_mode", done["critic.loss_agg_mode"] or done[f"{A}.loss_agg_mode"])
     if kind is not None:
-        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+        note = SUM_NORM[done.version] if kind == "seq_mean_token_sum_norm" else ""
+        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode", note=note)
     done.write("critic.warmup", max(0, done.integer("trainer.critic_warmup") - 1), "trainer.critic_warmup")
 
 
