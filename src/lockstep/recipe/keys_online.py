@@ -411,6 +411,12 @@ class Critic(Section):
     path: str | None = Field(
         None, description="Folder of the model that initialises the critic. Default: `model.path`.", effect=FOLDER
     )
+    head_init: Literal["zeros", "random"] = Field(
+        "zeros",
+        description="How the value head starts if the critic folder has none. `zeros`: the first values are 0, "
+        "and the head has no bias. `random`: random weights and a bias, as in verl. A reward model or a critic of verl "
+        "keeps its own head.",
+    )
     lr: float = Field(
         1e-5,
         gt=0,

@@ -147,8 +147,9 @@ def critic_rule(done: Conversion) -> None:
         return
     if not done.require("critic.model.path", "give the path of the critic's model", UNSET):
         return
-    note = "the value head starts at zero, so the first values are 0; verl's value head starts with random weights"
+    note = "the value head starts with random weights and a bias, as in verl; the random numbers are others"
     done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
+    done.write("critic.head_init", "random", "critic.model.path")
     done.write_number("critic.lr", "critic.optim.lr")
     done.write_number("critic.clip", "critic.cliprange_value")
     kind = done.lookup("critic.loss_agg_mode", done["critic.loss_agg_mode"] or done[f"{A}.loss_agg_mode"])
