@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.compat.key_table import Conversion, KeyRule
 from lockstep.compat.verl.verl_agents import agents_rule
-from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_algorithm import SUM_NORM, algorithm_rule
 from lockstep.compat.verl.verl_async import async_rule, step_prompts
 from lockstep.compat.verl.verl_megatron import (
     ACTOR,
@@ -165,13 +165,15 @@ def critic_rule(done: Conversion) -> None:
         return
     if not done.require("critic.model.path", "give the path of the critic's model", UNSET):
         return
-    note = "the value head starts at zero, so the first values are 0; verl's value head starts with random weights"
+    note = "the value head starts with random weights and a bias, as in verl; the random numbers are others"
     done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
+    done.write("critic.head_init", "random", "critic.model.path")
     done.write_number("critic.lr", "critic.optim.lr")
     done.write_number("critic.clip", "critic.cliprange_value")
     kind = done.lookup("critic.loss_agg_mode", done["critic.loss_agg_mode"] or done[f"{A}.loss_agg_mode"])
     if kind is not None:
-        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+        note = SUM_NORM["0.9" if done.since("0.8") else "0.4"] if kind == "seq_mean_token_sum_norm" else ""
+        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode", note=note)
     done.write("critic.warmup", max(0, done.integer("trainer.critic_warmup") - 1), "trainer.critic_warmup")
 
 
