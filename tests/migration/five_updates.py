@@ -151,8 +151,8 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 def deviations(ours: list[Weights], theirs: list[Weights]) -> list[float]:
     """For every step: the norm of the difference of all weights, divided by the norm of the movement since the start.
 
-    The first steps deviate most. Adam divides a gradient by its own size, so an entry whose gradient is nearly zero moves
-    as far as any other, by the rounding of that gradient: one such weight is most of what is measured here."""
+    The first steps deviate most. Adam divides a gradient by its own size, so a weight whose gradient is nearly zero
+    moves as far as any other, by the rounding of that gradient: one such weight can be nearly all of the deviation."""
     assert len(ours) == len(theirs) == STEPS + 1
     assert theirs[0].keys() - ours[0].keys() <= {"lm_head.weight"}, "a weight of theirs is not trained here"
     assert ours[0].keys() <= theirs[0].keys(), "a weight is trained here only"

@@ -226,7 +226,7 @@ def cpu_platform() -> None:
 
 
 class Heads:
-    """How the critic is loaded: verl allows a GPU's attention kernel only. Its head has a bias, which may be left out."""
+    """How the critic is loaded: verl allows a GPU's attention kernel only. Its head's bias may be left out."""
 
     with_bias = True
     loaded = staticmethod(transformers.AutoModelForTokenClassification.from_pretrained)
