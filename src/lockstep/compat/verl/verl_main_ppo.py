@@ -72,9 +72,20 @@ def optim_rule(done: Conversion) -> None:
     done.write_number("optim.lr", f"{A}.optim.lr")
     done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
     done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
-    done.write_number("optim.clip", f"{A}.optim.clip_grad" if done.is_set(f"{A}.optim.clip_grad") else f"{A}.grad_clip")
+    clip_rule(done)
     optimizer_rule(done, f"{A}.optim")
     schedule_rule(done, f"{A}.optim")
+
+
+def clip_rule(done: Conversion) -> None:
+    """Up to 0.7, verl reads `actor.grad_clip`. The engines of 0.8 and 0.9 read only `actor.optim.clip_grad`."""
+    new, old = f"{A}.optim.clip_grad", f"{A}.grad_clip"
+    if done.is_set(new) or done.version != "0.9":
+        done.write_number("optim.clip", new if done.is_set(new) else old)
+        return
+    done.write("optim.clip", 1.0, new)
+    if done.is_set(old):
+        done.ignore("the engines of verl 0.8 and 0.9 read only actor.optim.clip_grad, which is 1.0", old)
 
 
 def batch_rule(done: Conversion) -> None:
