@@ -26,6 +26,7 @@ _ENVIRONMENT = ("HOME", "PWD", "USER")
 # verl.trainer.main_ppo`.
 _MODULE = re.compile(r"^(?:lockstep\.compat\.)?(verl|openrlhf|recipe)(\.[\w]+)+$")
 _FILE = re.compile(r"(?:^|/)(verl|openrlhf|recipe)/(?:[\w/]+/)?(\w+)\.py$")
+_PREFIX = "lockstep.compat."
 _OURS = re.compile(r"^lockstep\.compat\.(verl|openrlhf)$")
 _DEVICES = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
 _NODES = ("--nnodes", "--num_nodes")
@@ -105,7 +106,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
 
 def _converted(training: TrainingCommand) -> Conversion:
     words = [word.text for word in training.words]
-    done = CONVERTERS[training.peer](training.program, words, [f"line {word.line}" for word in training.words])
+    done = CONVERTERS[training.peer](training.module, words, [f"line {word.line}" for word in training.words])
     done.devices = training.devices or done.devices
     done.nodes = training.nodes or done.nodes
     return done
@@ -156,6 +157,8 @@ class TrainingCommand:
     words: tuple[Word, ...]
     devices: int | None = None
     nodes: int | None = None
+    module: str = ""
+    """The program with its folders, such as `verl.trainer.main_ppo`, if the command names them."""
 
     @property
     def line(self) -> int:
@@ -169,19 +172,20 @@ def training_of(words: Sequence[Word]) -> TrainingCommand | None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
         return trainings[0] if trainings else None
     for place, word in enumerate(words):
+        if "data_preprocess" in word.text:  # a data script, which does not train
+            return None
         before = words[place - 1].text if place else ""
         file = _FILE.search(word.text)
         if _OURS.match(word.text) and before in ("-m", "--module") and place + 1 < len(words):
-            peer, program, rest = word.text.rsplit(".", 1)[1], words[place + 1].text, words[place + 2 :]
+            peer, module, rest = word.text.rsplit(".", 1)[1], words[place + 1].text, words[place + 2 :]
         elif _MODULE.match(word.text) and before in ("-m", "--module"):
-            peer, program, rest = _peer(word.text), word.text.rsplit(".", 1)[1], words[place + 1 :]
+            peer, module, rest = _peer(word.text), word.text.removeprefix(_PREFIX), words[place + 1 :]
         elif file is not None and not word.text.startswith("-") and "=" not in word.text:
-            peer, program, rest = _peer(file[1]), file[2], words[place + 1 :]
+            peer, module, rest = _peer(file[1]), file[0].lstrip("/")[:-3].replace("/", "."), words[place + 1 :]
         else:
             continue
-        return TrainingCommand(
-            peer, program, tuple(rest), _number(words[:place], _DEVICES), _number(words[:place], _NODES)
-        )
+        devices, nodes = _number(words[:place], _DEVICES), _number(words[:place], _NODES)
+        return TrainingCommand(peer, module.rsplit(".", 1)[-1], tuple(rest), devices, nodes, module)
     return None
 
 

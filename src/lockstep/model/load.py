@@ -120,11 +120,13 @@ def load_value_model(
     seed: int,
     *,
     key: str = "critic.path",
+    head_init: str = "zeros",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Loads a value model from `path`, which may contain a language model or a reward model."""
+    """Loads a value model from `path`, which may contain a language model, a reward model or a critic of verl."""
     folders = folders_of(settings.model_copy(update={"path": path}))
-    return build_value_model(settings, folders, device, kernel, seed, name=path, key=key, sharding=sharding)
+    how: dict[str, Any] = {"key": key, "head_init": head_init, "sharding": sharding}
+    return build_value_model(settings, folders, device, kernel, seed, name=path, **how)
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:

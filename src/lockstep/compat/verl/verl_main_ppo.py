@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from lockstep.compat.key_table import Conversion, KeyRule, load_tables
+from lockstep.compat.key_table import Conversion, KeyRule
 from lockstep.compat.verl.verl_agents import agents_rule
-from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_algorithm import SUM_NORM, algorithm_rule
+from lockstep.compat.verl.verl_async import async_rule, step_prompts
+from lockstep.compat.verl.verl_megatron import (
+    ACTOR,
+    context_size,
+    is_megatron,
+    megatron_optimizer,
+    megatron_precision,
+    megatron_rule,
+)
+from lockstep.compat.verl.verl_offload import offload_keys_rule
+from lockstep.compat.verl.verl_rewards import MANAGERS, SANDBOX, default_rules
 from lockstep.compat.verl.verl_rules import (
     files,
     group_rule,
@@ -47,28 +58,46 @@ def model_rule(done: Conversion) -> None:
         return
     done.write_text("model.path", f"{M}.path")
     lora_rule(done, M)
-    precision_rule(done, (f"{A}.fsdp_config.model_dtype", f"{A}.fsdp_config.dtype"))
+    if is_megatron(done):
+        megatron_precision(done, ACTOR)
+    else:
+        precision_rule(done, (f"{A}.fsdp_config.model_dtype", f"{A}.fsdp_config.dtype"))
 
 
 def optim_rule(done: Conversion) -> None:
+    if is_megatron(done):
+        megatron_optimizer(done, f"{A}.optim")
+        done.ignore("Megatron's optimizer reads optim.clip_grad instead", f"{A}.grad_clip")
+        return
     done.write_number("optim.lr", f"{A}.optim.lr")
     done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
     done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
-    done.write_number("optim.clip", f"{A}.optim.clip_grad" if done.is_set(f"{A}.optim.clip_grad") else f"{A}.grad_clip")
+    clip_rule(done)
     optimizer_rule(done, f"{A}.optim")
     schedule_rule(done, f"{A}.optim")
 
 
+def clip_rule(done: Conversion) -> None:
+    """Up to 0.7, verl reads `actor.grad_clip`. The engines of 0.8 and 0.9 read only `actor.optim.clip_grad`."""
+    new, old = f"{A}.optim.clip_grad", f"{A}.grad_clip"
+    if done.is_set(new) or done.version != "0.9":
+        done.write_number("optim.clip", new if done.is_set(new) else old)
+        return
+    done.write("optim.clip", 1.0, new)
+    if done.is_set(old):
+        done.ignore("the engines of verl 0.8 and 0.9 read only actor.optim.clip_grad, which is 1.0", old)
+
+
 def batch_rule(done: Conversion) -> None:
-    prompts, mini = done.integer("data.train_batch_size"), done.integer(f"{A}.ppo_mini_batch_size")
-    done.write("batch.prompts", prompts, "data.train_batch_size")
+    (prompts, keys), mini = step_prompts(done), done.integer(f"{A}.ppo_mini_batch_size")
+    done.write("batch.prompts", prompts, *keys)
     note = f"{mini} is more than the {prompts} prompts of a step, so a step has one update (verl 0.4.1 refuses this)"
     done.write(
         "batch.prompts_per_update", min(mini, prompts), f"{A}.ppo_mini_batch_size", note=note if mini > prompts else ""
     )
     _micro_batch(done)
     longest, tokens = _longest(done), done.recipe.get("batch.tokens")
-    if tokens is not None and tokens.value < longest:
+    if tokens is not None and tokens.value * context_size(done) < longest:
         why = f"{tokens.value} tokens are fewer than the longest sequence: {longest} (prompt and response)"
         done.refuse(tokens.sources[0], why, f"raise the value to {longest} or more")
 
@@ -94,7 +123,7 @@ def _micro_batch(done: Conversion) -> None:
     else:
         return
     if done[packed]:
-        done.write("batch.tokens", rows * _longest(done), key, packed)
+        done.write("batch.tokens", -(-rows * _longest(done) // context_size(done)), key, packed)
         done.decided.setdefault(
             key, ("mapped", f"a packed micro-batch has as many tokens as {rows} sequences of maximum length")
         )
@@ -147,20 +176,22 @@ def critic_rule(done: Conversion) -> None:
         return
     if not done.require("critic.model.path", "give the path of the critic's model", UNSET):
         return
-    note = "the value head starts at zero, so the first values are 0; verl's value head starts with random weights"
+    note = "the value head starts with random weights and a bias, as in verl; the random numbers are others"
     done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
+    done.write("critic.head_init", "random", "critic.model.path")
     done.write_number("critic.lr", "critic.optim.lr")
     done.write_number("critic.clip", "critic.cliprange_value")
     kind = done.lookup("critic.loss_agg_mode", done["critic.loss_agg_mode"] or done[f"{A}.loss_agg_mode"])
     if kind is not None:
-        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+        note = SUM_NORM["0.9" if done.since("0.8") else "0.4"] if kind == "seq_mean_token_sum_norm" else ""
+        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode", note=note)
     done.write("critic.warmup", max(0, done.integer("trainer.critic_warmup") - 1), "trainer.critic_warmup")
 
 
 def reward_rule(done: Conversion) -> None:
     manager = "reward_model.reward_manager"
-    if done[manager] not in ("naive", "dapo"):
-        done.refuse(manager, f"{done[manager]} is not supported", "use naive or dapo")
+    if done[manager] not in MANAGERS:
+        done.refuse(manager, f"{done[manager]} is not supported", f"use one of {', '.join(MANAGERS)}")
     else:
         done.ignore("each response is scored separately", manager)
     path, name = "custom_reward_function.path", "custom_reward_function.name"
@@ -168,9 +199,9 @@ def reward_rule(done: Conversion) -> None:
         done.write("reward.function", f"{done[path]}:{done[name]}", path, name)
         group_rule(done, "reward.arguments", "custom_reward_function.reward_kwargs")
     elif not done["reward_model.enable"]:
-        rules = dict(load_tables("verl")["reward_rules"][done.version])
-        note = "these rules give verl's scores; lockstep's own rules (gsm8k, math) also accept other notations"
-        done.write("reward.rules", rules, note=note)
+        default_rules(done)
+    if "reward.rules" not in done.recipe:
+        done.ignore("verl reads this key only without a reward function and a reward model", SANDBOX)
     if done["reward_model.enable"]:
         if done["reward_model.model.path"] is None:
             done.refuse("reward_model.enable", "reward_model.model.path is not set", "give the reward model's path")
@@ -194,11 +225,20 @@ def _overlong(done: Conversion) -> None:
     done.ignore("max_response_length is the limit" if enabled else "the overlong buffer is off", *unused)
 
 
+def own_rewards_rule(done: Conversion) -> None:
+    """Refuses a program that scores with its own function, unless the command names a function or a reward model."""
+    path = "custom_reward_function.path"
+    if done["program.rewards"] and done[path] is None and not done["reward_model.enable"]:
+        remedy = f"write a file with compute_score that calls this function, and set {path}=FILE"
+        done.refuse(path, str(done["program.rewards"]), remedy, "not-set")
+
+
 def ppo_keep_rule(done: Conversion) -> None:
     keep_rule(done, "trainer.max_actor_ckpt_to_keep")
 
 
 PPO_RULES: tuple[KeyRule, ...] = (
     trainer_rule, algorithm_rule, data_rule, model_rule, optim_rule, batch_rule, rollout_rule, agents_rule,
-    validation_rule, critic_rule, reward_rule, ppo_keep_rule,
+    validation_rule, critic_rule, reward_rule, own_rewards_rule, ppo_keep_rule, async_rule, offload_keys_rule,
+    megatron_rule,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
+from lockstep.compat.verl.verl_megatron import is_megatron, layout_rule, megatron_optimizer, megatron_precision
 
 # By default verl keeps all checkpoints; this value of `checkpoint.keep_last` has the same effect.
 KEEP_ALL = 1_000_000
@@ -76,7 +77,7 @@ def _devices(done: Conversion) -> None:
             done.refuse(key, f"{done[key]!r} is not a number of {name}", f"write a number: {key}=8")
             continue
         setattr(done, name, done[key])
-        done.ignore(f"torchrun sets the number of {name}; the end of the report has the command", key)
+        done.ignore(f"the number of {name} is not part of the recipe; the end of the report says what starts", key)
 
 
 def keep_rule(done: Conversion, key: str) -> None:
@@ -125,16 +126,20 @@ def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
 
 
 def schedule_rule(done: Conversion, group: str) -> None:
-    style = first_set(
-        done, [f"{group}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "lr_scheduler")]
-    )
+    old, names = f"{group}.lr_scheduler", ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    style = first_set(done, [f"{group}.{name}" for name in names])
+    if done[old] is not None:
+        done.ignore("fsdp_sft_trainer reads lr_scheduler", style)
+        style = old
     if done.write_lookup("optim.schedule", style) is None:
         return
     if done[style] != "constant":
         floor = f"{group}.min_lr_ratio"
         done.write("optim.min_lr_ratio", done.number(floor) if done[floor] else 0.0, floor)
     steps = f"{group}.lr_warmup_steps"
-    if done[steps] is not None and done.is_set(steps) and done.integer(steps) >= 0:
+    # In 0.9 the ratio applies instead of 0 steps.
+    fewest = 1 if done.version == "0.9" else 0
+    if done[steps] is not None and done.is_set(steps) and done.integer(steps) >= fewest:
         done.write("optim.warmup", done.integer(steps), steps, note=WARMUP_NOTE)
         return
     ratios = [f"{group}.lr_warmup_steps_ratio", f"{group}.warmup_steps_ratio"]
@@ -198,6 +203,11 @@ def sft_model_rule(done: Conversion) -> None:
         return
     done.write_text("model.path", key)
     lora_rule(done, "model")
+    if is_megatron(done, "engine", "engine.strategy"):
+        megatron_precision(done, "engine")
+        megatron_optimizer(done, "optim")
+        layout_rule(done, "engine", "optim")
+        return
     precision_rule(done, ("model.fsdp_config.model_dtype", "engine.model_dtype"))
     done.write("optim.betas", done.numbers("optim.betas"), "optim.betas")
     done.write("optim.decay_all", True, "optim.weight_decay")
