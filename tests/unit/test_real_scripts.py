@@ -15,7 +15,7 @@ from lockstep.compat.shell import MARK, read_script
 from real_scripts import FOLDER, outcome_of, problems_of, real_scripts, recorded
 
 SCRIPTS = real_scripts()
-SAMPLE = set(list(SCRIPTS)[::14])
+SAMPLE = set(list(SCRIPTS)[::60])
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in SCRIPTS]
 
 
