@@ -33,6 +33,7 @@ from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.kernels.tiled_mlp import tile_mlps, untiled
 from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.model.text_model import text_config
+from lockstep.model.towers.vision_model import ImageEmbeddings, tower_parts, towers_of
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
 
@@ -60,6 +61,8 @@ class Decoder:
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
+        self.images = ImageEmbeddings(model) if towers_of(model) else None
+        """Puts image features into embeddings, if the model was loaded with its towers."""
 
     @property
     def alike_up_to(self) -> int | None:
@@ -167,11 +170,16 @@ class Decoder:
         lines = sequences(
             self.moving, batch.lengths, batch.input_ids_NT.shape, batch.packed_index_E, batch.packed, own_T
         )
+        positions, more = batch.position_ids_NT, dict[str, Any]()
+        if self.images is not None and (batch.images is not None or self.images.on_every_rank):
+            more["inputs_embeds"] = self.images(batch)
+            positions = positions if batch.images is None else batch.images.axes_3NT
         with lines:
             output = self._run(
-                batch.input_ids_NT,
-                batch.position_ids_NT,
+                None if more else batch.input_ids_NT,
+                positions,
                 layout=layout_of(batch, self.kernel),
+                **more,
                 **self.keywords(batch.position_ids_NT),
             )
         if self.records_router_logits:
@@ -190,7 +198,7 @@ class Decoder:
             self.router_logits = tuple(rows.back(logits.view(*shape, -1))[0] for logits in output.router_logits)
         return rows.back(self._before_head(output.last_hidden_state))
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
+    def _run(self, input_ids: torch.Tensor | None, position_ids: torch.Tensor, **more: Any) -> Any:
         if self.records_router_logits:
             more["output_router_logits"] = True
         with self._activations.waiting_on_host() if self._activations else nullcontext():
@@ -229,7 +237,13 @@ def inner_decoder(model: Any) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the decoder layers (`_no_split_modules` of transformers), which are sharded one by one."""
+    """Returns the decoder layers (`_no_split_modules` of transformers), without the layers of towers."""
+    towers = tower_parts(model)
+    return [module for module in sharded_layers(model) if module not in towers]
+
+
+def sharded_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the layers of the decoder and of the towers, which are sharded one by one."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
