@@ -39,7 +39,7 @@ class Example:
     ids: Sequence[int]
     loss_mask: Sequence[int]
     origin: Origin
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
     """The images of the row, in the order of their placeholder tokens."""
 
     def __len__(self) -> int:

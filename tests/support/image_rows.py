@@ -44,7 +44,7 @@ def example(folder: Path, text: str, images: list[Any], row: int = 0, trained: i
     mask = [0] * (len(ids) - trained) + [1] * trained
     spans = tokens.spans(ids, images, "test")
     expanded, flags = tokens.expanded(ids, mask, spans)
-    return Example(array("q", expanded), flags, Origin("rows.jsonl", row), tuple(spans))
+    return Example(array("q", expanded), flags, Origin("rows.jsonl", row), images=tuple(spans))
 
 
 def plain_model(folder: Path) -> Any:
