@@ -296,6 +296,8 @@ class Request:
     """Strings that end this response, in addition to those of `Sampling`."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end this response, in addition to those of `Sampling`."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the prompt, whose ids have their placeholder tokens. Only the native engine reads images."""
 
     def limits(self, sampling: Sampling) -> Sampling:
         """Returns the sampling parameters with the length limit and the stop conditions of this request."""

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lockstep.commands.show import image_lines, render
 from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.prepare.squares import COLOURS, draw_squares, write_squares
@@ -125,6 +126,19 @@ def test_images_keep_their_order(folder: Path, tmp_path: Path) -> None:
     (found,) = read(folder, written(tmp_path, [row]))
     assert [Path(str(image.ref.path)).name for image in found.images] == ["b.png", "a.png"]
     assert found.images[0].stop < found.images[1].start
+
+
+def test_data_show_lists_images_and_writes_a_placeholder_once(folder: Path, tmp_path: Path) -> None:
+    row = {"messages": chat("<image> or <image>?"), "images": ["pictures/b.png", PATH]}
+    (found,) = read(folder, written(tmp_path, [row]))
+    text = render(found, load_tokenizer(str(folder)), marks=True).plain
+    assert text.count("<|image_pad|>") == 2
+    assert f"[[{ANSWER}<|im_end|>]]" in text
+    lines = image_lines(found)
+    start = found.images[1].start
+    assert [("b.png" in line, "a.png" in line) for line in lines] == [(True, False), (False, True)]
+    assert f"{start} to {start + 3} (4)" in lines[1]
+    assert "4 x 4" in lines[1]
 
 
 BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {

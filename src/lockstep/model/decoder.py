@@ -36,6 +36,7 @@ from lockstep.model.text_model import text_config
 from lockstep.model.towers.vision_model import ImageEmbeddings, tower_parts, towers_of
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
+from lockstep.vision.spans import ImageInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +173,7 @@ class Decoder:
         )
         positions, more = batch.position_ids_NT, dict[str, Any]()
         if self.images is not None and (batch.images is not None or self.images.on_every_rank):
-            more["inputs_embeds"] = self.images(batch)
+            more["inputs_embeds"] = self.images.embedded(batch.input_ids_NT, batch.images)
             positions = positions if batch.images is None else batch.images.axes_3NT
         with lines:
             output = self._run(
@@ -205,13 +206,23 @@ class Decoder:
             decoder = inner_decoder(self.model)
             return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
 
-    def engine_states(self, ids_T: torch.Tensor, at_T: torch.Tensor, step: PrefillPass | DecodePass) -> torch.Tensor:
+    def engine_states(
+        self,
+        ids_T: torch.Tensor,
+        at_T: torch.Tensor,
+        step: PrefillPass | DecodePass,
+        images: ImageInputs | None = None,
+    ) -> torch.Tensor:
         """Runs a forward pass of the native rollout engine over tokens at the given positions. Returns their hidden
-        states."""
+        states. If there are `images`, their positions on three axes are used."""
         decoder: Any = inner_decoder(self.model)
         if isinstance(self._probe, RowProbe):
             return self._before_head(engine_rows(decoder, ids_T, at_T, step, self._probe))
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
+        if images is not None:
+            assert self.images is not None
+            embedded = self.images.embedded(inputs.pop("input_ids"), images)
+            inputs |= {"inputs_embeds": embedded, "position_ids": images.axes_3NT}
         with latents_kept(self._latent_modules):
             return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])
 

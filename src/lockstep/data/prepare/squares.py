@@ -29,6 +29,10 @@ CELLS, CELL = 4, 14
 COLOUR_QUESTION, COUNT_QUESTION = "What colour are the squares?", "How many squares are there?"
 
 
+Picture = tuple[str, tuple[int, ...]]
+"""The colour of the squares, and their cells."""
+
+
 def draw_squares(colour: str, cells: Sequence[int]) -> np.ndarray:
     """Returns an image of height x width x 3 with squares of one colour in the given cells on a white background."""
     image = np.full((CELLS * CELL, CELLS * CELL, 3), 255, dtype=np.uint8)
@@ -42,10 +46,10 @@ def write_squares(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, 
     """Writes training and validation rows in verl's RL schema, and the same rows for SFT (`sft_*`). The images are in
     the column `images`. A validation image never occurs in the training rows. Returns the number of rows by file."""
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
-    draw, seen = random.Random(f"squares/{seed}"), set[tuple[str, tuple[int, ...]]]()
+    draw, seen = random.Random(f"squares/{seed}"), set[Picture]()
     files: dict[str, list[Row]] = {}
     for split, count in (("val", val_rows), ("train", train_rows)):
-        drawn = []
+        drawn: list[tuple[Picture, str]] = []
         while len(drawn) < count:
             picture = (draw.choice(list(COLOURS)), tuple(sorted(draw.sample(range(CELLS**2), draw.choice(COUNTS)))))
             if split == "val":
@@ -58,7 +62,7 @@ def write_squares(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, 
     return write_files(folder, files)
 
 
-def _rl_row(picture: tuple[str, tuple[int, ...]], question: str) -> Row:
+def _rl_row(picture: Picture, question: str) -> Row:
     return {
         "data_source": SQUARES_SOURCE,
         "prompt": user_message(f"{MARK}{question}"),
@@ -69,15 +73,15 @@ def _rl_row(picture: tuple[str, tuple[int, ...]], question: str) -> Row:
     }
 
 
-def _sft_row(picture: tuple[str, tuple[int, ...]], question: str) -> Row:
+def _sft_row(picture: Picture, question: str) -> Row:
     messages = [*user_message(f"{MARK}{question}"), *assistant_message(_answer(picture, question))]
     return {"messages": messages, "images": [_image(picture)]}
 
 
-def _answer(picture: tuple[str, tuple[int, ...]], question: str) -> str:
+def _answer(picture: Picture, question: str) -> str:
     return picture[0] if question == COLOUR_QUESTION else str(len(picture[1]))
 
 
-def _image(picture: tuple[str, tuple[int, ...]]) -> dict[str, Any]:
+def _image(picture: Picture) -> dict[str, Any]:
     """Returns the image as the struct of a Hugging Face `Image` column."""
     return {"bytes": png_bytes(draw_squares(*picture)), "path": None}

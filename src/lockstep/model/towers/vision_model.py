@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lockstep.model.text_model import LanguageModel, for_text, language_parts
-from lockstep.types import MicroBatch
 from lockstep.vision.spans import ImageInputs
 
 if TYPE_CHECKING:
@@ -116,13 +115,14 @@ class ImageEmbeddings:
         sharded = any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
         return sharded or (self.trained and torch.is_grad_enabled())
 
-    def __call__(self, batch: MicroBatch) -> torch.Tensor:
+    def embedded(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> torch.Tensor:
         """Returns the embeddings of all tokens, with those of placeholders replaced by image features."""
-        embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(batch.input_ids_NT)
-        images = batch.images
+        embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(ids_NT)
         if images is None:
             # A dummy image, whose features change nothing.
             return embedded_NTH + self.features(self._dummy(embedded_NTH.device)).sum() * 0
+        if not len(images.places_M):
+            return embedded_NTH
         features_MH = self.features(images).index_select(0, images.features_M).to(embedded_NTH.dtype)
         return embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, features_MH).view_as(embedded_NTH)
 
@@ -135,4 +135,5 @@ class ImageEmbeddings:
     def _dummy(self, device: torch.device) -> ImageInputs:
         nothing = torch.empty(0, dtype=torch.long, device=device)
         pixels = torch.zeros(self._merge**2, self._patch, device=device)
-        return ImageInputs(pixels, torch.tensor([[1, self._merge, self._merge]], device=device), *[nothing] * 3)
+        grid = torch.tensor([[1, self._merge, self._merge]], device=device)
+        return ImageInputs(pixels, grid, places_M=nothing, features_M=nothing, axes_3NT=nothing)
