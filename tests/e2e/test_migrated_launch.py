@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -68,3 +69,17 @@ def test_openrlhfs_dpo_as_deepspeed_starts_it(tiny_folder: Path, tmp_path: Path)
     ]
     finished(*ranks)
     assert losses(tmp_path / "two")[0] == pytest.approx(0.693147, abs=1e-3)  # -log sigmoid(0) before the first update
+
+
+def test_verls_grpo_command_starts_its_devices(tiny_folder: Path, tmp_path: Path) -> None:
+    """`trainer.n_gpus_per_node=2` in one command trains on two processes, and gives the metrics of one process."""
+    for devices in (1, 2):
+        _, words = words_of("GRPO, quickstart", tiny_folder, tmp_path / str(devices))
+        words += [f"trainer.n_gpus_per_node={devices}"]
+        finished(started("-m", "lockstep.compat.verl.trainer.main_ppo", *words))
+        environment = json.loads((tmp_path / str(devices) / "run" / "env.json").read_text(encoding="utf-8"))
+        assert environment["world_size"] == devices
+    assert (tmp_path / "2" / "run.yaml").is_file()
+    one, two = (dict(read_metrics(tmp_path / count / "run" / "metrics.jsonl"))[1] for count in "12")
+    assert two["response_length/mean"] == one["response_length/mean"]
+    assert two["actor/entropy"] == pytest.approx(one["actor/entropy"], rel=1e-2)

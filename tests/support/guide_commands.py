@@ -139,7 +139,10 @@ class GuideCommand:
 GUIDES: dict[str, GuideCommand] = {
     "GRPO, quickstart": GuideCommand("verl", "quickstart, GRPO on 8 NPUs", _grpo, "actor/pg_loss"),
     "GRPO, 2 nodes": GuideCommand(
-        "verl", "guide, GRPO on 2 nodes", lambda where: [*_grpo(where), "trainer.logger=[console]"], "actor/pg_loss"
+        "verl",
+        "guide, GRPO on 2 nodes",
+        lambda where: [*_grpo(where), "trainer.logger=[console]", "trainer.nnodes=1"],
+        "actor/pg_loss",
     ),
     "SFT-PEFT": GuideCommand("verl", "guide, LoRA SFT", _lora_sft),
     "DPO": GuideCommand("openrlhf_flat", "scripts/train_dpo_llama", _offline(_pairs)),

@@ -76,13 +76,16 @@ def value(done: Conversion, key: str) -> Any:
         ),
         (
             [f"{A}.policy_loss.loss_mode=gspo"],
-            {"algorithm.loss": "gspo", "algorithm.aggregation": "seq_mean_token_mean"},
+            {"algorithm.loss": "gspo", "algorithm.aggregation": "token_mean"},
         ),
         ([f"{A}.policy_loss.loss_mode=kl_cov"], {"algorithm.loss": "kl_cov", "algorithm.cov_kl": 0.1}),
         ([f"{A}.policy_loss.loss_mode=sapo", f"{A}.tau_neg=1.2"], {"algorithm.sapo_negative": 1.2}),
         ([f"{A}.loss_agg_mode=seq-mean-token-sum"], {"algorithm.aggregation": "seq_mean_token_sum"}),
         # Over all devices: 64 / 8 = 8 on each.
-        ([f"{A}.ppo_micro_batch_size=64"], {"batch.micro_batch_size": 8}),
+        (
+            [f"{A}.ppo_micro_batch_size=64", "actor_rollout_ref.model.use_remove_padding=False"],
+            {"batch.micro_batch_size": 8},
+        ),
         ([f"{A}.use_dynamic_bsz=True", f"{A}.ulysses_sequence_parallel_size=2"], {"batch.tokens": 32768}),
         (["actor_rollout_ref.model.lora_rank=8"], {"model.lora.alpha": 16.0}),
         (["+actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], {"model.master_weights": False}),
@@ -140,6 +143,20 @@ def test_verls_settings(words: list[str], expected: dict[str, Any]) -> None:
     assert {key: value(done, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("version", "aggregation", "size", "clip"),
+    [("0.4", "seq_mean_token_mean", "batch.micro_batch_size", "verl/gsm8k@0.4"),
+     ("0.8", "seq_mean_token_mean", "batch.tokens", "verl/gsm8k@0.9"),
+     ("0.9", "token_mean", "batch.tokens", "verl/gsm8k@0.9")],
+)  # fmt: skip
+def test_the_named_release_decides(version: str, aggregation: str, size: str, clip: str) -> None:
+    words = [*GRPO, f"{A}.policy_loss.loss_mode=gspo", f"{A}.ppo_micro_batch_size_per_gpu=2"]
+    done = convert_verl("main_ppo", words, version=version)
+    assert value(done, "algorithm.aggregation") == aggregation
+    assert value(done, size)
+    assert value(done, "reward.rules")["openai/gsm8k"] == clip
+
+
 def test_the_critics_warm_up_counts_the_step_that_ends_it() -> None:
     """verl updates the policy from step N on: N - 1 steps are the critic's alone."""
     done = convert_verl("main_ppo", [*PPO, "trainer.critic_warmup=5", "critic.optim.lr=2e-5"])
@@ -152,7 +169,7 @@ def test_the_critics_warm_up_counts_the_step_that_ends_it() -> None:
         ([f"{A}.clip_ratio=0.3"], f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high"),
         (["algorithm.kl_ctrl.kl_coef=0.5"], "algorithm.kl_ctrl.kl_coef", "without use_kl_in_reward"),
         (["trainer.critic_warmup=0"], "trainer.critic_warmup", "no critic"),
-        ([f"{A}.fsdp_config.param_offload=True"], f"{A}.fsdp_config.param_offload", "lockstep plan"),
+        ([f"{A}.fsdp_config.forward_prefetch=True"], f"{A}.fsdp_config.forward_prefetch", "lockstep plan"),
         ([f"{A}.ppo_max_token_len_per_gpu=9"], f"{A}.ppo_max_token_len_per_gpu", "only with use_dynamic_bsz"),
         (["trainer.save_freq=-1"], "trainer.save_freq", "at the end"),
     ],

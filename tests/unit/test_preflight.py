@@ -23,7 +23,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Problem, Refusal
 from lockstep.model.trials import TRIALS
 from lockstep.preflight import checks
-from lockstep.preflight.checks import CHECKS, PreflightCheck
+from lockstep.preflight.checks import CHECKS, CheckStage, PreflightCheck
 from lockstep.recipe import load_recipe
 from lockstep.train.start import run_recipe
 
@@ -329,3 +329,19 @@ def test_every_trial_names_the_function_that_runs_it() -> None:
     for trial in TRIALS:
         module, _, function = trial.function.rpartition(".")
         assert callable(getattr(import_module(f"lockstep.{module}"), function)), trial.name
+
+
+def test_a_missing_tracker_is_reported_before_the_data_is_read(broken: Broken) -> None:
+    """Encoding rows may take minutes. The files of the data and the settings are still checked."""
+    stages: list[CheckStage] = []
+    problems_of = PreflightCheck.problems
+
+    def problems(self: PreflightCheck, context: Any) -> list[Problem]:
+        stages.append(self.stage)
+        return problems_of(self, context)
+
+    broken.patch.setattr(PreflightCheck, "problems", problems)
+    recipe = recipe_of(broken, ("sft", lambda _: [*trackers(broken), "parallel.shard=2", "data.train=absent"]))
+    where = [problem.where.split()[0] for problem in refused(lambda: run_recipe(recipe))]
+    assert where == ["parallel.shard", "package", "absent"]
+    assert max(stages) < CheckStage.READ

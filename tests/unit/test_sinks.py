@@ -17,7 +17,7 @@ from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog
 from lockstep.run.trackers import tracker as sinks_module
-from lockstep.run.trackers.tracker import GuardedSink, Sink, open_sinks
+from lockstep.run.trackers.tracker import GuardedSink, Sink, check_sinks, open_sinks
 from refusals import refuses
 
 RECIPE = {"method": "sft", "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "lora": {}, "note": None}
@@ -284,8 +284,9 @@ def test_wandb_online_without_a_key_is_refused_not_asked_for(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     [sink] = open_sinks(["wandb"], folder, "p", console)
-    with pytest.raises(Refusal, match="there is no API key"):
-        sink.start("first", RECIPE, 0)
+    for refused in (lambda: check_sinks([sink]), lambda: sink.start("first", RECIPE, 0)):
+        with pytest.raises(Refusal, match="there is no API key"):
+            refused()
 
 
 @pytest.mark.usefixtures("fresh_wandb")
@@ -336,5 +337,6 @@ def test_swanlab_online_without_a_key_is_refused_not_asked_for(
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "online")
     [sink] = open_sinks(["swanlab"], folder, "p", console)
-    with pytest.raises(Refusal, match="no API key"):
-        sink.start("first", RECIPE, 0)
+    for refused in (lambda: check_sinks([sink]), lambda: sink.start("first", RECIPE, 0)):
+        with pytest.raises(Refusal, match="no API key"):
+            refused()

@@ -6,15 +6,19 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from lockstep.compat.command_devices import set_devices
 from lockstep.compat.key_table import Conversion, KeyOutcome, OutcomeKind, WrittenKey, load_tables
 from lockstep.errors import Interrupted, Problem, Refusal
+from lockstep.launch.launcher import adopt_slurm, is_rank, start_ranks, starts_ranks
 from lockstep.recipe.loader import checked_recipe, sections_of, value_text
 from lockstep.recipe.methods import method_defaults
 from lockstep.recipe.schema import Recipe
+from lockstep.run.files import atomic_write_text
 from lockstep.run.output import never_fail_to_encode, write
 
 _ORDER = list(Recipe.model_fields)
@@ -30,8 +34,9 @@ _WIDTH = 110
 # Report --------------------------------------------------------------------------------------------------------------
 
 
-def report(done: Conversion) -> str:
-    """Lists all keys of the command by outcome, then defaults written to the recipe, remarks, and the start command."""
+def report(done: Conversion, start: str = "") -> str:
+    """Lists all keys of the command by outcome, then defaults written to the recipe, remarks, and how the training
+    starts (by default: the command that starts it)."""
     settings = done.settings
     method = f", method {done.recipe['method'].value}" if "method" in done.recipe else ""
     lines = [f"{settings.peer} {settings.program}{method}: {len(settings.given)} settings"]
@@ -45,7 +50,7 @@ def report(done: Conversion) -> str:
         lines.append(f"defaults of {settings.peer} that differ from lockstep's, written to the recipe ({len(unset)}):")
         lines += [f"  {key}: {value_text(done.recipe[key].value)}" for key in unset]
     lines += [line for remark in done.remarks for line in _folded(remark, "")]
-    return "\n".join([*lines, f"to train on the devices of the command: {start_command(done)}"])
+    return "\n".join([*lines, start or f"to train on the devices of the command: {start_command(done)}"])
 
 
 def start_command(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
@@ -207,6 +212,7 @@ def main(
         write("`lockstep migrate SCRIPT.sh -o RECIPE.yaml` converts a script and does not train.")
         sys.exit(0 if words else 2)
     try:
+        adopt_slurm()
         if inference is not None and words[0] in tables["inference"]:
             inference(words[0], words[1:])
         else:
@@ -224,12 +230,28 @@ def main(
 
 
 def run(convert: Callable[[str, Sequence[str]], Conversion], words: Sequence[str]) -> None:
-    """Converts the command, reports on rank 0, and trains."""
+    """Converts the command, reports on rank 0, and trains on the devices of the command."""
     done = convert(words[0], words[1:])
-    if os.environ.get("RANK", "0") == "0":
+    try:
+        start = set_devices(done, words[0])
+    except Refusal:
         write(report(done))
+        raise
+    if os.environ.get("RANK", "0") == "0":
+        write(report(done, start))
     recipe = checked(done)
+    if not is_rank() and starts_ranks(recipe.parallel):
+        sys.exit(start_ranks(recipe, ["train", str(_kept(done, recipe))]))
 
     from lockstep.train.start import run_recipe
 
     run_recipe(recipe)
+
+
+def _kept(done: Conversion, recipe: Recipe) -> Path:
+    """Writes the recipe next to the run folder, where all processes can read it."""
+    file = Path(recipe.run.folder) / f"{recipe.run.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(file, recipe_yaml(done, "a command"))
+    write(f"wrote {file}")
+    return file

@@ -14,7 +14,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 # The packages of each trainer that contain programs.
-PACKAGES = {"verl": ("trainer", "recipe", "recipe.dapo"), "openrlhf": ("cli",)}
+PACKAGES = {
+    "verl": ("trainer", "recipe", "recipe.dapo", "examples", "examples.data_preprocess"),
+    "openrlhf": ("cli",),
+}
+# Packages whose programs write data instead of training, and the module with their function `main`.
+_DATA_SCRIPTS = {"examples.data_preprocess": "lockstep.compat.verl.data_preprocess"}
 
 
 class PeerModules(MetaPathFinder, InspectLoader):
@@ -40,8 +45,11 @@ class PeerModules(MetaPathFinder, InspectLoader):
         name = fullname.removeprefix(self.prefix)
         if name in PACKAGES[self.peer]:
             return ""
-        program = name.rpartition(".")[2]
-        return f"from {__name__} import run\n\nif __name__ == '__main__':\n    run({self.peer!r}, {program!r})\n"
+        package, _, program = name.rpartition(".")
+        start = f"from {__name__} import run", f"run({self.peer!r}, {program!r})"
+        if package in _DATA_SCRIPTS:
+            start = f"import sys; from {_DATA_SCRIPTS[package]} import main", f"main({program!r}, sys.argv[1:])"
+        return f"{start[0]}\n\nif __name__ == '__main__':\n    {start[1]}\n"
 
     def is_package(self, fullname: str) -> bool:
         return fullname.removeprefix(self.prefix) in PACKAGES[self.peer]

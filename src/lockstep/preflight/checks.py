@@ -33,7 +33,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.trackers.tracker import open_sinks
+from lockstep.run.trackers.tracker import check_sinks, open_sinks
 
 
 class CheckStage(IntEnum):
@@ -68,6 +68,8 @@ class PreflightCheck:
     in_plan: Literal["refuse", "remark", "last"] = "refuse"
     """How `lockstep plan` treats a problem: it refuses the recipe, prints a remark, or refuses the recipe after it has
     printed the plan."""
+    before_data: bool = False
+    """Whether a problem is reported before the training data is read and encoded, which may take minutes."""
 
     def problems(self, context: Context) -> list[Problem]:
         problems: list[Problem] = []
@@ -127,7 +129,7 @@ def packages(context: Context) -> list[Problem]:
 
 def trackers(context: Context) -> None:
     log = context.recipe.log
-    open_sinks(list(log.track), run_folder(context.recipe), log.project, Console.silent())
+    check_sinks(open_sinks(list(log.track), run_folder(context.recipe), log.project, Console.silent()))
 
 
 def resumed_run(context: Context) -> Iterator[Problem]:
@@ -240,7 +242,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(resumed_run, CheckStage.SETTINGS, _writes_run),
         PreflightCheck(finished_run, CheckStage.PLAN, _writes_run),
     ),
-    "log": (PreflightCheck(trackers, CheckStage.SETTINGS, lambda context: context.main),),
+    "log": (PreflightCheck(trackers, CheckStage.SETTINGS, lambda context: context.main, before_data=True),),
     "model": (
         PreflightCheck(model.dtype_of_device, CheckStage.SETTINGS),
         PreflightCheck(model.matmul_of_device, CheckStage.SETTINGS),
@@ -311,6 +313,7 @@ def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
         if context.plans and check.in_plan == "last":
             continue
         new = check.problems(context)
+        context.stops_before_data |= check.before_data and bool(new)
         if context.plans and check.in_plan == "remark":
             context.remarks += [
                 f"{problem.where} {problem.why}: `lockstep train` would refuse this run" for problem in new

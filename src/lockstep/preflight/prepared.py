@@ -55,6 +55,8 @@ class Context:
     batches: BatchPlan | OnlinePlan | None = None
     memory: MemoryPlan | None = None
     remarks: list[str] = field(default_factory=list)
+    stops_before_data: bool = False
+    """Whether a check has found a problem that is reported before the training data is read."""
 
     @property
     def online(self) -> bool:

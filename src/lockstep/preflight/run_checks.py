@@ -83,6 +83,8 @@ def _check(context: Context) -> None:
     """Runs all checks that do not need the batch and memory plans, and reports all their problems in one refusal."""
     problems = _opened(context, [CheckStage.SETTINGS, CheckStage.OPEN])
     problems += run_checks(CheckStage.MODEL, context)
+    if context.stops_before_data:
+        refuse_each_once([*problems, *unreadable_files(context)])
     problems += run_checks(CheckStage.READ, context)
     if not context.limit:
         problems += unreadable_files(context)

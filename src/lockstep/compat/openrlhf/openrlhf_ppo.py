@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
+from lockstep.compat.offload_keys import frozen_offload_rule, offload_rule, separate_reference
 from lockstep.compat.openrlhf.openrlhf_rules import (
     data_rule,
     dataset_names,
@@ -231,7 +232,7 @@ def data_and_model_rule(done: Conversion) -> None:
         done.write("rollout.truncated_sampling", "ignore", "top_p", note=note)
     for key, name in (("actor_num_gpus_per_node", "devices"), ("actor_num_nodes", "nodes")):
         setattr(done, name, done.integer(key))
-        done.ignore(f"torchrun sets the number of {name}; the end of the report has the command", key)
+        done.ignore(f"the number of {name} is not part of the recipe; the end of the report says what starts", key)
 
 
 def _lengths(done: Conversion) -> None:
@@ -346,7 +347,19 @@ def validation_rule(done: Conversion) -> None:
         done.write("val.max_new_tokens", done.recipe["rollout.max_tokens"].value, "eval_dataset")
 
 
+def offload_keys_rule(done: Conversion) -> None:
+    offload_rule(done, "parallel.offload", optimizer=["adam_offload"])
+    if "critic.path" in done.recipe and "parallel.offload" in done.recipe:
+        done.write("parallel.offload_critic", "optimizer", "adam_offload")  # the flag applies to both models
+    reference, reward = ("ref_reward_offload", "ref.offload"), ("ref_reward_offload", "reward.offload")
+    both = {"reference": separate_reference(done), "reward": "reward.model" in done.recipe}
+    frozen_offload_rule(done, "parallel.offload_reference", reference, "reference model", both["reference"])
+    frozen_offload_rule(done, "parallel.offload_reward", reward, "reward model", both["reward"])
+    if any(both.values()):  # one of the two models is enough for the flag of both
+        done.decided.pop("ref_reward_offload", None)
+
+
 PPO_RULES: tuple[KeyRule, ...] = (
     run_rule, algorithm_rule, async_rule, data_and_model_rule, agent_rule, batch_rule, reward_rule,
-    validation_rule,
+    validation_rule, offload_keys_rule,
 )  # fmt: skip

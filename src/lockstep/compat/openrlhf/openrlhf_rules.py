@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
+from lockstep.compat.offload_keys import frozen_offload_rule, offload_rule, uses_lora
 from lockstep.compat.verl.verl_rules import run_name
 
 _FILES = re.compile(r"\.(jsonl?|parquet|csv)$")
@@ -262,7 +263,15 @@ def offline_rules(program: str) -> tuple[KeyRule, ...]:
         optimizer_rule(done, "", "learning_rate")
         _batch(done, sequences_per_row=2 if method in ("dpo", "rm") else 1)
 
-    return (run_rule, schedule_rule, rows_rule, rule)
+    return (run_rule, schedule_rule, rows_rule, rule, _offload)
+
+
+def _offload(done: Conversion) -> None:
+    offload_rule(done, "parallel.offload", optimizer=["adam_offload"])
+    reference = done.settings.program in ("train_dpo", "train_kto") and not uses_lora(done)
+    frozen_offload_rule(done, "parallel.offload_reference", ["ref_offload"], "reference model", reference)
+    teacher = "distill.teacher" in done.recipe
+    frozen_offload_rule(done, "parallel.offload_teacher", ["teacher_offload"], "teacher", teacher)
 
 
 def _validation(done: Conversion) -> None:

@@ -14,6 +14,7 @@ from lockstep.compat.verl.verl_megatron import (
     megatron_precision,
     megatron_rule,
 )
+from lockstep.compat.verl.verl_offload import offload_keys_rule
 from lockstep.compat.verl.verl_rules import (
     files,
     group_rule,
@@ -224,5 +225,6 @@ def ppo_keep_rule(done: Conversion) -> None:
 
 PPO_RULES: tuple[KeyRule, ...] = (
     trainer_rule, algorithm_rule, data_rule, model_rule, optim_rule, batch_rule, rollout_rule, agents_rule,
-    validation_rule, critic_rule, reward_rule, own_rewards_rule, ppo_keep_rule, async_rule, megatron_rule,
+    validation_rule, critic_rule, reward_rule, own_rewards_rule, ppo_keep_rule, async_rule, offload_keys_rule,
+    megatron_rule,
 )  # fmt: skip

@@ -43,8 +43,7 @@ def context_size(done: Conversion, group: str = ACTOR) -> int:
 
 def megatron_rule(done: Conversion) -> None:
     """Converts layout and offloading of `main_ppo` with Megatron. It runs last, because it reads the recipe so far."""
-    if done.lookup(STRATEGY) is not None:
-        done.ignore("lockstep shards the weights with FSDP2", STRATEGY)
+    done.ignore("lockstep shards the weights with FSDP2", STRATEGY)
     if not is_megatron(done):
         return
     layout_rule(done, ACTOR, f"{A}.optim")

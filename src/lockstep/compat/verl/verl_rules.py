@@ -77,7 +77,7 @@ def _devices(done: Conversion) -> None:
             done.refuse(key, f"{done[key]!r} is not a number of {name}", f"write a number: {key}=8")
             continue
         setattr(done, name, done[key])
-        done.ignore(f"torchrun sets the number of {name}; the end of the report has the command", key)
+        done.ignore(f"the number of {name} is not part of the recipe; the end of the report says what starts", key)
 
 
 def keep_rule(done: Conversion, key: str) -> None:
@@ -126,9 +126,11 @@ def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
 
 
 def schedule_rule(done: Conversion, group: str) -> None:
-    style = first_set(
-        done, [f"{group}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "lr_scheduler")]
-    )
+    old, names = f"{group}.lr_scheduler", ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    style = first_set(done, [f"{group}.{name}" for name in names])
+    if done[old] is not None:
+        done.ignore("fsdp_sft_trainer reads lr_scheduler", style)
+        style = old
     if done.write_lookup("optim.schedule", style) is None:
         return
     if done[style] != "constant":

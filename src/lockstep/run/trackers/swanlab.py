@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from lockstep.errors import Refusal
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.trackers.tracker import earlier_steps, import_tracker, remember_id, tracker_id
@@ -18,6 +19,16 @@ class SwanlabSink:
         self._swanlab = import_tracker("swanlab")
         self._folder, self._project, self._console = folder, project, console
         self._step = 0
+
+    def check(self) -> None:
+        settings = self._swanlab.Settings()
+        if settings.mode in ("cloud", "online") and "mode" in settings.model_fields_set and not settings.api_key:
+            raise Refusal.at(
+                "sink swanlab",
+                f"the mode is {settings.mode!r}, but there is no API key",
+                "set SWANLAB_API_KEY, run `swanlab login`, or set SWANLAB_MODE=local",
+                code="missing-secret",
+            )
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
         swanlab = self._swanlab

@@ -64,6 +64,9 @@ class Sink(Protocol):
     `resumed_at` is the step at which the run resumes; it is 0 for a new run.
     """
 
+    def check(self) -> None:
+        """Raises a `Refusal` if a login is missing. It runs before the data is read."""
+
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None: ...
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -89,6 +92,17 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
     return sinks
 
 
+def check_sinks(sinks: list[Sink]) -> None:
+    """Raises a `Refusal` if a tracker has no login that it needs. A tracker without a method `check` needs none."""
+    problems: list[Problem] = []
+    for sink in sinks:
+        try:
+            sink.check()
+        except Refusal as refusal:
+            problems += refusal.problems
+    refuse_all(problems)
+
+
 class GuardedSink:
     """Wraps a tracker so that its failures are reported once and counted, and cannot slow down or change the run."""
 
@@ -101,6 +115,12 @@ class GuardedSink:
         self._lost = 0
         self._warned = False
         self._rest_until = 0.0
+
+    def check(self) -> None:
+        check = getattr(self._sink, "check", None)  # trackers of plug-ins may not have it
+        if check is not None:
+            with _same_random_numbers():
+                check()
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
         try:

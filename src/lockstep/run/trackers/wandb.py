@@ -18,6 +18,9 @@ class WandbSink:
         self._wandb = import_tracker("wandb")
         self._folder, self._project, self._console = folder, project, console
 
+    def check(self) -> None:
+        self._mode()
+
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
         wandb = self._wandb
         run_id, resumed = tracker_id(self._folder, "wandb", resumed_at)
