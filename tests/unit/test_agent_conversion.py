@@ -130,7 +130,7 @@ def test_a_configuration_file_is_read_below_the_overrides(tmp_path: Path) -> Non
         (None, "unsupported-setting", "multi.yaml"),
         ("a: [", "invalid-yaml", "multi.yaml"),
         ("[]", "invalid-yaml", "multi.yaml"),
-        ("defaults: [ppo_megatron_trainer]", "unsupported-setting", "Megatron"),
+        ("defaults: [nothing_trainer]", "unsupported-setting", "nothing_trainer"),
         ("defaults: [{actor: mine}]", "unsupported-setting", "actor"),
         ("actor_rollout_ref: {rollout: {nn: 3}}", "unknown-key", "nn"),
     ],

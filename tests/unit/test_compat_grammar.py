@@ -6,9 +6,12 @@ import re
 from typing import Any
 
 import pytest
+from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.compat.command_grammar import Flag, parse_flags, parse_overrides, parse_value
-from lockstep.compat.migrate import looks_cut_off, training_of
+from lockstep.compat.command_grammar import Flag, parse_flags
+from lockstep.compat.hydra_overrides import Applied, StoredRelease, parse_overrides
+from lockstep.compat.launchers import training_of
+from lockstep.compat.migrate import looks_cut_off
 from lockstep.compat.shell import Word as W
 from lockstep.compat.shell import read_script
 
@@ -43,40 +46,54 @@ from lockstep.compat.shell import read_script
         ("'1'", "1"),
         ("'it\\'s'", "it's"),
         ("{a:1,b:[x]}", {"a": 1, "b": ["x"]}),
-        ("a=b", "a=b"),
         (".*visual.*", ".*visual.*"),
     ],
 )
 def test_values_of_hydra(text: str, value: Any) -> None:
-    found = parse_value(text)
-    assert found == value
-    assert type(found) is type(value)
+    (found,) = parse_overrides([f"a={text}"]).overrides
+    assert found.override.value() == value
+    assert type(found.override.value()) is type(value)
 
 
-@pytest.mark.parametrize("text", ["[1,2", "'open", "{a", "[1] 2"])
-def test_values_that_are_never_closed(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_value(text)
+@pytest.mark.parametrize("text", ["[1,2", "'open", "{a", "[1] 2", "a,b", "a=b"])
+def test_values_that_hydra_refuses(text: str) -> None:
+    (problem,) = parse_overrides([f"a={text}"], ["line 3"]).problems
+    assert problem.code == "invalid-syntax"
+    assert problem.where.startswith("line 3: a")
+
+
+def applied(*words: str, known: tuple[str, ...] = ()) -> Applied:
+    return Applied(StoredRelease("verl", "0.4.1").compose("sft_trainer"), parse_overrides(words).overrides, known)
 
 
 def test_overrides_set_add_and_take_away() -> None:
-    found = parse_overrides(
-        ["a.b=1", "+a.c=2", "++a.b=3", "d.e=4", "d.f=5", "~d", "--config-name=ppo_trainer", "g.h={i:1}"]
-    )
-    assert {key: given.value for key, given in found.given.items()} == {"a.c": 2, "a.b": 3, "g.h.i": 1}
-    assert found.config == "ppo_trainer"
+    words = ["optim.lr=1", "+data.c=2", "++optim.lr=3", "data.seed=4", "~trainer", "data.multiturn={enable:true}"]
+    found = applied(*words, known=("data.seed",))
+    assert list(found.places) == ["data.c", "optim.lr", "data.seed", "data.multiturn.enable"]
+    assert [found.value(key) for key in found.places] == [2, 3, 4, True]
+    assert not found.has("trainer.seed")
+    assert found.has("data.multiturn.messages_key")
     assert not found.problems
+    assert parse_overrides(["--config-name=ppo_trainer", "-cd", "d"]).config == "ppo_trainer"
 
 
-def test_references_to_plain_values() -> None:
-    words = ["a.x=${b.y}", "b.y=7", "c.z=run-${b.y}-${d.w}", "e.v=${nothing}", "f.u=${f.u}"]
-    found = parse_overrides(words, defaults={"d.w": "big"})
-    values = {key: given.value for key, given in found.given.items()}
-    assert (values["a.x"], values["c.z"]) == (7, "run-7-big")
-    assert [problem.where for problem in found.problems] == ["e.v", "f.u"]
+def test_references_to_values_of_the_whole_configuration() -> None:
+    found = applied(
+        "optim.lr=${optim.weight_decay}", "data.max_length=${oc.select:data.none,7}", "data.prompt_key=${no}"
+    )
+    assert (found.value("optim.lr"), found.value("data.max_length")) == (0.01, 7)
+    with pytest.raises(OmegaConfBaseException):
+        found.value("data.prompt_key")
 
 
-@pytest.mark.parametrize("word", ["a.b", "=1", "a b=1", "-x"])
+def test_keys_that_no_release_has() -> None:
+    found = applied("data.nothing=1", "~data.none", "+optim.lr=2")
+    assert [placed.key for placed in found.unknown] == ["data.nothing"]
+    assert [problem.where for problem in found.problems] == ["data.none"]
+    assert found.value("optim.lr") == 2  # Hydra refuses to add a key that exists; another release may not have it
+
+
+@pytest.mark.parametrize("word", ["a.b", "a b=1", "-x"])
 def test_words_that_are_no_overrides(word: str) -> None:
     assert parse_overrides([word], ["line 3"]).problems[0].where.startswith("line 3")
 
@@ -191,10 +208,9 @@ fi
 def test_what_nobody_set_stays_unknown() -> None:
     script = read_script("run a=$NOBODY b=$(nproc) c=$(date +%s)\n")
     assert [word.unknown for word in script.commands[0]] == [[], ["NOBODY"], ["$(nproc)"], []]
-    assert [word.unknown for word in read_script("V=$(cat a b)\nrun $V $((9**9**9))").commands[0]][1:] == [
-        ["$(cat a b)"],
-        ["$((9**9**9))"],
-    ]
+    computed = read_script("V=$(cat a b)\nrun $V $((9**9**9))")  # the caller can set V
+    assert [word.unknown for word in computed.commands[0]][1:] == [["V"], ["$((9**9**9))"]]
+    assert computed.computed == {"V": "$(cat a b)"}
     assert script.commands[0][3].text == "c=now"
 
 

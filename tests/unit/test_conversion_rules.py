@@ -31,11 +31,17 @@ def values(done: Conversion, keys: Any) -> dict[str, Any]:
     [
         # 4 sequences of 512 + 512 tokens, packed.
         ([f"{A}.ppo_micro_batch_size_per_gpu=4", f"{M}.use_remove_padding=True"], {"batch.tokens": 4 * 1024}),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], {"batch.micro_batch_size": 4, "batch.tokens": None}),
+        (
+            [f"{A}.ppo_micro_batch_size_per_gpu=4", f"{M}.use_remove_padding=False"],
+            {"batch.micro_batch_size": 4, "batch.tokens": None},
+        ),
         # 32 sequences over 2 nodes with 8 devices: 2 on each.
-        ([f"{A}.ppo_micro_batch_size=32", "trainer.nnodes=2"], {"batch.micro_batch_size": 2}),
+        (
+            [f"{A}.ppo_micro_batch_size=32", "trainer.nnodes=2", f"{M}.use_remove_padding=False"],
+            {"batch.micro_batch_size": 2},
+        ),
         # Fewer than the devices: at least one.
-        ([f"{A}.ppo_micro_batch_size=4"], {"batch.micro_batch_size": 1}),
+        ([f"{A}.ppo_micro_batch_size=4", f"{M}.use_remove_padding=False"], {"batch.micro_batch_size": 1}),
         ([f"{A}.ppo_mini_batch_size=64", "data.train_batch_size=128"], {"batch.prompts_per_update": 64}),
         ([f"{A}.ppo_mini_batch_size=256", "data.train_batch_size=128"], {"batch.prompts_per_update": 128}),
         (

@@ -76,13 +76,16 @@ def value(done: Conversion, key: str) -> Any:
         ),
         (
             [f"{A}.policy_loss.loss_mode=gspo"],
-            {"algorithm.loss": "gspo", "algorithm.aggregation": "seq_mean_token_mean"},
+            {"algorithm.loss": "gspo", "algorithm.aggregation": "token_mean"},
         ),
         ([f"{A}.policy_loss.loss_mode=kl_cov"], {"algorithm.loss": "kl_cov", "algorithm.cov_kl": 0.1}),
         ([f"{A}.policy_loss.loss_mode=sapo", f"{A}.tau_neg=1.2"], {"algorithm.sapo_negative": 1.2}),
         ([f"{A}.loss_agg_mode=seq-mean-token-sum"], {"algorithm.aggregation": "seq_mean_token_sum"}),
         # Over all devices: 64 / 8 = 8 on each.
-        ([f"{A}.ppo_micro_batch_size=64"], {"batch.micro_batch_size": 8}),
+        (
+            [f"{A}.ppo_micro_batch_size=64", "actor_rollout_ref.model.use_remove_padding=False"],
+            {"batch.micro_batch_size": 8},
+        ),
         ([f"{A}.use_dynamic_bsz=True", f"{A}.ulysses_sequence_parallel_size=2"], {"batch.tokens": 32768}),
         (["actor_rollout_ref.model.lora_rank=8"], {"model.lora.alpha": 16.0}),
         (["+actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], {"model.master_weights": False}),
@@ -138,6 +141,20 @@ def value(done: Conversion, key: str) -> Any:
 def test_verls_settings(words: list[str], expected: dict[str, Any]) -> None:
     done = convert_verl("main_ppo", [*GRPO, *words])
     assert {key: value(done, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "aggregation", "size", "clip"),
+    [("0.4", "seq_mean_token_mean", "batch.micro_batch_size", "verl/gsm8k@0.4"),
+     ("0.8", "seq_mean_token_mean", "batch.tokens", "verl/gsm8k@0.9"),
+     ("0.9", "token_mean", "batch.tokens", "verl/gsm8k@0.9")],
+)  # fmt: skip
+def test_the_named_release_decides(version: str, aggregation: str, size: str, clip: str) -> None:
+    words = [*GRPO, f"{A}.policy_loss.loss_mode=gspo", f"{A}.ppo_micro_batch_size_per_gpu=2"]
+    done = convert_verl("main_ppo", words, version=version)
+    assert value(done, "algorithm.aggregation") == aggregation
+    assert value(done, size)
+    assert value(done, "reward.rules")["openai/gsm8k"] == clip
 
 
 def test_the_critics_warm_up_counts_the_step_that_ends_it() -> None:

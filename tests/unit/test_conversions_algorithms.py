@@ -279,7 +279,7 @@ def test_the_divisor_of_sums_is_the_longest_response() -> None:
     """verl's `loss_scale_factor` is either absent, which is remarked, or must be that number."""
     scale, mode = f"{A}.loss_scale_factor", f"{A}.loss_agg_mode"
     sum_norm = f"{mode}=seq-mean-token-sum-norm"
-    done = convert_verl("main_ppo", [*GRPO, sum_norm])
+    done = convert_verl("main_ppo", [*GRPO, sum_norm], version="0.4")
     assert checked(done).algorithm.aggregation == "seq_mean_token_sum_norm"
     assert "larger by the number of sequences" in outcome_of(done, mode)[1]
     same = convert_verl("main_ppo", [*GRPO, sum_norm, "data.max_response_length=64", f"+{scale}=64"])

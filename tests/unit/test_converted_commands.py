@@ -196,7 +196,7 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
         ([*GRPO, f"{M}.override_config.num_hidden_layers=2"], f"{M}.override_config.num_hidden_layers", "config.json"),
         ([*GRPO, f"{R}.use_fire_sampling=True"], f"{R}.use_fire_sampling", "False"),
         ([*GRPO, f"{A}.use_kl_lost=True"], f"{A}.use_kl_lost", f"did you mean {A}.use_kl_loss?"),
-        ([*GRPO, "--config-name=ppo_megatron_trainer"], "--config-name ppo_megatron_trainer", "FSDP"),
+        ([*GRPO, f"{A}.strategy=jax"], f"{A}.strategy", "megatron"),
         ([*GRPO, "reward_model.reward_manager=prime"], "reward_model.reward_manager", "naive or dapo"),
         ([*GRPO, "reward_model.enable=True"], "reward_model.enable", "give the reward model's path"),
         (
@@ -316,7 +316,7 @@ def assert_refused(done: Conversion, where: str, remedy: str) -> None:
         (convert_verl, "main_eval", "lockstep eval"),
         (convert_verl, "main_dpo", "main_ppo"),
         (convert_verl, "main_generation", "lockstep sample"),
-        (convert_openrlhf, "train_ppo", "train_ppo_ray"),
+        (convert_openrlhf, "train_pt", "train_sft"),
         (convert_openrlhf, "lora_combiner", "lockstep export"),
     ],
 )

@@ -142,7 +142,7 @@ def test_several_commands_of_a_script_and_one_that_trains_nothing(tmp_path: Path
 
 def test_an_unknown_key_names_the_nearest() -> None:
     done = migrated("python -m verl.trainer.main_ppo data.train_batchsize=3")[0][0].done
-    (problem,) = [p for p in done.problems if "no such key" in p.why]
+    (problem,) = [p for p in done.problems if p.code == "unknown-key"]
     assert (problem.where, problem.remedy) == ("line 1: data.train_batchsize", "did you mean data.train_batch_size?")
 
 

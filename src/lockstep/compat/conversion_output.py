@@ -181,16 +181,29 @@ def _place(key: str, done: Conversion) -> str:
 
 
 def program_name(peer: str, program: str, tables: Mapping[str, Any]) -> str:
-    """Returns the name of a supported training program, or raises a `Refusal`."""
-    name = program.rsplit(".", 1)[-1]
+    """Returns the name of a supported training program, or raises a `Refusal`. `program` may be the full module."""
+    *folders, name = program.split(".")
+    longer = f"{folders[-1]}.{name}" if folders else name
+    others = load_tables("programs")[peer]
+    if known := next((key for key in (longer, name) if key in others and longer not in tables["programs"]), None):
+        raise Refusal.at(f"{peer} {known}", others[known]["because"], others[known]["do"], code="unknown-name")
     if name in tables["not_training"]:
         raise Refusal.at(
             f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}", code="not-training"
         )
-    if name not in tables["programs"]:
-        programs = [*tables["programs"], *tables.get("inference", ())]
-        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(programs)}", code="unknown-name")
-    return name
+    if longer in tables["programs"]:
+        return longer
+    if name in tables["programs"] and not _of_a_recipe(peer, folders, name):
+        return name
+    programs = [*tables["programs"], *tables.get("inference", ())]
+    why = "is not a program of verl or OpenRLHF that lockstep knows, and may train in another way"
+    remedy = f"use one of {', '.join(programs)}; if the program only reads other data or rewards, convert with its name"
+    raise Refusal.at(f"{peer} {program if folders else name}", why, remedy, code="unknown-name")
+
+
+def _of_a_recipe(peer: str, folders: Sequence[str], name: str) -> bool:
+    """Returns whether the program belongs to a recipe with its own trainer, such as `recipe.NAME.main_ppo`."""
+    return peer == "verl" and name == "main_ppo" and bool({"recipe", "experimental"} & set(folders))
 
 
 def main(

@@ -43,6 +43,8 @@ class KeyRow:
     remedy: str = ""
     off: tuple[Any, ...] = (None, False)
     """Values of a refused key that switch its feature off; the key is accepted with these values."""
+    accepted: str = "this value switches the feature off"
+    """The note on a refused key with one of the values in `off`."""
     type: str = ""
     """How OpenRLHF's parser reads the flag: int, float, str, switch, float2, str+, float+."""
     flat: str | None = None
@@ -108,6 +110,7 @@ def _group_rows(outcome: Any, group: Mapping[str, Any]) -> list[KeyRow]:
             note=group["because"],
             remedy=group.get("do", ""),
             off=off,
+            **({"accepted": group["accepted"]} if "accepted" in group else {}),
             **(_flag_names(key, keys[key]) if isinstance(keys, dict) else {}),
         )
         for key in keys
@@ -153,6 +156,15 @@ class Settings:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
     """For each key that the command spells differently from the table: the spelling of the command."""
+    era: str = ""
+    """The version whose rules apply, if it is not the version in `peer`."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Keys without a row that the other trainer does not read, and the reason."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The version of the other trainer as numbers."""
+        return tuple(int(part) for part in self.peer.rsplit(" ", 1)[-1].split("."))
 
     def spelling(self, key: str) -> str:
         return self.spelled.get(key, key)
@@ -198,7 +210,11 @@ class Conversion:
 
     @property
     def version(self) -> str:
-        return self.settings.peer.rsplit(" ", 1)[-1]
+        return self.settings.era or self.settings.peer.rsplit(" ", 1)[-1]
+
+    def since(self, version: str) -> bool:
+        """Returns whether the command is written for this version of the other trainer or for a newer one."""
+        return self.settings.release >= tuple(int(part) for part in version.split("."))
 
     def __getitem__(self, key: str) -> Any:
         """Returns the value that the other trainer uses for a key: that of the command, its default, or None."""
@@ -300,7 +316,9 @@ def convert(
     done = Conversion(settings, {row.key: row for row in rows})
     by_key = {key: row_of(rows, key) for key in settings.given}
     for key, row in by_key.items():
-        if row is None:
+        if row is None and key in settings.unread:
+            done.decided[key] = ("ignored", settings.unread[key])
+        elif row is None:
             done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows), "unknown-key")
     _apply_casts(done, rows)
     _apply_refusals(done, rows, by_key)
@@ -360,7 +378,7 @@ def _leave_out_defaults(done: Conversion, defaults: Mapping[str, Any]) -> None:
 def _outcome(key: str, row: KeyRow | None, done: Conversion) -> KeyOutcome:
     outcome, note = done.decided.get(key, (row.outcome, row.note) if row else ("refused", "no such key"))
     if outcome == "refused" and key not in done.decided:
-        outcome, note = "ignored", "this value switches the feature off"
+        outcome, note = "ignored", row.accepted if row else ""
     to = tuple(name for name, written in done.recipe.items() if key in written.sources)
     if outcome in ("mapped", "changed") and not to:
         outcome, note = "ignored", note or "the setting has no effect with the other settings of this command"

@@ -1,97 +1,78 @@
-"""Converts a command of verl to a recipe: finds the program and the verl version, applies the key table and rules."""
+"""Converts a command of verl to a recipe: finds the program and the verl release, applies the key table and rules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.compat.command_grammar import ParsedOverrides, parse_overrides
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
-from lockstep.compat.key_table import Conversion, Setting, Settings, convert, load_tables, table_rows
+from lockstep.compat.key_table import Conversion, Setting, Settings, convert, load_tables, row_of, table_rows
 from lockstep.compat.verl.verl_main_ppo import PPO_RULES
 from lockstep.compat.verl.verl_offload import sft_offload_rule
+from lockstep.compat.verl.verl_release import ReadCommand, defaults_of, read_command, stored_keys
 from lockstep.compat.verl.verl_rules import SFT_RULES
-from lockstep.errors import Problem, Refusal
 
 _RULES = {"main_ppo": PPO_RULES, "sft": (*SFT_RULES, sft_offload_rule)}
-_MEGATRON = ("lockstep has no Megatron backend", "convert the FSDP variant of the script")
-_CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
 
 
-def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Converts `verl PROGRAM WORDS`. `locations` has the script line of each word."""
+def convert_verl(
+    program: str, words: Sequence[str], locations: Sequence[str] = (), version: str | None = None
+) -> Conversion:
+    """Converts `verl PROGRAM WORDS`. `locations` has the script line of each word. `version` is the verl release that
+    the command is written for; without it, the keys of the command decide."""
     tables = load_tables("verl")
     name = program_name("verl", program, tables)
     trainer = tables["programs"][name]
     rows = table_rows("verl", trainer)
-    defaults = {row.key: row.default for row in rows if row.default is not None}
-    base, problems = config_settings(parse_overrides(words))
-    parsed = parse_overrides(words, locations, defaults, base)
-    given = renamed(parsed.given) if trainer == "main_ppo" else parsed.given
-    version = "0.9" if _is_09(name, given) else "0.4"
-    defaults |= tables["defaults"][trainer][version]
-    done = convert(Settings(f"verl {version}", trainer, given, defaults), rows, _RULES[trainer], lockstep_defaults)
-    done.problems[:0] = parsed.problems + problems
+    read = read_command(name, words, locations, [row.key for row in rows], version)
+    given = renamed(read.given)
+    settings = Settings(
+        f"verl {read.version}",
+        trainer,
+        given,
+        _defaults(name, trainer, read),
+        era="0.9" if _parts(read.version) >= (0, 5) else "0.4",
+        unread=_unread(read, {key for key in given if row_of(rows, key) is None}),
+    )
+    done = convert(settings, rows, _RULES[trainer], lockstep_defaults)
+    done.problems[:0] = read.problems
+    done.remarks[:0] = [f"release: verl {read.version} ({read.why})", *read.remarks]
     return done
 
 
-def renamed(given: dict[str, Setting]) -> dict[str, Setting]:
-    """Renames keys of verl 0.9 to their names in verl 0.4."""
+def renamed(given: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Renames keys of newer releases of verl to their older names, which the table has."""
+    return {_old_name(key): value for key, value in given.items()}
+
+
+def _old_name(key: str) -> str:
     names: dict[str, str] = load_tables("verl")["renamed"]
-    settings = {}
-    for key, value in given.items():
-        new = next((name for name in names if key == name or key.startswith(name)), None)
-        settings[key if new is None else names[new] + key[len(new) :]] = value
-    return settings
+    fitting = [name for name in names if key == name or (name.endswith(".") and key.startswith(name))]
+    new = max(fitting, default="", key=len)
+    return names[new] + key[len(new) :] if new else key
 
 
-def _is_09(program: str, given: dict[str, Setting]) -> bool:
-    if program.startswith("sft_trainer"):
-        return True
-    new = tuple(load_tables("verl")["since_0.9"])
-    return program != "fsdp_sft_trainer" and any(key.startswith(new) for key in given)
+def _defaults(program: str, trainer: str, read: ReadCommand) -> dict[str, Any]:
+    """Returns the defaults of the release for the keys with a default in the table or in `program_defaults`."""
+    tables = load_tables("verl")
+    of_release: list[str] = tables["defaults_of_release"][trainer]
+    keys: dict[str, Any] = {row.key: row.default for row in table_rows("verl", trainer) if row.default is not None}
+    keys |= dict.fromkeys(of_release) | tables["program_defaults"].get(program, {})
+    newer: dict[str, list[str]] = {}
+    for key in keys:
+        for new, old in tables["renamed"].items():
+            if key == old or (old.endswith(".") and key.startswith(old)):
+                newer.setdefault(key, []).append(new + key[len(old) :])
+    implied: dict[str, Any] = tables["implied"].get(read.config, {})
+    return implied | defaults_of(read.applied, keys, newer)
 
 
-def config_settings(parsed: ParsedOverrides) -> tuple[dict[str, Setting], list[Problem]]:
-    """Returns the settings of the configuration file that the command names, unless it is one of verl's own."""
-    if parsed.config in _CONFIGS:
-        return {}, []
-    where, name = f"--config-name {parsed.config}", str(parsed.config)
-    file = Path(parsed.folder or ".") / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-    if not file.is_file():
-        why = "is a custom configuration file, and its keys are not on the command line"
-        remedy = f"convert where {file} exists, or print the configuration with `--cfg job --resolve` and pass its keys"
-        if "megatron" in name:
-            why, remedy = _MEGATRON
-        return {}, Refusal.at(where, why, remedy, code="unsupported-setting").problems
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        why = f"{file} is not YAML: {' '.join(str(error).split())}"
-        return {}, Refusal.at(where, why, "fix the file", code="invalid-yaml").problems
-    if not isinstance(values, dict):
-        return {}, Refusal.at(where, f"{file} has no keys", "fix the file", code="invalid-yaml").problems
-    problems = [problem for entry in values.pop("defaults", []) for problem in _default_problems(entry, where)]
-    values.pop("hydra", None)
-    return {key: Setting(value, file.name) for key, value in _flat(values).items()}, problems
+def _unread(read: ReadCommand, keys: set[str]) -> dict[str, str]:
+    """Returns the keys that the command adds with `+`, that no release of verl has and that no row covers."""
+    known = {_old_name(key) for key in stored_keys()}
+    added = {_old_name(key) for key in read.added}
+    return {key: f"verl {read.version} does not read this key" for key in keys & added if key not in known}
 
 
-def _default_problems(entry: Any, where: str) -> list[Problem]:
-    """Returns a problem if a configuration file includes a file that is not a default of verl's trainer."""
-    if entry in (*_CONFIGS, "_self_"):
-        return []
-    why, remedy = f"includes {entry}", "print the configuration with `--cfg job --resolve`, and pass its keys"
-    if "megatron" in str(entry):
-        why, remedy = _MEGATRON
-    return Refusal.at(where, why, remedy, code="unsupported-setting").problems
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        nested = isinstance(value, dict) and value
-        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

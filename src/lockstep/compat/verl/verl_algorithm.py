@@ -158,12 +158,12 @@ def _aggregation(done: Conversion, mode: str) -> None:
     if ours is None:
         return
     sum_norm = kind == "seq-mean-token-sum-norm"
-    old_gspo = mode == "gspo" and not done.is_set(AGGREGATION) and done.version != "0.9"
+    old_gspo = mode == "gspo" and not done.is_set(AGGREGATION) and not done.since("0.9.1")
     if mode in _BY_SEQUENCE or old_gspo:
         done.write("algorithm.aggregation", "seq_mean_token_mean", LOSS_MODE, note=_GSPO if old_gspo else "")
         done.write("algorithm.penalty_aggregation", ours, AGGREGATION)
     else:
-        note = _SUM_NORM[done.version] if sum_norm else ""
+        note = _SUM_NORM["0.9" if done.since("0.8") else "0.4"] if sum_norm else ""
         if mode == "gspo" and kind != "seq-mean-token-mean":
             note = _GSPO
         if done[SCALE] is not None and sum_norm:

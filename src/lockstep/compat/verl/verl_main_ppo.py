@@ -5,6 +5,15 @@ from __future__ import annotations
 from lockstep.compat.key_table import Conversion, KeyRule, load_tables
 from lockstep.compat.verl.verl_agents import agents_rule
 from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_async import async_rule, step_prompts
+from lockstep.compat.verl.verl_megatron import (
+    ACTOR,
+    context_size,
+    is_megatron,
+    megatron_optimizer,
+    megatron_precision,
+    megatron_rule,
+)
 from lockstep.compat.verl.verl_offload import offload_keys_rule
 from lockstep.compat.verl.verl_rules import (
     files,
@@ -48,10 +57,17 @@ def model_rule(done: Conversion) -> None:
         return
     done.write_text("model.path", f"{M}.path")
     lora_rule(done, M)
-    precision_rule(done, (f"{A}.fsdp_config.model_dtype", f"{A}.fsdp_config.dtype"))
+    if is_megatron(done):
+        megatron_precision(done, ACTOR)
+    else:
+        precision_rule(done, (f"{A}.fsdp_config.model_dtype", f"{A}.fsdp_config.dtype"))
 
 
 def optim_rule(done: Conversion) -> None:
+    if is_megatron(done):
+        megatron_optimizer(done, f"{A}.optim")
+        done.ignore("Megatron's optimizer reads optim.clip_grad instead", f"{A}.grad_clip")
+        return
     done.write_number("optim.lr", f"{A}.optim.lr")
     done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
     done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
@@ -61,15 +77,15 @@ def optim_rule(done: Conversion) -> None:
 
 
 def batch_rule(done: Conversion) -> None:
-    prompts, mini = done.integer("data.train_batch_size"), done.integer(f"{A}.ppo_mini_batch_size")
-    done.write("batch.prompts", prompts, "data.train_batch_size")
+    (prompts, keys), mini = step_prompts(done), done.integer(f"{A}.ppo_mini_batch_size")
+    done.write("batch.prompts", prompts, *keys)
     note = f"{mini} is more than the {prompts} prompts of a step, so a step has one update (verl 0.4.1 refuses this)"
     done.write(
         "batch.prompts_per_update", min(mini, prompts), f"{A}.ppo_mini_batch_size", note=note if mini > prompts else ""
     )
     _micro_batch(done)
     longest, tokens = _longest(done), done.recipe.get("batch.tokens")
-    if tokens is not None and tokens.value < longest:
+    if tokens is not None and tokens.value * context_size(done) < longest:
         why = f"{tokens.value} tokens are fewer than the longest sequence: {longest} (prompt and response)"
         done.refuse(tokens.sources[0], why, f"raise the value to {longest} or more")
 
@@ -95,7 +111,7 @@ def _micro_batch(done: Conversion) -> None:
     else:
         return
     if done[packed]:
-        done.write("batch.tokens", rows * _longest(done), key, packed)
+        done.write("batch.tokens", -(-rows * _longest(done) // context_size(done)), key, packed)
         done.decided.setdefault(
             key, ("mapped", f"a packed micro-batch has as many tokens as {rows} sequences of maximum length")
         )
@@ -195,11 +211,20 @@ def _overlong(done: Conversion) -> None:
     done.ignore("max_response_length is the limit" if enabled else "the overlong buffer is off", *unused)
 
 
+def own_rewards_rule(done: Conversion) -> None:
+    """Refuses a program that scores with its own function, unless the command names a function or a reward model."""
+    path = "custom_reward_function.path"
+    if done["program.rewards"] and done[path] is None and not done["reward_model.enable"]:
+        remedy = f"write a file with compute_score that calls this function, and set {path}=FILE"
+        done.refuse(path, str(done["program.rewards"]), remedy, "not-set")
+
+
 def ppo_keep_rule(done: Conversion) -> None:
     keep_rule(done, "trainer.max_actor_ckpt_to_keep")
 
 
 PPO_RULES: tuple[KeyRule, ...] = (
     trainer_rule, algorithm_rule, data_rule, model_rule, optim_rule, batch_rule, rollout_rule, agents_rule,
-    validation_rule, critic_rule, reward_rule, ppo_keep_rule, offload_keys_rule,
+    validation_rule, critic_rule, reward_rule, own_rewards_rule, ppo_keep_rule, async_rule, offload_keys_rule,
+    megatron_rule,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
+from lockstep.compat.verl.verl_megatron import is_megatron, layout_rule, megatron_optimizer, megatron_precision
 
 # By default verl keeps all checkpoints; this value of `checkpoint.keep_last` has the same effect.
 KEEP_ALL = 1_000_000
@@ -125,9 +126,11 @@ def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
 
 
 def schedule_rule(done: Conversion, group: str) -> None:
-    style = first_set(
-        done, [f"{group}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "lr_scheduler")]
-    )
+    old, names = f"{group}.lr_scheduler", ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    style = first_set(done, [f"{group}.{name}" for name in names])
+    if done[old] is not None:
+        done.ignore("fsdp_sft_trainer reads lr_scheduler", style)
+        style = old
     if done.write_lookup("optim.schedule", style) is None:
         return
     if done[style] != "constant":
@@ -198,6 +201,11 @@ def sft_model_rule(done: Conversion) -> None:
         return
     done.write_text("model.path", key)
     lora_rule(done, "model")
+    if is_megatron(done, "engine", "engine.strategy"):
+        megatron_precision(done, "engine")
+        megatron_optimizer(done, "optim")
+        layout_rule(done, "engine", "optim")
+        return
     precision_rule(done, ("model.fsdp_config.model_dtype", "engine.model_dtype"))
     done.write("optim.betas", done.numbers("optim.betas"), "optim.betas")
     done.write("optim.decay_all", True, "optim.weight_decay")
