@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
 from lockstep.errors import Refusal
+from lockstep.kernels.quantized.formats import dequantize, quantize
+from lockstep.recipe.keys_lora import Lora
+from refusals import refuses
 
 ROWS = [("2+3=", "5"), ("10+20=", "thirty, I think"), ("1+1=", "2 and nothing else at all"), ("7+1=", "8")]
 
@@ -156,8 +159,8 @@ def test_the_reference_stays_what_it_was(tiny_folder: Path, settings: dict[str, 
     assert any(not torch.allclose(now, was, atol=0.1) for now, was in zip(model.logprobs(data), before, strict=True))
 
 
-@pytest.mark.daily("settings0", "settings1")
-@pytest.mark.parametrize("settings", [{}, {"lora": 4}, {"dtype": "bf16"}])
+@pytest.mark.daily("settings0", "settings3")
+@pytest.mark.parametrize("settings", [{}, {"lora": 4}, {"dtype": "bf16"}, {"lora": 4, "quantize": "nf4"}])
 def test_a_saved_handle_goes_on_as_if_nothing_had_happened(
     tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -179,14 +182,45 @@ def test_a_saved_handle_goes_on_as_if_nothing_had_happened(
     assert straight.sample("hi", max_tokens=4)[0].ids == resumed.sample("hi", max_tokens=4)[0].ids
 
 
-def test_the_exported_model_is_the_trained_one(tiny_folder: Path, tmp_path: Path) -> None:
-    model = handle(tiny_folder, lora=4)
+@pytest.mark.daily("None", "nf4")
+@pytest.mark.parametrize("coding", [None, "nf4", "int8"])
+def test_the_exported_model_is_the_trained_one(tiny_folder: Path, tmp_path: Path, coding: Any) -> None:
+    model = handle(tiny_folder, lora=4, quantize=coding)
     data = examples(model)
     model.forward_backward(data, "nll")
     model.optim_step(lr=1e-2)
     theirs = independent(model.export(tmp_path / "out"), data)
     for ours, said in zip(model.logprobs(data), theirs, strict=True):
         torch.testing.assert_close(ours, said, rtol=0, atol=1e-4)
+
+
+def test_quantised_weights_are_those_of_the_format(tiny_folder: Path, tmp_path: Path) -> None:
+    """A new adapter changes nothing, so the log-probs are those of a model with the dequantised weights."""
+    model = handle(tiny_folder, lora=4, quantize="nf4")
+    coded = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    with torch.no_grad():
+        for name, module in coded.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.weight.copy_(dequantize(quantize(module.weight, "nf4", True), torch.float32))
+    coded.save_pretrained(tmp_path)
+    data = examples(model)
+    plain = independent(tiny_folder, data)
+    for ours, theirs, other in zip(model.logprobs(data), independent(tmp_path, data), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert not torch.allclose(ours, other, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"quantize": "nf4"}, "quantize"),
+        ({"quantize": "nf4", "lora": Lora(rank=4, init="pissa")}, "model.lora.init"),
+        ({"lora": Lora(rank=4, init="loftq")}, "model.lora.init"),
+    ],
+)
+def test_unusable_formats_are_refused(tiny_folder: Path, settings: dict[str, Any], where: str) -> None:
+    with refuses(where):
+        handle(tiny_folder, **settings)
 
 
 def without_gradient(logprobs: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from lockstep.parity.compare.comparison import Comparison
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_optim import Optim
-from lockstep.recipe.lora_checks import with_lora_rate
+from lockstep.recipe.lora_checks import init_problems, with_lora_rate
 from lockstep.recipe.schema import Lora, Model
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
@@ -43,6 +43,7 @@ def load(
     device: str = "auto",
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     lora: int | Lora | None = None,
+    quantize: Literal["nf4", "int8", "fp8"] | None = None,
     lr: float = 1e-5,
     weight_decay: float = 0.0,
     clip: float | None = 1.0,
@@ -56,7 +57,8 @@ def load(
 ) -> Handle:
     """Loads the model of a Hugging Face folder (or of a run folder) and returns a handle on it.
 
-    `lora` is a rank or a `Lora` object with the recipe's settings; without it, all weights are trained. `clip` is the
+    `lora` is a rank or a `Lora` object with the recipe's settings; without it, all weights are trained. `quantize`
+    stores the frozen weights below an adapter in 4 or 8 bits; `dtype` is the type of all computations. `clip` is the
     maximum gradient norm. `reference` = True keeps a frozen copy of the model for reference log-probabilities; a path
     loads the reference from that folder. With `lora`, the model without its adapter is the reference and needs no copy.
     `template` has the values of the recipe key `data.template`: `auto` turns a text into a user message if the
@@ -75,12 +77,14 @@ def load(
     chosen = select(device)
     folder = model_folder(str(model))
     adapter = _adapter(lora)
+    _refuse_format(quantize, adapter)
     _refuse_dtype(dtype, chosen)
     settings = checked(
         Model,
         path=folder,
         dtype=dtype,
         lora=adapter,
+        quantize=quantize,
         gradient_checkpointing=gradient_checkpointing,
         activation_offload=activation_offload,
         tiled_mlp=tiled_mlp,
@@ -127,6 +131,18 @@ def _adapter(lora: int | Lora | None) -> Lora | None:
     return adapter
 
 
+def _refuse_format(quantize: str | None, lora: Lora | None) -> None:
+    if quantize is not None and lora is None:
+        raise Refusal.at(
+            "quantize",
+            f"{quantize} weights are frozen, and all weights would be trained",
+            "set lora, for example lora=16, to train an adapter; or remove quantize",
+            code="needs-key",
+        )
+    if lora is not None and (problems := list(init_problems(lora, quantize))):
+        raise Refusal(problems)
+
+
 def _refuse_dtype(dtype: str, device: Device) -> None:
     if dtype not in DTYPES:
         raise Refusal.at("dtype", f"{dtype!r} is not supported", f"use one of {', '.join(DTYPES)}", code="unknown-name")
@@ -146,7 +162,7 @@ def _frozen(settings: Model, path: str, device: Device, torch_device: torch.devi
             "use a reference with the same tokenizer",
             code="other-vocabulary",
         )
-    alone = settings.model_copy(update={"path": path, "lora": None, "activation_offload": False})
+    alone = settings.model_copy(update={"path": path, "lora": None, "quantize": None, "activation_offload": False})
     policy = load_policy(alone, torch_device, device.attention, seed=0)
     policy.requires_grad_(False)
     return policy

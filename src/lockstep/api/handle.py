@@ -343,7 +343,7 @@ class Handle:
             )
         found = checkpoints.read(path)
         saved, current = found.state.recipe["model"], self.settings.model_dump(mode="json")
-        for key in ("dtype", "lora"):
+        for key in ("dtype", "lora", "quantize"):
             if saved[key] != current[key]:
                 raise Refusal.at(
                     str(path),

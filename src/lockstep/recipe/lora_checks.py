@@ -55,22 +55,20 @@ def lora_problems(recipe: Recipe) -> Iterator[Problem]:
                 "use all-linear" if key == "targets" else "remove it to adapt all layers",
                 code="empty-value",
             )
-    yield from _init_problems(recipe, lora)
+    yield from init_problems(lora, recipe.model.quantize)
     yield from _reference_problems(recipe, lora)
     yield from _served_problems(recipe, lora)
 
 
-def _init_problems(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
-    key, quantized = "model.lora.init", getattr(recipe.model, "quantize", None)
+def init_problems(lora: Lora, quantized: str | None) -> Iterator[Problem]:
+    """Yields problems of `model.lora.init` with weights in the format `quantized`, or None for unquantised weights."""
+    key = "model.lora.init"
     if lora.dora and lora.init.startswith(("pissa", "loftq")):
         why = f"DoRA starts from the norms of the unchanged weights, and {lora.init} changes them"
         yield unfit(key, why, "set model.lora.dora=false, or model.lora.init=default")
     if lora.init == "loftq" and quantized is None:
         why = "loftq starts from the errors of quantised weights, and the weights are not quantised"
         yield needs(key, why, "set model.quantize, or another model.lora.init")
-    if lora.init == "loftq" and reference_kind(recipe) == "disk":
-        why = "the log-probs of the reference are precomputed from the quantised model without its adapter"
-        yield unfit("preference.precompute", why, "set preference.precompute=false, or another model.lora.init")
     if lora.init.startswith("pissa") and quantized is not None:
         why = f"{lora.init} decomposes weights that model.quantize={quantized} has rounded"
         yield unfit(key, why, "use loftq, which decomposes the rounding errors, or remove model.quantize")
@@ -78,6 +76,9 @@ def _init_problems(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
 
 def _reference_problems(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
     key, kind = "model.lora.reference", reference_kind(recipe)
+    if lora.init == "loftq" and kind == "disk":
+        why = "the log-probs of the reference are precomputed from the quantised model without its adapter"
+        yield unfit("preference.precompute", why, "set preference.precompute=false, or another model.lora.init")
     if lora.reference == "base":
         return
     if lora.adapter is None:
