@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.compat.conversion_output import checked, recipe_yaml, report
+from lockstep.compat.conversion_output import checked, lockstep_defaults, recipe_yaml, report, write_recipe
 from lockstep.compat.key_table import Conversion
 from lockstep.compat.launchers import TrainingCommand, slurm_variables, training_of
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.shell import Script, Word, read_script
 from lockstep.compat.unset_variables import known_words, missing_problem
+from lockstep.compat.verify import table_json, table_of, table_text
 from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Problem, Refusal
 from lockstep.run.output import write
@@ -35,8 +36,9 @@ class Migrated:
     done: Conversion
 
 
-def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
-    """Writes a recipe and a report for each training command of the script.
+def migrate(path: Path, words: Sequence[str], out: Path | None, *, verify: bool = False, as_json: bool = False) -> None:
+    """Writes a recipe and a report for each training command of the script. `verify` prints the table of all keys and
+    defaults instead; it writes a recipe only to `out`.
 
     `words` of the form `NAME=VALUE` set variables of the script; other words are arguments of the script.
     """
@@ -47,22 +49,30 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
     commands, problems, remarks = migrated(text, words, str(path))
     for remark in remarks:
         write(remark, error=True)
-    for number, command in enumerate(commands, 1):
-        write(report(command.done), error=True)
+    tables = [table_of(command.done, lockstep_defaults(_method(command.done))) for command in commands]
+    if verify:
+        write(table_json(*tables) if as_json else "\n\n".join(map(table_text, tables)), end="" if as_json else "\n")
+    for number, (command, table) in enumerate(zip(commands, tables, strict=True), 1):
+        if not verify:
+            write(report(command.done), error=True)
         try:
             checked(command.done)
         except Refusal as refusal:
             problems += refusal.problems
             continue
-        recipe = recipe_yaml(command.done, f"{path.name} line {command.training.line}")
-        if out is None:
-            write(recipe, end="")
-        else:
+        origin = f"{path.name} line {command.training.line}"
+        if out is not None:
             file = out if number == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}")
-            file.write_text(recipe, encoding="utf-8")
+            write_recipe(command.done, file, origin, table)
             write(f"wrote {file}", error=True)
+        elif not verify:
+            write(recipe_yaml(command.done, origin), end="")
     if problems:
         raise Refusal(problems)
+
+
+def _method(done: Conversion) -> str:
+    return str(done.recipe["method"].value) if "method" in done.recipe else "sft"
 
 
 def migrated(

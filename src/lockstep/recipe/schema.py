@@ -126,6 +126,13 @@ class RunSettings(Section):
         ),
         resumable=True,
     )
+    migration: str | None = Field(
+        None,
+        description="The table that `lockstep migrate` writes for a converted command. The run copies it to "
+        "`migration.json` in its folder, and `lockstep compare` shows the known differences from the other trainer.",
+        effect=STORED,
+        resumable=True,
+    )
     export: bool = Field(
         True,
         description="Write the trained model to the run's `export/` folder at the end.",
