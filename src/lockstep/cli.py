@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.commands import answering
-from lockstep.commands.arguments import Overrides, RecipeArgument, named_value
+from lockstep.commands.arguments import Overrides, RecipeArgument, ScriptWords, Verify, VerifyJson, named_value
 from lockstep.commands.data import data_app
 from lockstep.launch.launcher import LAUNCHER, adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
@@ -383,10 +383,7 @@ def migrate(
             metavar="SCRIPT.sh|CHECKPOINT", help="A training script or a checkpoint folder of verl or OpenRLHF."
         ),
     ],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME=VALUE]...", help="Shell variables and arguments to run the script with."),
-    ] = None,
+    words: ScriptWords = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="PATH", help="Path to write: the recipe file, or the model folder."),
@@ -394,6 +391,8 @@ def migrate(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder with config and tokenizer, if the checkpoint has none.")
     ] = None,
+    verify: Verify = False,
+    json: VerifyJson = False,
 ) -> None:
     """Convert a training script of another trainer to a recipe, or its checkpoint to a Hugging Face folder."""
     if source.is_dir():
@@ -407,7 +406,7 @@ def migrate(
 
     from lockstep.compat.migrate import migrate as convert
 
-    convert(source, words or [], out)
+    convert(source, words or [], out, verify=verify or json, as_json=json)
 
 
 @app.command(name="import-gguf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from commands import lockstep
 from conftest import write_sft_recipe
+from guide_commands import GUIDES, Folders
 from hang import HANG
 from ranks import assert_none_left
+from reward_models import write_reward_model
 from runs import difference
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
@@ -87,3 +91,19 @@ def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_
     refused = submitted(jobs, tmp_path / "empty", *copied, "run.folder=runs", *two[:-1])
     assert refused.returncode != 0
     assert "run.folder" in refused.stdout + refused.stderr
+
+
+def test_a_job_with_openrlhfs_command_trains_on_the_cluster(jobs: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """`ray job submit -- python3 -m openrlhf.cli.train_ppo_ray ...`, with only the module name changed."""
+    reward = write_reward_model(tiny_folder, tmp_path / "reward")
+    program, words = GUIDES["REINFORCE++"].words(Folders(tiny_folder, reward, tmp_path))
+    module = ["python3", "-m", f"lockstep.compat.openrlhf.cli.{program}"]
+    (tmp_path / "empty").mkdir()
+    done = submitted(jobs, tmp_path / "empty", "--", *module, *words, "--actor_num_gpus_per_node", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    environment = json.loads((tmp_path / "run" / "env.json").read_text(encoding="utf-8"))
+    assert environment["world_size"] == 2
+    assert json.loads((tmp_path / "run" / "migration.json").read_text(encoding="utf-8"))["program"] == "train_ppo_ray"
+    recipe = yaml.safe_load((tmp_path / "run.yaml").read_text(encoding="utf-8"))
+    assert recipe["parallel"] == {"launcher": "ray", "devices": 2, "offload": "optimizer"}  # --adam_offload
+    assert_none_left(tmp_path)

@@ -10,7 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.compat.command_grammar import Flag, parse_flags
 from lockstep.compat.hydra_overrides import Applied, StoredRelease, parse_overrides
-from lockstep.compat.migrate import looks_cut_off, training_of
+from lockstep.compat.launchers import training_of
+from lockstep.compat.migrate import looks_cut_off
 from lockstep.compat.shell import Word as W
 from lockstep.compat.shell import read_script
 
@@ -207,10 +208,9 @@ fi
 def test_what_nobody_set_stays_unknown() -> None:
     script = read_script("run a=$NOBODY b=$(nproc) c=$(date +%s)\n")
     assert [word.unknown for word in script.commands[0]] == [[], ["NOBODY"], ["$(nproc)"], []]
-    assert [word.unknown for word in read_script("V=$(cat a b)\nrun $V $((9**9**9))").commands[0]][1:] == [
-        ["$(cat a b)"],
-        ["$((9**9**9))"],
-    ]
+    computed = read_script("V=$(cat a b)\nrun $V $((9**9**9))")  # the caller can set V
+    assert [word.unknown for word in computed.commands[0]][1:] == [["V"], ["$((9**9**9))"]]
+    assert computed.computed == {"V": "$(cat a b)"}
     assert script.commands[0][3].text == "c=now"
 
 

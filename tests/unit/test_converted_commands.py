@@ -304,7 +304,7 @@ def assert_refused(done: Conversion, where: str, remedy: str) -> None:
         (convert_verl, "main_eval", "lockstep eval"),
         (convert_verl, "main_dpo", "main_ppo"),
         (convert_verl, "main_generation", "lockstep sample"),
-        (convert_openrlhf, "train_ppo", "train_ppo_ray"),
+        (convert_openrlhf, "train_pt", "train_sft"),
         (convert_openrlhf, "lora_combiner", "lockstep export"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments of commands, most of them shared by several commands."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ ModelArgument = Annotated[
 ]
 PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of the prompts [detected by name].")]
 LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of the ground truth [detected by name].")]
+ScriptWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME=VALUE]...", help="Shell variables and arguments to run the script with."),
+]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Print what becomes of every key and of every default that differs.")
+]
+VerifyJson = Annotated[bool, typer.Option("--json", help="Print the table of --verify as JSON.")]
 EnvironmentOption = Annotated[
     str | None,
     typer.Option(metavar="FILE.py:CLASS", help="Environment that the model has a conversation with."),

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from lockstep.compat.command_devices import set_devices
 from lockstep.compat.key_table import Conversion, KeyOutcome, OutcomeKind, WrittenKey, load_tables
+from lockstep.compat.verify import MigrationTable, table_json, table_of
 from lockstep.errors import Interrupted, Problem, Refusal
 from lockstep.launch.launcher import adopt_slurm, is_rank, start_ranks, starts_ranks
 from lockstep.recipe.loader import checked_recipe, sections_of, value_text
@@ -139,6 +140,15 @@ def recipe_yaml(done: Conversion, origin: str) -> str:
     return "\n".join([*head, *_lines(recipe_values(done), done, "", 0)]) + "\n"
 
 
+def write_recipe(done: Conversion, file: Path, origin: str, table: MigrationTable) -> None:
+    """Writes the recipe, and the table of the conversion next to it. The recipe names the file of the table, so that
+    the run stores it."""
+    beside = file.with_suffix(".migration.json")
+    done.write("run.migration", str(beside))
+    atomic_write_text(beside, table_json(table))
+    atomic_write_text(file, recipe_yaml(done, origin))
+
+
 def _lines(values: Mapping[str, Any], done: Conversion, prefix: str, depth: int) -> list[str]:
     lines: list[str] = []
     for name, value in values.items():
@@ -148,11 +158,13 @@ def _lines(values: Mapping[str, Any], done: Conversion, prefix: str, depth: int)
             lines.append(f"{indent}{name}:")
             lines += _lines(value, done, f"{key}.", depth + 1)
         else:
-            lines.append(f"{indent}{name}: {value_text(value)}  # {_comment(written, done)}")
+            lines.append(f"{indent}{name}: {value_text(value)}  # {_comment(key, written, done)}")
     return lines
 
 
-def _comment(written: WrittenKey, done: Conversion) -> str:
+def _comment(key: str, written: WrittenKey, done: Conversion) -> str:
+    if key == "run.migration":
+        return "what became of every key; the run stores it for `lockstep compare`"
     origins = [_place(key, done) for key in written.sources if done.is_set(key)]
     peer = done.settings.peer.split()[0]
     names = ", ".join(done.settings.spelling(key) for key in written.sources) or done.settings.program
@@ -240,18 +252,16 @@ def run(convert: Callable[[str, Sequence[str]], Conversion], words: Sequence[str
     if os.environ.get("RANK", "0") == "0":
         write(report(done, start))
     recipe = checked(done)
+    file = Path(recipe.run.folder) / f"{recipe.run.name}.yaml"
+    if os.environ.get("RANK", "0") == "0":
+        # Next to the run folder, where all processes can read them.
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_recipe(done, file, "a command", table_of(done, lockstep_defaults(recipe.method)))
+        write(f"wrote {file}")
+    recipe = checked(done)
     if not is_rank() and starts_ranks(recipe.parallel):
-        sys.exit(start_ranks(recipe, ["train", str(_kept(done, recipe))]))
+        sys.exit(start_ranks(recipe, ["train", str(file)]))
 
     from lockstep.train.start import run_recipe
 
     run_recipe(recipe)
-
-
-def _kept(done: Conversion, recipe: Recipe) -> Path:
-    """Writes the recipe next to the run folder, where all processes can read it."""
-    file = Path(recipe.run.folder) / f"{recipe.run.name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(file, recipe_yaml(done, "a command"))
-    write(f"wrote {file}")
-    return file

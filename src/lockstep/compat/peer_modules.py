@@ -15,11 +15,18 @@ from types import ModuleType
 
 # The packages of each trainer that contain programs.
 PACKAGES = {
-    "verl": ("trainer", "recipe", "recipe.dapo", "examples", "examples.data_preprocess"),
+    "verl": ("trainer", "recipe", "experimental", "examples", "examples.data_preprocess"),
     "openrlhf": ("cli",),
 }
 # Packages whose programs write data instead of training, and the module with their function `main`.
 _DATA_SCRIPTS = {"examples.data_preprocess": "lockstep.compat.verl.data_preprocess"}
+
+
+def is_folder(peer: str, name: str) -> bool:
+    """Returns whether `name` is a package. verl's recipes are packages such as `recipe.dapo`; their programs have the
+    word `main` in their names."""
+    package, _, last = name.rpartition(".")
+    return name in PACKAGES[peer] or (package in ("recipe", "experimental") and "main" not in last)
 
 
 class PeerModules(MetaPathFinder, InspectLoader):
@@ -35,24 +42,25 @@ class PeerModules(MetaPathFinder, InspectLoader):
             return None
         name = fullname.removeprefix(self.prefix)
         package, _, program = name.rpartition(".")
-        if name in PACKAGES[self.peer]:
+        if is_folder(self.peer, name):
             return ModuleSpec(fullname, self, is_package=True)
-        if package not in PACKAGES[self.peer] or not program.isidentifier():
+        if not is_folder(self.peer, package) or not program.isidentifier():
             return None
         return ModuleSpec(fullname, self, origin=__file__)  # Python writes the origin to sys.argv[0]
 
     def get_source(self, fullname: str) -> str:
         name = fullname.removeprefix(self.prefix)
-        if name in PACKAGES[self.peer]:
+        if is_folder(self.peer, name):
             return ""
         package, _, program = name.rpartition(".")
-        start = f"from {__name__} import run", f"run({self.peer!r}, {program!r})"
+        # The folder of a recipe tells apart programs of the same name.
+        start = f"from {__name__} import run", f"run({self.peer!r}, {(name if '.' in package else program)!r})"
         if package in _DATA_SCRIPTS:
             start = f"import sys; from {_DATA_SCRIPTS[package]} import main", f"main({program!r}, sys.argv[1:])"
         return f"{start[0]}\n\nif __name__ == '__main__':\n    {start[1]}\n"
 
     def is_package(self, fullname: str) -> bool:
-        return fullname.removeprefix(self.prefix) in PACKAGES[self.peer]
+        return is_folder(self.peer, fullname.removeprefix(self.prefix))
 
 
 def run(peer: str, program: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import operator
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from lockstep.compat.shell_filters import filtered, pipeline
@@ -23,6 +24,8 @@ _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _KEYWORDS = ("then", "else", "do", "time", "!", "{", "exec", "nohup")
 # Commands that print the time: many scripts put it into the run name, but a recipe needs a fixed name.
 _NOW = re.compile(r"^\s*(date|now)\b")
+# The folder of `$(cd FOLDER && pwd)`.
+_FOLDER = re.compile(r"cd (?:-- )?(\S.*?)\s*(?:>\s*/dev/null\s*(?:2>&1\s*)?)?&&\s*pwd(?: -P)?")
 MARK = "\x00"
 """The marker before and after the name of a value that is unknown until the script runs."""
 
@@ -50,6 +53,10 @@ class Script:
 
     commands: list[list[Word]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    """The values of the variables at the end of the script."""
+    computed: dict[str, str] = field(default_factory=dict)
+    """Variables with the output of a program, and the program."""
 
 
 def read_script(text: str, given: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> Script:
@@ -58,6 +65,7 @@ def read_script(text: str, given: Mapping[str, str] | None = None, arguments: Se
     for raw in commands_of(text):
         shell.command(raw)
     shell.uncalled()
+    shell.script.variables = shell.variables
     return shell.script
 
 
@@ -177,6 +185,8 @@ class _Shell:
             return
         if rest[0].text == "read" and raw.heredoc is not None:
             self.variables[rest[-1].text] = self._heredoc(raw)
+        elif raw.heredoc is not None and self._starts_a_shell(rest):
+            self._inner_script(raw)
         elif rest[0].text == "shift":
             count = int(rest[1].text) if len(rest) > 1 and rest[1].text.isdigit() else 1
             self.arguments = self.arguments[count:]
@@ -189,6 +199,18 @@ class _Shell:
             if expanded:
                 self.script.commands.append(expanded)
 
+    @staticmethod
+    def _starts_a_shell(words: Sequence[RawWord]) -> bool:
+        """Returns whether the command runs the here-document as a script (`sbatch <<EOF`, `srun ... bash <<EOF`)."""
+        names = {PurePosixPath(word.text).name for word in words}
+        return words[0].text in ("sbatch", "ssh") or bool(names & {"bash", "sh"})
+
+    def _inner_script(self, raw: RawCommand) -> None:
+        first = raw.words[-1].line
+        for inner in commands_of(self._heredoc(raw)):
+            inner.words = [replace(word, line=word.line + first) for word in inner.words]
+            self.command(inner)
+
     def _assign(self, word: RawWord, match: re.Match[str]) -> None:
         name, adds = match[1], bool(match[2])
         if word.array is not None:
@@ -200,6 +222,9 @@ class _Shell:
             # The caller's value replaces a value that is set in a branch or is the output of a program.
             self.variables[name] = self.given[name]
             return
+        if program := re.search(f"{MARK}(\\$\\([^{MARK}]*){MARK}", value):
+            self.script.computed[name] = program[1]
+            value = f"{MARK}{name}{MARK}"  # the caller can set the variable
         if None in self.branches and not adds:
             kept = self.variables.setdefault(name, value)
             remark = f"{name} is set under a condition; {kept!r} is used (set {name}=VALUE to change it)"
@@ -274,6 +299,8 @@ class _Shell:
 
     def _item(self, name: str, index: str, inner: str) -> str:
         """Evaluates `${NAME[0]}` and `${NAME[@]}`."""
+        if name == "BASH_SOURCE":
+            return self._value("0")
         values, number = self.arrays.get(name), self._in_quotes(index)
         if values is None:
             return f"{MARK}{name}{MARK}"
@@ -364,6 +391,8 @@ class _Shell:
             return " ".join(self.arguments)
         if name == "#":
             return str(len(self.arguments))
+        if name == "0":
+            return self.given.get("0")
         if name.isdigit():
             number = int(name)
             return self.arguments[number - 1] if 0 < number <= len(self.arguments) else None
@@ -382,6 +411,10 @@ class _Shell:
             return self._value("PWD")
         if (path := self._path(command)) is not None:
             return path
+        if place := re.fullmatch(
+            r"\s*cd (?:-- )?(\S.*?)\s*(?:>\s*/dev/null\s*(?:2>&1\s*)?)?&&\s*pwd(?: -P)?\s*", command
+        ):
+            return os.path.normpath(" ".join(self.expand(RawWord(place[1], 0), split=False)))
         if _NOW.match(command):
             remark = "the word `now` replaces the current time in a name"
             if remark not in self.script.remarks:

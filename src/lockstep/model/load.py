@@ -29,7 +29,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
 from lockstep.model.tensor_trial import check_division
-from lockstep.model.text_model import LanguageModel
+from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
 from lockstep.model.weights import digits_of, read_places
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Lora, Model
@@ -63,8 +63,10 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
-    source, model, info = load_base(LanguageModel, folders.model, settings, settings.path, device, sharding)
+    kind = loaded_kind(settings)
+    source, model, info = load_base(kind, folders.model, settings, settings.path, device, sharding)
     refuse_partial(info, f"model.path {settings.path}")
+    freeze_towers(model, settings)
     try:
         if sharding is None:
             model.to(device)
@@ -72,7 +74,7 @@ def load_policy(
         styles = division_of(model, sharding)
         copied = bool(settings.lora and settings.lora.modules_to_save)
         found = read_places(model, folders.model) if copied and source is None else None
-        new = new_adapter(settings, LanguageModel, folders.model, seed, source, sharding)
+        new = new_adapter(settings, kind, folders.model, seed, source, sharding)
         adapted = with_adapter(model, settings.lora, new, folders.adapter)
         follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
         divide_model(model, styles, source, sharding)

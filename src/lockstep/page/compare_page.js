@@ -200,7 +200,10 @@ function phaseBars(phase, i) {
 }
 
 function environment(root) {
-  const { differences, unknown, remarks, setup_known: complete } = DATA;
+  const { differences, unknown, remarks, known, setup_known: complete } = DATA;
+  const concerned = (each) => (each.everywhere ? "all metrics" : each.metrics.join(", "));
+  const expected = known.map((each) => `${each.key}: ${each.how} (${concerned(each)})`);
+  const lists = [["Known differences of the migration", expected], ["Remarks", remarks], ["Unknown", unknown]];
   if (differences.length === 0) {
     const none = complete ? "No set-up difference was found." : "Unknown: only run folders contain their set-up.";
     root.append(el("div.card", el("p", none)));
@@ -223,7 +226,7 @@ function environment(root) {
     const head = ["Weight", "Part", "Key", "A", "B", "Likely effect"];
     root.append(tableCard("differences", head, sorted.map(row)));
   }
-  for (const [title, items] of [["Remarks", remarks], ["Unknown", unknown]]) {
+  for (const [title, items] of lists) {
     const list = el("ul", items.map((text) => el("li", text)));
     if (items.length > 0) root.append(el("div.card.unknown", el("h3", title), list));
   }

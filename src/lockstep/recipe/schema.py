@@ -126,6 +126,13 @@ class RunSettings(Section):
         ),
         resumable=True,
     )
+    migration: str | None = Field(
+        None,
+        description="The table that `lockstep migrate` writes for a converted command. The run copies it to "
+        "`migration.json` in its folder, and `lockstep compare` shows the known differences from the other trainer.",
+        effect=STORED,
+        resumable=True,
+    )
     export: bool = Field(
         True,
         description="Write the trained model to the run's `export/` folder at the end.",
@@ -173,6 +180,14 @@ class Model(Section):
         default_factory=list,
         description="Layers that are not quantised, as name suffixes. Each suffix must match at least one layer.",
         effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
+    vision: Literal["freeze", "train"] | None = Field(
+        None,
+        description="Train on rows with images (`method: sft`). The vision tower and the projector are loaded, and are "
+        "frozen (`freeze`) or trained too (`train`; `optim.groups` can set their learning rate). Adapters of "
+        "`model.lora` are only in the language model. Default: the tower is not loaded, and rows with images are "
+        "refused.",
+        effect=Effect("blocks", "different parameters are trained, or on other inputs"),
     )
     aux_loss_coef: float | None = Field(
         None,

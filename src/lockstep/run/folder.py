@@ -123,6 +123,11 @@ class RunFolder:
         return self.path / "env.json"
 
     @property
+    def migration(self) -> Path:
+        """The path of the table of a converted command, which exists only if the recipe has `run.migration`."""
+        return self.path / "migration.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

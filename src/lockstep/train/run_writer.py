@@ -30,7 +30,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ADAPTERS, ENGINES, TOOLS, plugin_file
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.console import Console
-from lockstep.run.files import checksum
+from lockstep.run.files import atomic_write_text, checksum
 from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
 from lockstep.run.model_card import before_and_after
@@ -174,6 +174,7 @@ class Run:
         self.folder.write_recipe(dump_recipe(self.recipe), step)
         if is_named(self.recipe.data):
             self.folder.template.write_text(template_text(self.recipe.data.template), encoding="utf-8")
+        self._keep_migration()
         self.folder.write_env(
             {
                 "device": self.device.facts(),
@@ -188,6 +189,16 @@ class Run:
                 "secrets": sources(resolved(self.recipe)),
             }
         )
+
+    def _keep_migration(self) -> None:
+        """Copies the table of a converted command (`run.migration`) to the run folder."""
+        source = self.recipe.run.migration
+        if source is None:
+            return
+        try:
+            atomic_write_text(self.folder.migration, Path(source).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            self.console.warn(f"run.migration: {source} cannot be read, so the run stores no table: {error}")
 
     def _show_plan(self, fused: dict[str, list[str]]) -> None:
         counts, memory = self.prepared.train.counts, self.prepared.memory

@@ -24,15 +24,17 @@ def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str
     tables = load_tables("openrlhf")
     if (name := program.rsplit(".", 1)[-1]) in tables["inference"]:
         refuse_training(name, words, locations)
-    name = program_name("openrlhf", program, tables)
+    name = tables["programs"][old := program_name("openrlhf", program, tables)]
     dotted = is_dotted(words) and name not in _FLAT_ONLY
     rows = table_rows("openrlhf", name)
     parsed = parse_flags(words, flags_of(rows, dotted), locations)
     spelled = {row.key: f"--{row.name(dotted)}" for row in rows if row.name(dotted)}
-    defaults = defaults_of(name, dotted)
+    defaults = defaults_of(name, dotted) | tables["program_defaults"].get(old, {})
     settings = Settings(f"OpenRLHF {'0.11' if dotted else '0.7'}", name, parsed.given, defaults, spelled)
     done = convert(settings, rows, rules_of(name), lockstep_defaults)
     done.problems[:0] = parsed.problems
+    if old == "train_ppo" and name != old and not done.is_set("lambd"):
+        done.remarks.append("lambd is 1.0, as in OpenRLHF 0.5; the default of earlier releases is 0.95")
     return done
 
 

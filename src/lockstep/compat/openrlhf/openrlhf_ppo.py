@@ -96,14 +96,15 @@ def _kl(done: Conversion) -> None:
         return
     done.write("algorithm.kl.where", "loss" if in_loss else "reward", "use_kl_loss", "init_kl_coef")
     done.write("algorithm.kl.coefficient", coefficient, "init_kl_coef")
-    estimator = done.lookup("kl_estimator")
+    estimator = "k3" if done["use_kl_estimator_k3"] else done.lookup("kl_estimator")
     if estimator is None:
         return
     if done[unbiased] and in_loss:
         done.write("algorithm.kl.estimator", f"{estimator}+", "kl_estimator", unbiased)
         done.write("algorithm.kl.weighted", True, unbiased)
     else:
-        done.write("algorithm.kl.estimator", estimator, "kl_estimator")
+        key = "use_kl_estimator_k3" if done["use_kl_estimator_k3"] else "kl_estimator"
+        done.write("algorithm.kl.estimator", estimator, key)
         done.ignore("OpenRLHF reads this flag only with a KL term in the loss", unbiased)
     if done[ESTIMATOR] in _GROUPS and not in_loss:
         done.write("algorithm.kl.before_baseline", False, ESTIMATOR)

@@ -144,6 +144,11 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     if not comparison.setup_known:
         console.say("")
         console.banner("set-up differences", [("unknown", "only lockstep's run folders contain the set-up of a run")])
+    if comparison.known:
+        console.say("")
+        console.banner(f"known differences from {comparison.known[0].peer}", [])
+        for each in comparison.known:
+            console.say(f"  {each.key}: {each.how} ({each.concerns})")
     for remark in comparison.remarks:
         console.say(f"remark: {remark}")
     for sentence in comparison.unknown:

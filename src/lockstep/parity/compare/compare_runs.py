@@ -27,6 +27,7 @@ from lockstep.parity.compare.compare_report import EXIT_CODES, as_strict_json, s
 from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.curve_errors import MIN_NOISE_STEPS, figures, noise_floor
 from lockstep.parity.compare.curve_tests import examine
+from lockstep.parity.compare.known_differences import known_differences
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.compare.logs.log_curves import Log, Series
 from lockstep.parity.compare.logs.log_formats import RECORDING
@@ -196,6 +197,7 @@ def compare(
         facts=support_facts(a, b),
         setup_known=a.evidence is not None and b.evidence is not None,
         remarks=remarks,
+        known=known_differences(a, b, [metric.name for metric in compared]),
     )
 
 

@@ -169,6 +169,27 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class KnownDifference:
+    """A setting of a migrated run that lockstep treats differently from the trainer of the other log."""
+
+    peer: str
+    """The other trainer and its version."""
+    key: str
+    how: str
+    metrics: list[str]
+    """The compared metrics that the difference concerns."""
+    everywhere: bool
+    """Whether the difference concerns all metrics."""
+
+    @property
+    def concerns(self) -> str:
+        if self.everywhere:
+            return "all metrics"
+        more = f" and {len(self.metrics) - 3} more" if len(self.metrics) > 3 else ""
+        return ", ".join(self.metrics[:3]) + more
+
+
+@dataclass(frozen=True)
 class Comparison:
     a: str
     b: str
@@ -189,6 +210,8 @@ class Comparison:
     """Whether A and B both recorded their set-up. If A or B did not record its set-up, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
     """Remarks on shifted or selected steps, and on shifts of B's steps with which the curves would agree better."""
+    known: list[KnownDifference] = field(default_factory=list)
+    """Known differences, if one side is a migrated run and the other side is a log of another trainer."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
