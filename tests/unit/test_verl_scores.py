@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.compat.conversion_output import recipe_yaml, report
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.compat.verl.verl_rewards import reward_rules
 from lockstep.recipe.keys_reward import Reward
 from lockstep.reward import verl_prime, verl_versions
@@ -180,6 +183,7 @@ def test_a_slow_rule_runs_in_a_process_of_its_own_with_its_own_time_limit(tmp_pa
 def test_a_judge_has_the_name_of_its_rule() -> None:
     judge = import_module("lockstep.reward.verl_judge")
     assert judge.verl_geo3k_0_9("mine", "\\boxed{2}", "2", {}) == 0.9
+    assert judge.verl_geo3k_0_3_0_post1("mine", "\\boxed{2}", "2", {}) == 0.9
     assert not hasattr(judge, "geo3k")
 
 
@@ -223,3 +227,46 @@ def test_a_ground_truth_of_search_needs_a_target() -> None:
     problem = rule_named("verl/search_r1@0.9", "reward.rules.x").truth_problem
     assert (problem('{"target": ["a"]}'), problem('{"target": "a"}')) == (None, None)
     assert all(problem(truth) is not None for truth in ("a", "[1]", '{"target": []}', '{"target": [1]}', "{}"))
+
+
+# Conversion of commands.
+
+COMMAND = [
+    "data.train_files=/d/a.parquet",
+    "data.val_files=/d/b.parquet",
+    "actor_rollout_ref.model.path=/m",
+    "algorithm.adv_estimator=grpo",
+]
+CODE = "apps"
+
+
+def converted(*more: str) -> Conversion:
+    return convert_verl("verl.trainer.main_ppo", [*COMMAND, *more])
+
+
+def test_a_command_with_a_sandbox_service_runs_its_programs_in_lockstep_s_sandbox() -> None:
+    done = converted("reward_model.sandbox_fusion.url=http://host/run_code")
+    assert done.recipe["reward.rules"].value[CODE] == "verl/sandbox_fusion@0.4"
+    assert [one.outcome for one in done.outcomes if one.key.endswith("fusion.url")] == ["changed"]
+    assert converted().recipe["reward.rules"].value[CODE] == "verl/prime_code@0.4"
+
+
+def test_the_service_has_no_effect_on_a_reward_function() -> None:
+    done = converted("reward_model.sandbox_fusion.url=http://host/run_code", "custom_reward_function.path=/f.py")
+    assert [one.outcome for one in done.outcomes if one.key.endswith("fusion.url")] == ["ignored"]
+    assert ("reward.rules" in done.recipe, done.remarks) == (False, [])
+
+
+def test_the_manager_prime_has_no_rule_for_scores_that_it_cannot_read() -> None:
+    rules = converted("reward_model.reward_manager=prime").recipe["reward.rules"].value
+    assert ("aime*" in rules, rules["openai/gsm8k"]) == (False, "verl/gsm8k@0.4")
+    problems = converted("reward_model.reward_manager=batch").problems
+    assert [problem.where for problem in problems] == ["reward_model.reward_manager"]
+
+
+def test_report_and_recipe_name_each_rule_and_its_differences() -> None:
+    done = converted()
+    for text in (report(done), recipe_yaml(done, "script")):
+        for name in set(done.recipe["reward.rules"].value.values()):
+            assert f"reward rule {name}: " in text
+        assert "`####18`" in text
