@@ -153,9 +153,9 @@ def service() -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.mark.parametrize(("version", "step"), [("0.4.1", 5), ("0.9.1", 1)])
+@pytest.mark.parametrize(("version", "step"), [("0.4.1", 7), ("0.9.1", 5)])
 def test_every_score_of_sandbox_fusion_is_verls(version: str, step: int, service: str) -> None:
-    """180 programs with their tests for verl 0.9.1, 36 for 0.4.1, and statements."""
+    """36 programs with their tests for verl 0.9.1, 26 for 0.4.1, and statements."""
     ours, peer = (
         verl_score(f"verl/sandbox_fusion@{version}").score,
         module("verl", version, "utils.reward_score.sandbox_fusion"),

@@ -33,6 +33,10 @@ STAR_IMPORTS = "".join(
     ]
 )
 _PRELUDE = f"{STAR_IMPORTS}sys.setrecursionlimit(6*10**5)\n"
+# Modules that no program can import.
+_HIDDEN = (
+    "ipdb", "joblib", "psutil", "resource", "tkinter",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,6 @@ for word, name in (("numpy", "numpy"), ("asyncio", "asyncio"), ("builtins.open",
             importlib.import_module(name)
         except ImportError:
             pass
-HIDDEN = ["ipdb", "joblib", "resource", "psutil", "tkinter", *task["hidden"]]
 
 
 def guard():
@@ -77,7 +80,7 @@ def guard():
     for owner, names in GONE.items():
         for name in names.split():
             setattr(owner, name, None)
-    for name in HIDDEN:
+    for name in task["hidden"]:
         sys.modules[name] = None
 
 
@@ -238,7 +241,7 @@ def _run(
     whether the function is a method of the class Solution; None for a program."""
     task = {
         "code": code, "name": name, "checks": checks, "seconds": seconds, "alarm": version.alarm,
-        "hidden": version.hidden, "program": owned is None, "class": bool(owned),
+        "hidden": [*_HIDDEN, *version.hidden], "program": owned is None, "class": bool(owned),
     }  # fmt: skip
     isolation = chosen_isolation()
     python = "python3" if isolation.startswith(DOCKER) else sys.executable
