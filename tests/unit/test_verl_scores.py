@@ -17,7 +17,9 @@ from lockstep.compat.key_table import Conversion
 from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.compat.verl.verl_rewards import reward_rules
 from lockstep.recipe.keys_reward import Reward
+from lockstep.reward import scorer as scorer_module
 from lockstep.reward import verl_prime, verl_versions
+from lockstep.reward.function import FunctionPart
 from lockstep.reward.rules import gsm8k_score, rule_for, rule_name, rule_named
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.verl_code import as_program, same_output, same_result
@@ -62,6 +64,10 @@ LONG = "so " * 100
     ("prime_math@0.9", "so the answer is 0.5", "50", 1.0),
     ("prime_math@0.9", r"\boxed{x+x}", "2x", 1.0),
     ("prime_math@0.9", r"\boxed{2\pi}", "6.2832", 1.0),
+    ("prime_math@0.9", r"\boxed{2 billion}", "2*10^9", 1.0),
+    ("prime_math@0.9", r"\boxed{3 liters}", "3", 1.0),
+    ("prime_math@0.9", r"\boxed{Interval.Ropen(0, 1)}", "[0, 1)", 1.0),
+    ("prime_math@0.9", r"\boxed{Interval.Ropen(0, 1)}", "[0, 1]", 0.0),
     ("geo3k@0.9", r"\boxed{2}", "2", 0.9),
     ("geo3k@0.9", r"<think>x</think> \boxed{2}", "3", 0.1),
 ])  # fmt: skip
@@ -143,7 +149,10 @@ def test_code_in_a_response_is_not_run(text: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("os.system", ran.append)
     monkeypatch.setattr("builtins.open", lambda *given, **_: ran.append(given))
     for version in ("0.3", "0.9"):
-        assert rule_named(f"verl/prime_math@{version}", "x")(f"\\boxed{{{text}}}", "3") == 0.0
+        score = rule_named(f"verl/prime_math@{version}", "x")
+        assert (
+            score(f"\\boxed{{{text}}}", "3") == score(f"Matrix([{text}])", "\\begin{pmatrix} 1 \\end{pmatrix}") == 0.0
+        )
     assert ran == []
 
 
@@ -169,14 +178,23 @@ def test_programs_run_in_a_sandbox(rule: str, program: str, score: float) -> Non
     assert rule_named(f"verl/{rule}", "x")(f"```python\n{program}\n```", ADD) == score
 
 
-def test_a_slow_rule_runs_in_a_process_of_its_own_with_its_own_time_limit(tmp_path: Path) -> None:
-    settings = Reward(rules={"mine": "verl/prime_math@0.9"}, time_limit=0.001, workers=1)
+def test_a_slow_rule_runs_in_a_process_of_its_own_with_its_own_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def part(reference: str, settings: Reward, **more: Any) -> FunctionPart:
+        limits.append(settings.time_limit)
+        return FunctionPart(reference, settings, **more)
+
+    monkeypatch.setattr(scorer_module, "FunctionPart", part)
+    settings = Reward(rules={"mine": "verl/prime_math@0.9"}, time_limit=1.0, workers=1)
     question = Question("mine", [{"role": "user", "content": "x"}], "2x", Origin("rows", 1))
     output = tmp_path / "rewards" / "worker"
     with Scorer.open(settings, ["mine"], torch.device("cpu"), output=output) as scorer:
         score = scorer.submit(question, "\\boxed{x+x}").result()
     assert not isinstance(score, Failure)
-    assert score.total == 1.0
+    assert (score.total, limits) == (1.0, [60.0])
     assert [file.name for file in output.parent.iterdir()] == ["verl-prime_math@0.9-worker-0.log"]
 
 
