@@ -148,6 +148,8 @@ def test_code_in_a_response_is_not_run(text: str, monkeypatch: pytest.MonkeyPatc
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     monkeypatch.setattr("builtins.open", lambda *given, **_: ran.append(given))
+    # sympy's parser evaluates its text.
+    monkeypatch.setattr("sympy.parsing.sympy_parser.parse_expr", lambda text, **_: ran.append(text))
     for version in ("0.3", "0.9"):
         score = rule_named(f"verl/prime_math@{version}", "x")
         assert (
