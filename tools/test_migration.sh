@@ -7,9 +7,11 @@ set -eu
 venv=${PEERS_VENV:-.venv-peers}
 shared=${VENV:-.venv}
 verl="0.4.1 0.9.1"
+# Further versions, whose reward rules differ.
+rewards="0.3.0.post1 0.6.0 0.9.0"
 openrlhf="0.7.5 0.11.2"
 needed="omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.15.3 pyvers==0.2.3 cloudpickle==3.1.2 codetiming==1.4.0"
-needed="$needed torchdata==0.11.0"
+needed="$needed torchdata==0.11.0 mathruler==0.1.0"
 reason() { { grep -m 1 ERROR "$1" || tail -n 1 "$1"; } | sed 's/^ *//'; }
 skip() { printf 'SKIPPED test-migration: %s\n' "$*"; exit 0; }
 
@@ -27,7 +29,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     }
     # shellcheck disable=SC2086
     install $needed
-    for version in $verl; do install --target "$venv/verl-$version" "verl==$version"; done
+    for version in $verl $rewards; do install --target "$venv/verl-$version" "verl==$version"; done
     # Python files alone, in a wheel that says it is for one platform.
     for version in $openrlhf; do
         install --target "$venv/openrlhf-$version" --only-binary :all: --platform manylinux1_x86_64 \

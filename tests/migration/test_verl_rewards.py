@@ -108,9 +108,9 @@ def programs(step: int) -> list[tuple[str, str]]:
     return found[::step]
 
 
-@pytest.mark.parametrize(("version", "step"), [("0.3.0.post1", 4), ("0.4.1", 4), ("0.9.1", 1)])
+@pytest.mark.parametrize(("version", "step"), [("0.3.0.post1", 5), ("0.4.1", 5), ("0.9.1", 1)])
 def test_every_score_of_programs_is_verls(version: str, step: int) -> None:
-    """180 programs with their tests for verl 0.9.1, 45 for the earlier versions."""
+    """180 programs with their tests for verl 0.9.1, 36 for the earlier versions."""
     ours, theirs = verl_score(f"verl/prime_code@{version}").score, prime_code(version)
     scores = set()
     for text, tests in programs(step):
@@ -153,9 +153,9 @@ def service() -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.mark.parametrize(("version", "step"), [("0.4.1", 4), ("0.9.1", 2)])
+@pytest.mark.parametrize(("version", "step"), [("0.4.1", 7), ("0.9.1", 5)])
 def test_every_score_of_sandbox_fusion_is_verls(version: str, step: int, service: str) -> None:
-    """90 programs with their tests for verl 0.9.1, 45 for 0.4.1, and statements."""
+    """36 programs with their tests for verl 0.9.1, 26 for 0.4.1, and statements."""
     ours, peer = (
         verl_score(f"verl/sandbox_fusion@{version}").score,
         module("verl", version, "utils.reward_score.sandbox_fusion"),

@@ -180,7 +180,7 @@ def test_rules_of_main_ppos_critic(words: list[str], expected: dict[str, Any]) -
         (["data.prompt_key=question"], "data.prompt_key"),
         (["data.reward_fn_key=source"], "data.reward_fn_key"),
         ([f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=1023"], f"{A}.ppo_max_token_len_per_gpu"),
-        (["reward_model.reward_manager=prime"], "reward_model.reward_manager"),
+        (["reward_model.reward_manager=batch"], "reward_model.reward_manager"),
         (["reward_model.enable=True", "reward_model.model.path=null"], "reward_model.enable"),
         (
             [f"{OVERLONG}.enable=True", f"{OVERLONG}.len=100", "+reward_model.reward_kwargs.max_resp_len=9"],

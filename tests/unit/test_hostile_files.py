@@ -384,12 +384,13 @@ def test_a_config_cannot_ask_for_a_kernel_of_the_hub(tiny_folder: Path, tmp_path
             pretrained(AutoConfig, str(tmp_path), "model.path", "its config")
 
 
-# Between processes of one run, over connections that it opened itself. The grader's program runs in the sandbox.
+# Between processes of one run, over connections that it opened itself. The graders' programs run in the sandbox.
 TRUSTED = {
     "parallel/world.py": "pickle.loads",
     "reward/function_worker.py": "pickle.loads",
     "environments/host_worker.py": "pickle.loads",
     "environments/grading.py": "exec",
+    "reward/verl_code.py": "exec",
 }
 RUNS_CODE = re.compile(
     r"weights_only=False|allow_pickle=True|torch\.jit\.load|trust_remote_code=True|shell=True|os\.system\(|pickle\.loads?\(|"

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.compat.conversion_output import recipe_yaml, report
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.compat.verl.verl_rewards import reward_rules
 from lockstep.recipe.keys_reward import Reward
+from lockstep.reward import scorer as scorer_module
 from lockstep.reward import verl_prime, verl_versions
+from lockstep.reward.function import FunctionPart
 from lockstep.reward.rules import gsm8k_score, rule_for, rule_name, rule_named
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.verl_code import as_program, same_output, same_result
@@ -59,6 +64,10 @@ LONG = "so " * 100
     ("prime_math@0.9", "so the answer is 0.5", "50", 1.0),
     ("prime_math@0.9", r"\boxed{x+x}", "2x", 1.0),
     ("prime_math@0.9", r"\boxed{2\pi}", "6.2832", 1.0),
+    ("prime_math@0.9", r"\boxed{2 billion}", "2*10^9", 1.0),
+    ("prime_math@0.9", r"\boxed{3 liters}", "3", 1.0),
+    ("prime_math@0.9", r"\boxed{Interval.Ropen(0, 1)}", "[0, 1)", 1.0),
+    ("prime_math@0.9", r"\boxed{Interval.Ropen(0, 1)}", "[0, 1]", 0.0),
     ("geo3k@0.9", r"\boxed{2}", "2", 0.9),
     ("geo3k@0.9", r"<think>x</think> \boxed{2}", "3", 0.1),
 ])  # fmt: skip
@@ -139,8 +148,13 @@ def test_code_in_a_response_is_not_run(text: str, monkeypatch: pytest.MonkeyPatc
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     monkeypatch.setattr("builtins.open", lambda *given, **_: ran.append(given))
+    # sympy's parser evaluates its text.
+    monkeypatch.setattr("sympy.parsing.sympy_parser.parse_expr", lambda text, **_: ran.append(text))
     for version in ("0.3", "0.9"):
-        assert rule_named(f"verl/prime_math@{version}", "x")(f"\\boxed{{{text}}}", "3") == 0.0
+        score = rule_named(f"verl/prime_math@{version}", "x")
+        assert (
+            score(f"\\boxed{{{text}}}", "3") == score(f"Matrix([{text}])", "\\begin{pmatrix} 1 \\end{pmatrix}") == 0.0
+        )
     assert ran == []
 
 
@@ -166,20 +180,30 @@ def test_programs_run_in_a_sandbox(rule: str, program: str, score: float) -> Non
     assert rule_named(f"verl/{rule}", "x")(f"```python\n{program}\n```", ADD) == score
 
 
-def test_a_slow_rule_runs_in_a_process_of_its_own_with_its_own_time_limit(tmp_path: Path) -> None:
-    settings = Reward(rules={"mine": "verl/prime_math@0.9"}, time_limit=0.001, workers=1)
+def test_a_slow_rule_runs_in_a_process_of_its_own_with_its_own_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def part(reference: str, settings: Reward, **more: Any) -> FunctionPart:
+        limits.append(settings.time_limit)
+        return FunctionPart(reference, settings, **more)
+
+    monkeypatch.setattr(scorer_module, "FunctionPart", part)
+    settings = Reward(rules={"mine": "verl/prime_math@0.9"}, time_limit=1.0, workers=1)
     question = Question("mine", [{"role": "user", "content": "x"}], "2x", Origin("rows", 1))
     output = tmp_path / "rewards" / "worker"
     with Scorer.open(settings, ["mine"], torch.device("cpu"), output=output) as scorer:
         score = scorer.submit(question, "\\boxed{x+x}").result()
     assert not isinstance(score, Failure)
-    assert score.total == 1.0
+    assert (score.total, limits) == (1.0, [60.0])
     assert [file.name for file in output.parent.iterdir()] == ["verl-prime_math@0.9-worker-0.log"]
 
 
 def test_a_judge_has_the_name_of_its_rule() -> None:
     judge = import_module("lockstep.reward.verl_judge")
     assert judge.verl_geo3k_0_9("mine", "\\boxed{2}", "2", {}) == 0.9
+    assert judge.verl_geo3k_0_3_0_post1("mine", "\\boxed{2}", "2", {}) == 0.9
     assert not hasattr(judge, "geo3k")
 
 
@@ -223,3 +247,46 @@ def test_a_ground_truth_of_search_needs_a_target() -> None:
     problem = rule_named("verl/search_r1@0.9", "reward.rules.x").truth_problem
     assert (problem('{"target": ["a"]}'), problem('{"target": "a"}')) == (None, None)
     assert all(problem(truth) is not None for truth in ("a", "[1]", '{"target": []}', '{"target": [1]}', "{}"))
+
+
+# Conversion of commands.
+
+COMMAND = [
+    "data.train_files=/d/a.parquet",
+    "data.val_files=/d/b.parquet",
+    "actor_rollout_ref.model.path=/m",
+    "algorithm.adv_estimator=grpo",
+]
+CODE = "apps"
+
+
+def converted(*more: str) -> Conversion:
+    return convert_verl("verl.trainer.main_ppo", [*COMMAND, *more])
+
+
+def test_a_command_with_a_sandbox_service_runs_its_programs_in_lockstep_s_sandbox() -> None:
+    done = converted("reward_model.sandbox_fusion.url=http://host/run_code")
+    assert done.recipe["reward.rules"].value[CODE] == "verl/sandbox_fusion@0.4"
+    assert [one.outcome for one in done.outcomes if one.key.endswith("fusion.url")] == ["changed"]
+    assert converted().recipe["reward.rules"].value[CODE] == "verl/prime_code@0.4"
+
+
+def test_the_service_has_no_effect_on_a_reward_function() -> None:
+    done = converted("reward_model.sandbox_fusion.url=http://host/run_code", "custom_reward_function.path=/f.py")
+    assert [one.outcome for one in done.outcomes if one.key.endswith("fusion.url")] == ["ignored"]
+    assert ("reward.rules" in done.recipe, done.remarks) == (False, [])
+
+
+def test_the_manager_prime_has_no_rule_for_scores_that_it_cannot_read() -> None:
+    rules = converted("reward_model.reward_manager=prime").recipe["reward.rules"].value
+    assert ("aime*" in rules, rules["openai/gsm8k"]) == (False, "verl/gsm8k@0.4")
+    problems = converted("reward_model.reward_manager=batch").problems
+    assert [problem.where for problem in problems] == ["reward_model.reward_manager"]
+
+
+def test_report_and_recipe_name_each_rule_and_its_differences() -> None:
+    done = converted()
+    for text in (report(done), recipe_yaml(done, "script")):
+        for name in set(done.recipe["reward.rules"].value.values()):
+            assert f"reward rule {name}: " in text
+        assert "`####18`" in text

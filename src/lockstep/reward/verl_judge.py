@@ -15,7 +15,7 @@ from lockstep.reward.verl_versions import verl_score
 
 
 def __getattr__(name: str) -> Callable[..., float]:
-    found = re.fullmatch(r"verl_(\w+?)_(\d+(?:_\d+)+)", name)
+    found = re.fullmatch(r"verl_(\w+?)_(\d+(?:_\d+)+)(?:_post\d+)?", name)
     if found is None:
         raise AttributeError(name)
     rule = verl_score(f"verl/{found[1]}@{found[2].replace('_', '.')}")

@@ -22,15 +22,17 @@ def default_rules(done: Conversion) -> None:
     """Writes the rules of the command's verl version, and says how they differ from the rules of lockstep."""
     version = done.settings.peer.rsplit(" ", 1)[-1]
     rules = reward_rules(version)
+    sources: tuple[str, ...] = ()
+    note = "the rules of this verl version; change it if your verl is another"
     if done[SANDBOX] not in (None, "", "null"):
         code, remote = f"verl/prime_code@{version}", f"verl/sandbox_fusion@{version}"
         rules = {source: remote if name == code else name for source, name in rules.items()}
-        note = "lockstep runs the programs in its own sandbox on this machine, and does not call the service"
-        done.decided[SANDBOX] = ("changed", note)
+        sources = (SANDBOX,)
+        note += "; lockstep runs programs in its own sandbox on this machine, and does not call the service"
     if done["reward_model.reward_manager"] == "prime":
         # verl's manager prime gives 0 to all responses of a batch with these data sources.
         rules = {source: name for source, name in rules.items() if "math_dapo" not in name}
-    done.write("reward.rules", rules, note="the rules of this verl version; change it if your verl is another")
+    done.write("reward.rules", rules, *sources, note=note)
     differences = load_tables("verl")["reward_differences"]
     for name in dict.fromkeys(rules.values()):
         rule = name.partition("/")[2].partition("@")[0]
