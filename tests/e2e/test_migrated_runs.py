@@ -78,6 +78,30 @@ def test_verls_grpo_and_sft_commands_train(tiny_folder: Path, rows: dict[str, Pa
     assert "rank: 4" in (tmp_path / "sft" / "recipe.yaml").read_text()
 
 
+def test_verls_ppo_with_rejection_trains(tiny_folder: Path, rows: dict[str, Path], tmp_path: Path) -> None:
+    """The critic starts with a random head and a bias; weights and rejection are computed as verl does."""
+    correction = "algorithm.rollout_correction"
+    ppo = peer(
+        "verl", "main_ppo", "algorithm.adv_estimator=gae", f"data.train_files=[{rows['rl']}]",
+        "data.train_batch_size=8", "data.max_prompt_length=64", "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={tiny_folder}", f"critic.model.path={tiny_folder}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "actor_rollout_ref.rollout.name=vllm",
+        f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold=0.5_2.0",
+        f"{correction}.rollout_is_batch_normalize=True", f"{correction}.rollout_rs=token_k1",
+        f"{correction}.rollout_rs_threshold=1.1", "trainer.val_before_train=False", "trainer.total_epochs=1",
+        "trainer.experiment_name=ppo", f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]",
+        "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+    )  # fmt: skip
+    assert ppo.returncode == 0, ppo.stderr
+    first, second = [step for step in metrics(tmp_path / "ppo") if "actor/pg_loss" in step]
+    assert first["critic/values/max"] != first["critic/values/min"]  # a head of zeros would say 0 everywhere
+    assert second["critic/vf_loss"] > 0
+    assert first["rollout_corr/masked_share"] == 0  # the built-in engine's log-probs are the trainer's
+    recipe = (tmp_path / "ppo" / "recipe.yaml").read_text()
+    assert all(f"{word}\n" in recipe for word in ("mask_first: true", "rejected: counted", "outside: zero"))
+
+
 def test_openrlhfs_dpo_kto_and_reinforce_commands_train(
     tiny_folder: Path, rows: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -145,6 +145,17 @@ KEYS: tuple[dict[str, Any], ...] = (
         "pf_ppo__method": "max_random",
         "turn_discount": 0.7,
     },
+    {
+        "rollout_correction": {
+            "weight": "geometric_mean",
+            "floor": 0.8,
+            "outside": "zero",
+            "normalize": True,
+            "reject": [{"over": "token", "by": "k3", "high": 0.05}],
+            "rejected": "counted",
+            "mask_first": True,
+        },
+    },
 )
 
 
@@ -200,6 +211,8 @@ def estimating(name: str, keys: dict[str, Any]) -> Recipe:
     given = {"advantage": name, **keys, **(gdpo if name == "gdpo" else {"kl__where": "reward"})}
     if name == "gdpo":
         given.pop("kl__before_baseline", None)
+    if name not in ESTIMATORS and "mask_first" in given["rollout_correction"]:  # a function gets every token
+        given["rollout_correction"] = {**given["rollout_correction"], "mask_first": False}
     if name in ("gdpo", "remax"):  # these two do not support a discount between turns
         given.pop("turn_discount", None)
     rollout = {"rollout__n": 4, "rollout__environment": "game.py:Game"}
@@ -212,9 +225,10 @@ def check_weights(
     for kind in AGGREGATIONS:
         sequences, repeats_S = whole.sequences, told.repeats_S
         weights, divisor = aggregation_weights(
-            kind, here.sequence_K, found.keep_K, sequences, 99, found.repeats_S, here.reduce
+            kind, here.sequence_K, found.keep_K, sequences, 99, found.repeats_S, here.reduce, found.counts_masked
         )
-        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, sequences, 99, repeats_S)
+        counts = {"repeats_S": repeats_S, "counts_masked": told.counts_masked}
+        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, sequences, 99, **counts)  # type: ignore[arg-type]
         assert divisor == wanted
         assert torch.equal(weights, every[own_K])
 

@@ -97,6 +97,8 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
         ),
         (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], {"advantage": "remax", "gamma": 1.0}),
         ([f"{R}.n=1"], {"advantage": "grpo", "lone_response": "score"}),
+        # Without the engine's log-probs verl corrects nothing.
+        ([f"{C}.rollout_is=token", f"{R}.calculate_log_probs=False"], {"rollout_correction.weight": "none"}),
         # One number for Hydra, and so for verl.
         ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0.5_5"], {"rollout_correction.cap": 0.55}),
         (
@@ -194,6 +196,11 @@ def test_resampling_is_with_gae_only() -> None:
             "algorithm.adv_estimator",
         ),
         ([f"{C}.bypass_mode=true", "algorithm.adv_estimator=tir_optimal_token_baseline"], f"{C}.bypass_mode"),
+        ([f"{C}.bypass_mode=true", f"{R}.calculate_log_probs=False"], f"{R}.calculate_log_probs"),
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", f"{R}.multi_turn.tool_config_path=t.yaml"],
+            "algorithm.adv_estimator",
+        ),
         (
             [
                 f"{C}.bypass_mode=true",

@@ -24,6 +24,7 @@ CONVERTERS: dict[str, Callable[..., Conversion]] = {"verl": convert_verl, "openr
 
 A, M, R = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 C, F = "algorithm.rollout_correction", "reward_model.reward_kwargs"
+BOTH_REWARDS = ("reward_model.enable=True", "reward_model.model.path=rm", "custom_reward_function.path=f.py")
 IS = "--algo.advantage.is_correction"
 GRPO = ("data.train_files=t.parquet", f"{M}.path=m", "algorithm.adv_estimator=grpo", f"{R}.n=4")
 PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
@@ -199,6 +200,10 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
         ([*GRPO, f"{A}.strategy=jax"], f"{A}.strategy", "megatron"),
         ([*GRPO, "reward_model.reward_manager=batch"], "reward_model.reward_manager", "naive, dapo, prime"),
         ([*GRPO, "reward_model.enable=True"], "reward_model.enable", "give the reward model's path"),
+        # A generative reward model (FAPO): the function asks the model, which verl serves.
+        ([*GRPO, *BOTH_REWARDS, "reward_model.rollout.name=vllm"], "reward_model.enable", "vllm serve"),
+        ([*GRPO, *BOTH_REWARDS, "reward_model.enable_resource_pool=True"], "reward_model.enable", "vllm serve"),
+        ([*GRPO, *BOTH_REWARDS, f"{C}.rollout_is=token"], "reward_model.enable", "vllm serve"),
         (
             [*GRPO, f"{F}.overlong_buffer_cfg.enable=True", f"{F}.overlong_buffer_cfg.len=9", f"{F}.max_resp_len=9"],
             f"{F}.max_resp_len",
@@ -314,3 +319,11 @@ def test_programs_that_are_refused(convert: Callable[..., Conversion], program: 
     (problem,) = refused.value.problems
     assert problem.where.endswith(program)
     assert remedy in problem.remedy
+
+
+def test_verl_0_4_returns_the_score_of_the_reward_model_alone() -> None:
+    done = convert_verl("main_ppo", [*GRPO, *BOTH_REWARDS, "+custom_reward_function.reward_kwargs.a=1"])
+    recipe = checked(done)
+    assert (recipe.reward.model, recipe.reward.function, recipe.reward.arguments) == ("rm", None, {})
+    outcomes = {found.key: found.outcome for found in done.outcomes}
+    assert outcomes["custom_reward_function.path"] == outcomes["custom_reward_function.reward_kwargs.a"] == "ignored"

@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, Qwen2ForTokenClassification
 
 from lockstep.compat.checkpoints import convert_checkpoint
 from lockstep.errors import Refusal
+from lockstep.model.load import load_value_model
+from lockstep.recipe.schema import Model
 from refusals import refuses
 
 RANKS = 3
@@ -66,6 +69,22 @@ def test_shards_of_fsdp(tiny_folder: Path, weights: dict[str, torch.Tensor], tmp
     assert same(tmp_path / "out", weights)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert f"{sum(tensor.numel() for tensor in weights.values()):,} parameters of FSDP shards of verl" in told
+
+
+def test_a_critic_of_verl_keeps_its_head(tiny_folder: Path, tmp_path: Path) -> None:
+    """verl stores a token classification model, with the config of the language model that it started from."""
+    config = AutoConfig.from_pretrained(tiny_folder, num_labels=1, classifier_dropout=0.0)
+    torch.manual_seed(3)
+    library = Qwen2ForTokenClassification(config).eval()
+    torch.nn.init.constant_(library.score.bias, -0.25)
+    out = tmp_path / "out"
+    convert_checkpoint(write_fsdp(tmp_path, dict(library.state_dict()), tiny_folder), out)
+    critic = load_value_model(Model(path=str(out)), str(out), torch.device("cpu"), "sdpa", seed=0)
+    assert torch.equal(critic.head.weight, library.score.weight)
+    assert critic.head.bias.tolist() == [-0.25]
+    stored = dict(critic.decoder.state_dict())
+    assert stored.keys() == library.model.state_dict().keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in library.model.state_dict().items())
 
 
 def test_a_missing_shard_is_told(tiny_folder: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:

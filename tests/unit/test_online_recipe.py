@@ -302,6 +302,7 @@ def test_all_problems_of_an_online_recipe_come_together(base: str) -> None:
     ("word", "ours"),
     [
         ("num_generations=8", "rollout.n"),
+        ("f_alpha_divergence_coef=0.7", "preference.alpha, which is 1 minus TRL's value"),
         ("rollout.n_samples_per_prompt=8", "rollout.n"),
         ("max_completion_length=9", "rollout.max_tokens"),
         ("data.max_response_length=9", "rollout.max_tokens"),

@@ -22,6 +22,8 @@ _ZERO3 = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.p
 _ZERO3_OPTIM = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MP = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.py")
+# The head of a critic of verl.
+HEAD = "score.weight"
 _NOT_COPIED = ("fsdp_config.json", "model.safetensors.index.json", "trainer_state.json")
 
 Weights = dict[str, torch.Tensor]
@@ -57,6 +59,8 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
         for file in sorted(source.glob(pattern)):
             if file.name not in _NOT_COPIED:
                 shutil.copy(file, out / file.name)
+    if HEAD in weights:
+        _write_critic_config(source, out)
     dtype = _stored_dtype(source)
     stored = {name: _stored(tensor, dtype) for name, tensor in weights.items()}
 
@@ -249,15 +253,16 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
     """Raises a `Refusal` that lists all weights whose names or shapes differ from those of the model."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForTokenClassification
 
     if any("lora_" in name for name in weights):
         raise Refusal.at(
             where, "contains an adapter", "merge the adapter, then convert the merged model", code="wrong-model-kind"
         )
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    kind, labels = (AutoModelForTokenClassification, {"num_labels": 1}) if HEAD in weights else (FullModel, {})
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False, **labels)
     with torch.device("meta"):
-        expected = FullModel.from_config(config, trust_remote_code=False).state_dict()
+        expected = kind.from_config(config, trust_remote_code=False).state_dict()
     problems = [
         Problem(str(where), f"lacks {name}", code="missing-weight")
         for name in expected
@@ -276,6 +281,16 @@ def check_weights(weights: Weights, model: Path, where: Path) -> None:
         if name in expected and tensor.shape != expected[name].shape
     ]
     refuse_all(problems, "weights")
+
+
+def _write_critic_config(source: Path, out: Path) -> None:
+    """Writes the config of verl's critic, a token classification model. verl stores the config of the language model
+    that the critic started from."""
+    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, num_labels=1, classifier_dropout=0.0)
+    config.architectures = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)].__name__]
+    config.save_pretrained(out)
 
 
 def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Preference(Section):
         gt=0,
         le=1,
         description="The parameter of `divergence: alpha`. `alpha: 1` gives forward KL, and values of `alpha` near 0 "
-        "approach reverse KL.",
+        "approach reverse KL. TRL's `f_alpha_divergence_coef` is 1 minus this value.",
         read_where=("preference.divergence", ("alpha",)),
     )
     ld_alpha: float = Field(

@@ -424,6 +424,8 @@ _ELSEWHERE = {
     "kl_coef": "algorithm.kl.coefficient",
     "beta": "preference.beta, or online algorithm.kl.coefficient",
     "label_smoothing": "preference.label_smoothing",
+    "f_divergence_type": "preference.divergence",
+    "f_alpha_divergence_coef": "preference.alpha, which is 1 minus TRL's value",
     "rpo_alpha": "preference.nll",
     "nll_loss_coef": "preference.nll",
     "simpo_gamma": "preference.gamma",

@@ -35,6 +35,10 @@ def agents_rule(done: Conversion) -> None:
         return
     _limits(done)
     _text(done)
+    estimator = "algorithm.adv_estimator"
+    if done[estimator] == "optimal_token_baseline":
+        why = "verl's optimal_token_baseline also counts the tokens of tools as positions"
+        done.refuse(estimator, why, f"{estimator}=tir_optimal_token_baseline")
 
 
 def _loops(done: Conversion, paths: list[str]) -> None:

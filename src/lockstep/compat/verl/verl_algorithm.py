@@ -14,7 +14,7 @@ GROUP = "algorithm.rollout_correction"
 WEIGHT, BOUND, NORMALIZE = (f"{GROUP}.rollout_is{name}" for name in ("", "_threshold", "_batch_normalize"))
 REJECT, BOUNDS = f"{GROUP}.rollout_rs", f"{GROUP}.rollout_rs_threshold"
 BYPASS, BYPASS_LOSS = f"{GROUP}.bypass_mode", f"{GROUP}.loss_type"
-N = "actor_rollout_ref.rollout.n"
+N, LOGPROBS = "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.calculate_log_probs"
 
 # Whatever loss_agg_mode is, verl averages sapo and geo_mean over sequences. KL and entropy follow loss_agg_mode.
 _BY_SEQUENCE = ("sapo", "geo_mean")
@@ -240,6 +240,11 @@ def _kl_terms(done: Conversion, where: str, switch: str, coefficient: str, estim
 
 def _correction(done: Conversion) -> None:
     kind = done[WEIGHT]
+    if done[LOGPROBS] is False and (kind or done[REJECT] or done[BYPASS]):
+        if done[BYPASS]:
+            done.refuse(LOGPROBS, "bypass_mode needs the engine's log-probs", f"{LOGPROBS}=True")
+        done.ignore("verl corrects only with calculate_log_probs=True", WEIGHT, BOUND, NORMALIZE, REJECT, BOUNDS)
+        return
     if kind not in (None, "token", "sequence"):
         done.refuse(WEIGHT, f"{kind} is not supported", "use token, sequence or null")
         return

@@ -233,12 +233,30 @@ def own_rewards_rule(done: Conversion) -> None:
         done.refuse(path, str(done["program.rewards"]), remedy, "not-set")
 
 
+def model_and_function_rule(done: Conversion) -> None:
+    """Decides between a reward model and a reward function, if a command has both. verl 0.4 returns the score of the
+    model. The reward loop of later releases serves the model, and the function calls it (generative reward model)."""
+    path, enable = "custom_reward_function.path", "reward_model.enable"
+    if done[path] is None or not done[enable]:
+        return
+    loop = ("reward_model.rollout", "reward_model.enable_resource_pool", "reward_model.use_reward_loop")
+    if done.version == "0.9" or any(done.is_set(key) or done.below(key) for key in loop):
+        why = "the reward function calls the reward model, which verl serves, and lockstep serves no reward model"
+        remedy = f"serve the model yourself (`vllm serve`), let the function call its address, and set {enable}=False"
+        done.refuse(enable, why, remedy)
+        return
+    for name in ("reward.function", "reward.arguments"):
+        done.recipe.pop(name, None)
+    keys = (path, "custom_reward_function.name", *done.below("custom_reward_function.reward_kwargs"))
+    done.ignore("with a reward model, verl 0.4 does not call the reward function in training", *keys)
+
+
 def ppo_keep_rule(done: Conversion) -> None:
     keep_rule(done, "trainer.max_actor_ckpt_to_keep")
 
 
 PPO_RULES: tuple[KeyRule, ...] = (
     trainer_rule, algorithm_rule, data_rule, model_rule, optim_rule, batch_rule, rollout_rule, agents_rule,
-    validation_rule, critic_rule, reward_rule, own_rewards_rule, ppo_keep_rule, async_rule, offload_keys_rule,
-    megatron_rule,
+    validation_rule, critic_rule, reward_rule, model_and_function_rule, own_rewards_rule, ppo_keep_rule, async_rule,
+    offload_keys_rule, megatron_rule,
 )  # fmt: skip
