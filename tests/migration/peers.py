@@ -24,7 +24,7 @@ from unittest.mock import MagicMock
 FOLDER = Path(os.environ.get("LOCKSTEP_PEERS", "nowhere"))
 VERL, OPENRLHF = ("0.4.1", "0.9.1"), ("0.7.5", "0.11.2")
 ABSENT = (
-    "ray", "deepspeed", "vllm", "flash_attn", "datasets", "torchdata", "codetiming", "orjson", "aiohttp", "pylatexenc",
+    "ray", "deepspeed", "vllm", "flash_attn", "datasets", "torchdata", "codetiming", "orjson", "aiohttp",
     "pandas", "cachetools", "fastapi", "uvicorn", "PIL", "zmq", "sglang", "hydra", "loralib", "optimum", "bitsandbytes",
 )  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
         ([*GRPO, f"{R}.use_fire_sampling=True"], f"{R}.use_fire_sampling", "False"),
         ([*GRPO, f"{A}.use_kl_lost=True"], f"{A}.use_kl_lost", f"did you mean {A}.use_kl_loss?"),
         ([*GRPO, f"{A}.strategy=jax"], f"{A}.strategy", "megatron"),
-        ([*GRPO, "reward_model.reward_manager=prime"], "reward_model.reward_manager", "naive or dapo"),
+        ([*GRPO, "reward_model.reward_manager=batch"], "reward_model.reward_manager", "naive, dapo"),
         ([*GRPO, "reward_model.enable=True"], "reward_model.enable", "give the reward model's path"),
         (
             [*GRPO, f"{F}.overlong_buffer_cfg.enable=True", f"{F}.overlong_buffer_cfg.len=9", f"{F}.max_resp_len=9"],

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.data.encode.prompt_rows import last_boxed
 from lockstep.environments.grading import extract_code, grade, read_tests
 from lockstep.errors import Problem, Refusal, missing_extra
-from lockstep.reward.verl_scores import verl_score
+from lockstep.reward.verl_versions import verl_score
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
@@ -218,6 +218,11 @@ class Rule:
     hang."""
     seconds: float = 0.0
     """The smallest `reward.time_limit` with which the rule always ends in time."""
+    own_limit: float = 0.0
+    """The time limit of a call in seconds, if it is longer than `reward.time_limit`."""
+    missing: str = ""
+    """A package that the rule needs and that is not installed. Only data sources that use the rule are refused, because
+    a converted recipe names the rules of all data sources of verl."""
 
     def __call__(self, text: str, ground_truth: str) -> float:
         return self.score(text, ground_truth)
@@ -226,6 +231,7 @@ class Rule:
 # `math_judge.py` is only named here, because importing it loads math-verify.
 _MATH_JUDGE = Path(__file__).with_name("math_judge.py")
 _SANDBOX_JUDGE = Path(__file__).with_name("sandbox_judge.py")
+_VERL_JUDGE = Path(__file__).with_name("verl_judge.py")
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
@@ -290,7 +296,18 @@ def rule_named(name: str, where: str) -> Rule:
             verl = verl_score(name)
         except ValueError as error:
             raise Refusal.at(where, f"there is no rule {name!r}", str(error), code="unknown-name") from error
-        return Rule(name, verl.score, verl.answer, verl.example, verl.truth_problem)
+        function = re.sub(r"\W", "_", name)
+        judge = f"{_VERL_JUDGE}:{function}" if verl.seconds else None
+        return Rule(
+            name,
+            verl.score,
+            verl.answer,
+            verl.example,
+            verl.truth_problem,
+            judge,
+            own_limit=verl.seconds,
+            missing=verl.package,
+        )
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         raise Refusal.at(
@@ -344,7 +361,10 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
     available = {**DEFAULT_RULES, **(rules or {})}
     name = rule_name(data_source, available)
     if name is not None:
-        return rule_named(name, f"{key}.{data_source}")
+        rule = rule_named(name, f"{key}.{data_source}")
+        if rule.missing:
+            raise missing_extra(rule.missing, "math", f"the rule {name} ({key}.{data_source})")
+        return rule
     near = difflib.get_close_matches(data_source, available, n=1)
     # The remedy shows the syntax of a command option or of a recipe key.
     other = f"{key} {data_source}=RULE" if key.startswith("-") else f"{key}: {{{data_source}: RULE}}"

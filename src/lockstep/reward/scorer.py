@@ -60,7 +60,7 @@ class RulePart(RewardPart):
         refuse_all(problems)
         for rule in rules:
             if rule.isolated is not None:
-                self._process(rule.name, rule.isolated)
+                self._process(rule)
 
     def rule(self, source: str) -> Rule:
         return rule_for(source, self._settings.rules)
@@ -68,7 +68,7 @@ class RulePart(RewardPart):
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         rule = self.rule(question.data_source)
         if rule.isolated is not None:
-            return self._process(rule.name, rule.isolated).submit(question, text)
+            return self._process(rule).submit(question, text)
         try:
             return settled({self.name: rule(text, question.ground_truth)})
         except Refusal as refusal:
@@ -79,14 +79,16 @@ class RulePart(RewardPart):
         for part in self._isolated.values():
             part.close()
 
-    def _process(self, name: str, reference: str) -> FunctionPart:
+    def _process(self, rule: Rule) -> FunctionPart:
         with self._lock:
-            if name not in self._isolated:
-                output = self._output and self._output.with_name(f"{name}-{self._output.name}")
-                self._isolated[name] = FunctionPart(
-                    reference, self._settings, name=self.name, key="reward.rules", output=output
+            if rule.name not in self._isolated:
+                output = self._output and self._output.with_name(f"{rule.name.replace('/', '-')}-{self._output.name}")
+                limit = max(self._settings.time_limit, rule.own_limit)
+                settings = self._settings.model_copy(update={"time_limit": limit})
+                self._isolated[rule.name] = FunctionPart(
+                    str(rule.isolated), settings, name=self.name, key="reward.rules", output=output
                 )
-            return self._isolated[name]
+            return self._isolated[rule.name]
 
 
 def _too_short(rule: Rule, seconds: float) -> list[Problem]:

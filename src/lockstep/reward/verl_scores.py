@@ -1,11 +1,7 @@
-r"""The reward rules of verl (`default_compute_score`), for recipes that were converted from verl commands.
+r"""verl's reward rules that compare text: gsm8k, math, math_dapo and search_r1 (`verl_versions.py` names them all).
 
-A rule is named `verl/NAME@VERSION`, for example `verl/gsm8k@0.9`. Scores equal those of that verl version, also where a
-rule of lockstep judges better: verl gives 0 for `####18` and for `\boxed{3.0}` with the ground truth 3. The versions
-differ in these points:
-
-- gsm8k: from 0.5 on, only the last 300 characters are read.
-- math_dapo: from 0.9.1 on, `\boxed{...}` counts if the response has no line `Answer: ...`.
+Scores equal those of verl, also where a rule of lockstep judges better: verl gives 0 for `####18` and for `\boxed{3.0}`
+with the ground truth 3.
 """
 
 from __future__ import annotations
@@ -13,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 TAIL = 300  # verl reads at most this many characters of a response
@@ -23,11 +18,13 @@ BOX_TAIL = 100  # math_dapo looks for a box only in this many characters
 # gsm8k
 
 
-def gsm8k_answer(text: str, *, tail: bool, strict: bool) -> str | None:
+def gsm8k_answer(text: str, *, tail: bool, strict: bool, last: bool = True) -> str | None:
+    """Returns the number after `#### `. `tail`: reads only the end of the text. `last`: reads the last mark, else the
+    first. Without `strict`, returns the last number of the text."""
     text = text[-TAIL:] if tail else text
     if strict:
         marked = re.findall(r"#### (-?[0-9.,]+)", text)
-        return marked[-1].replace(",", "") if marked else None
+        return marked[-1 if last else 0].replace(",", "") if marked else None
     numbers = re.findall(r"-?[0-9.,]+", text)
     # If no number is left, verl compares the first point.
     return next((number for number in reversed(numbers) if number != "."), numbers[0]) if numbers else None
@@ -39,11 +36,11 @@ _LATEX_STYLE = (
     ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
     ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
 )  # fmt: skip
-_PERCENT_AND_ZERO = (("\\%", ""), (" .", " 0."), ("{.", "{0."))
+_ZEROS = ((" .", " 0."), ("{.", "{0."))
 _UNIT = "\\text{ "
 
 
-class _NotNormal(Exception):
+class NotNormal(Exception):
     """Raised where verl's normalisation fails; verl then compares the answers unchanged."""
 
 
@@ -52,10 +49,10 @@ def math_answer(text: str) -> str | None:
     spaced = text.rpartition("\\boxed ")
     if spaced[1]:
         return spaced[2].partition("$")[0]
-    return _braced(text, text.rfind("\\boxed"))
+    return braced(text, text.rfind("\\boxed"))
 
 
-def _braced(text: str, start: int) -> str | None:
+def braced(text: str, start: int) -> str | None:
     """Returns the content of the braces of `\\boxed{...}` at `start`, or None if they are missing or not closed."""
     inside = start + len("\\boxed{")
     if start < 0 or text[start:inside] != "\\boxed{":
@@ -68,22 +65,26 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-def math_score(text: str, ground_truth: str) -> float:
+def math_score(text: str, ground_truth: str, *, both_percents: bool = True) -> float:
     answer = math_answer(text)
     if answer is None:
         return 0.0
     try:
-        return float(_math_form(answer) == _math_form(ground_truth))
-    except _NotNormal:
+        form = partial(math_form, both_percents=both_percents)
+        return float(form(answer) == form(ground_truth))
+    except NotNormal:
         return float(answer == ground_truth)
 
 
-def _math_form(answer: str) -> str:
+def math_form(answer: str, *, both_percents: bool = True, bare_percents: bool = False) -> str:
+    """Returns an answer in the normal form. `both_percents`: removes two backslashes before a percent sign too.
+    `bare_percents`: removes percent signs without backslash too."""
     answer = _replaced(answer, _LATEX_STYLE)
     units = answer.split(_UNIT)
     if len(units) > 2:
-        raise _NotNormal
-    answer = _replaced(units[0], _PERCENT_AND_ZERO)
+        raise NotNormal
+    percents = ["\\\\%"] * both_percents + ["\\%"] + ["%"] * bare_percents
+    answer = _replaced(units[0], [*((sign, "") for sign in percents), *_ZEROS])
     if answer.startswith("."):
         answer = f"0{answer}"
     sides = answer.split("=")
@@ -104,7 +105,7 @@ def _roots(text: str) -> str:
     first, *parts = text.split("\\sqrt")
     for part in parts:
         if not part:
-            raise _NotNormal
+            raise NotNormal
         first += "\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}")
     return first
 
@@ -114,7 +115,7 @@ def _fractions(text: str) -> str:
     result, *parts = text.split("\\frac")
     for part in parts:
         if not part:
-            raise _NotNormal
+            raise NotNormal
         if part[0] == "{":
             result += f"\\frac{part}"
             continue
@@ -184,7 +185,7 @@ def _dapo_parts(text: str, boxed: bool) -> tuple[str | None, str | None]:
     if form != _NO_ANSWER:
         return form, None
     tail = text[-BOX_TAIL:]
-    return None, _braced(tail, tail.rfind("\\boxed{")) if boxed else None
+    return None, braced(tail, tail.rfind("\\boxed{")) if boxed else None
 
 
 def dapo_score(text: str, ground_truth: str, *, boxed: bool) -> float:
@@ -204,6 +205,12 @@ _MANY_TAGS = 10  # a response with more tags than this gets a quarter of the sco
 def search_answer(text: str) -> str | None:
     found = _TAGGED.findall(text)
     return _words(found[-1].strip()) if found else None
+
+
+def search_part_score(text: str, ground_truth: str) -> float:
+    """Returns 1.0 if the answer contains an accepted answer, else 0.0."""
+    answer = search_answer(text)
+    return float(answer is not None and any(_words(one) in answer for one in search_targets(ground_truth)))
 
 
 def search_score(text: str, ground_truth: str) -> float:
@@ -229,52 +236,3 @@ def search_targets(ground_truth: str) -> list[str]:
 def _words(text: str) -> str:
     letters = "".join(one for one in text.lower() if one not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
-
-
-def _bad_targets(ground_truth: str) -> str | None:
-    try:
-        search_targets(ground_truth)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _empty(ground_truth: str) -> str | None:
-    return None if ground_truth.strip() else "is empty"
-
-
-@dataclass(frozen=True)
-class VerlScore:
-    """A reward rule of one verl version."""
-
-    score: Callable[[str, str], float]
-    answer: Callable[[str], str | None]
-    example: Callable[[str], str]
-    truth_problem: Callable[[str], str | None] = _empty
-
-
-NAMES = ("gsm8k", "gsm8k_flexible", "math", "math_dapo", "search_r1")
-# The oldest and the newest version whose rules were read.
-_OLDEST, _NEWEST = (0, 3), (0, 9)
-
-
-def verl_score(name: str) -> VerlScore:
-    """Returns the rule `verl/NAME@VERSION`. Raises ValueError that says what is wrong with the name."""
-    match = re.fullmatch(r"verl/(\w+)@(\d+)\.(\d+)(?:\.(\d+))?", name)
-    if match is None or match[1] not in NAMES:
-        raise ValueError(f"the rules of verl are {', '.join(f'verl/{one}@0.9' for one in NAMES)}")
-    version = (int(match[2]), int(match[3]))
-    if not _OLDEST <= version <= _NEWEST:
-        raise ValueError("the rules of verl 0.3 to 0.9 are known; append one of these versions")
-    kind = match[1]
-    if kind.startswith("gsm8k"):
-        read = partial(gsm8k_answer, tail=version >= (0, 5), strict=kind == "gsm8k")
-        return VerlScore(lambda text, truth: float(read(text) == truth), read, "#### {}".format)
-    if kind == "math":
-        return VerlScore(math_score, math_answer, "\\boxed{{{}}}".format)
-    if kind == "math_dapo":
-        # A version without its third number is the newest one.
-        boxed = version >= (0, 9) and (match[4] is None or int(match[4]) >= 1)
-        return VerlScore(partial(dapo_score, boxed=boxed), partial(dapo_answer, boxed=boxed), "Answer: {}".format)
-    example = "<answer>{}</answer>".format
-    return VerlScore(search_score, search_answer, lambda truth: example(search_targets(truth)[0]), _bad_targets)

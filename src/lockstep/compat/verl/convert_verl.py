@@ -31,7 +31,7 @@ def convert_verl(
         trainer,
         given,
         _defaults(name, trainer, read),
-        era="0.9" if _parts(read.version) >= (0, 5) else "0.4",
+        era=".".join(map(str, max((0, 3), _parts(read.version)[:2]))),
         unread=_unread(read, {key for key in given if row_of(rows, key) is None}),
     )
     done = convert(settings, rows, _RULES[trainer], lockstep_defaults)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.compat.key_table import Conversion, KeyRule, load_tables
+from lockstep.compat.key_table import Conversion, KeyRule
 from lockstep.compat.verl.verl_agents import agents_rule
 from lockstep.compat.verl.verl_algorithm import algorithm_rule
 from lockstep.compat.verl.verl_async import async_rule, step_prompts
@@ -15,6 +15,7 @@ from lockstep.compat.verl.verl_megatron import (
     megatron_rule,
 )
 from lockstep.compat.verl.verl_offload import offload_keys_rule
+from lockstep.compat.verl.verl_rewards import MANAGERS, SANDBOX, default_rules
 from lockstep.compat.verl.verl_rules import (
     files,
     group_rule,
@@ -176,8 +177,8 @@ def critic_rule(done: Conversion) -> None:
 
 def reward_rule(done: Conversion) -> None:
     manager = "reward_model.reward_manager"
-    if done[manager] not in ("naive", "dapo"):
-        done.refuse(manager, f"{done[manager]} is not supported", "use naive or dapo")
+    if done[manager] not in MANAGERS:
+        done.refuse(manager, f"{done[manager]} is not supported", f"use one of {', '.join(MANAGERS)}")
     else:
         done.ignore("each response is scored separately", manager)
     path, name = "custom_reward_function.path", "custom_reward_function.name"
@@ -185,9 +186,9 @@ def reward_rule(done: Conversion) -> None:
         done.write("reward.function", f"{done[path]}:{done[name]}", path, name)
         group_rule(done, "reward.arguments", "custom_reward_function.reward_kwargs")
     elif not done["reward_model.enable"]:
-        rules = dict(load_tables("verl")["reward_rules"][done.version])
-        note = "these rules give verl's scores; lockstep's own rules (gsm8k, math) also accept other notations"
-        done.write("reward.rules", rules, note=note)
+        default_rules(done)
+    if "reward.rules" not in done.recipe:
+        done.ignore("verl reads this key only without a reward function and a reward model", SANDBOX)
     if done["reward_model.enable"]:
         if done["reward_model.model.path"] is None:
             done.refuse("reward_model.enable", "reward_model.model.path is not set", "give the reward model's path")
