@@ -394,6 +394,12 @@ def migrate(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder with config and tokenizer, if the checkpoint has none.")
     ] = None,
+    peer_version: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION", help="Release that the script is written for, such as 0.5; else its keys decide."
+        ),
+    ] = None,
 ) -> None:
     """Convert a training script of another trainer to a recipe, or its checkpoint to a Hugging Face folder."""
     if source.is_dir():
@@ -407,7 +413,7 @@ def migrate(
 
     from lockstep.compat.migrate import migrate as convert
 
-    convert(source, words or [], out)
+    convert(source, words or [], out, peer_version)
 
 
 @app.command(name="import-gguf")

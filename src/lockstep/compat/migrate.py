@@ -16,7 +16,7 @@ from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Problem, Refusal
 from lockstep.run.output import write
 
-CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]] = {
+CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str], str | None], Conversion]] = {
     "verl": convert_verl,
     "openrlhf": convert_openrlhf,
 }
@@ -41,16 +41,17 @@ class Migrated:
     done: Conversion
 
 
-def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
+def migrate(path: Path, words: Sequence[str], out: Path | None, version: str | None = None) -> None:
     """Writes a recipe and a report for each training command of the script.
 
     `words` of the form `NAME=VALUE` set variables of the script; other words are arguments of the script.
+    `version` is the release of the other trainer that the script is written for.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal.at(path, f"cannot be read: {error}", code="unreadable") from error
-    commands, problems, remarks = migrated(text, words)
+    commands, problems, remarks = migrated(text, words, version)
     for remark in remarks:
         write(remark, error=True)
     for number, command in enumerate(commands, 1):
@@ -71,7 +72,9 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
         raise Refusal(problems)
 
 
-def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list[Problem], list[str]]:
+def migrated(
+    text: str, words: Sequence[str] = (), version: str | None = None
+) -> tuple[list[Migrated], list[Problem], list[str]]:
     """Returns the converted training commands of a script, the problems, and the remarks."""
     given = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
@@ -87,7 +90,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
         if unknown:
             continue
         try:
-            commands.append(Migrated(training, _converted(training)))
+            commands.append(Migrated(training, _converted(training, version)))
         except Refusal as refusal:
             problems += [
                 Problem(f"line {training.line}: {p.where}", p.why, p.remedy, code=p.code) for p in refusal.problems
@@ -104,9 +107,10 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
     return commands, problems, script.remarks
 
 
-def _converted(training: TrainingCommand) -> Conversion:
+def _converted(training: TrainingCommand, version: str | None) -> Conversion:
     words = [word.text for word in training.words]
-    done = CONVERTERS[training.peer](training.module, words, [f"line {word.line}" for word in training.words])
+    locations = [f"line {word.line}" for word in training.words]
+    done = CONVERTERS[training.peer](training.module, words, locations, version)
     done.devices = training.devices or done.devices
     done.nodes = training.nodes or done.nodes
     return done

@@ -19,8 +19,11 @@ from lockstep.compat.openrlhf.openrlhf_rules import offline_rules
 _FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
 
 
-def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Converts `openrlhf.cli.PROGRAM WORDS`. `locations` has the script line of each word."""
+def convert_openrlhf(
+    program: str, words: Sequence[str], locations: Sequence[str] = (), version: str | None = None
+) -> Conversion:
+    """Converts `openrlhf.cli.PROGRAM WORDS`. `locations` has the script line of each word. `version` is the release
+    that the command is written for; without it, the flags of the command decide."""
     tables = load_tables("openrlhf")
     if (name := program.rsplit(".", 1)[-1]) in tables["inference"]:
         refuse_training(name, words, locations)
