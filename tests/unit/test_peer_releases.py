@@ -26,6 +26,8 @@ from lockstep.compat.hydra_overrides import (
     stored_versions,
 )
 from lockstep.compat.key_table import load_tables, row_of, table_rows
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.openrlhf.openrlhf_release import stored_flags
 from lockstep.compat.verl.convert_verl import convert_verl, renamed
 from lockstep.compat.verl.verl_release import stored_keys
 from refusals import refuses
@@ -265,3 +267,41 @@ def test_groups_of_hydra() -> None:
     assert {outcome.outcome for outcome in done.outcomes if outcome.key in ("engine", "optim")} == {"ignored"}
     with refuses("model_engine", "unsupported-setting", "nothing"):
         convert_verl("main_ppo", [*GRPO, "model_engine=nothing"], version="0.9.1")
+
+
+# OpenRLHF ------------------------------------------------------------------------------------------------------------
+
+SFT = ["--pretrain", "m", "--dataset", "d.jsonl", "--input_key", "q", "--output_key", "a"]
+# Programs and flags that other tables of the converter explain.
+OLD = ("torch_compile", "use_kl_estimator_k3", "pretrain_data", "pretrain_data_probs", "pretrain_split")
+
+
+@pytest.mark.parametrize("program", [name for name in stored_flags()["programs"] if name != "train_ppo"])
+def test_every_flag_of_every_release_is_known(program: str) -> None:
+    rows = table_rows("openrlhf", program)
+    names = {*(row.flat for row in rows), *(row.dotted for row in rows), *OLD}
+    assert [flag for flag in stored_flags()["programs"][program] if flag not in names] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "release", "dtype"),
+    [
+        ([], "0.7.5", "fp32"),
+        (["--bf16"], "0.7.5", "bf16"),
+        (["--param_dtype", "fp16"], "0.9.10", "fp16"),
+        (["--dataloader_num_workers", "2"], "0.9.10", "bf16"),
+    ],
+)
+def test_the_precision_of_openrlhfs_releases(words: list[str], release: str, dtype: str) -> None:
+    done = convert_openrlhf("train_sft", [*SFT, *words])
+    assert not done.problems
+    assert (done.settings.peer, checked(done).model.dtype) == (f"OpenRLHF {release}", dtype)
+    assert release in done.remarks[0]
+
+
+def test_defaults_of_openrlhfs_releases() -> None:
+    words = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_pretrain", "rm"]
+    clips = [checked(convert_openrlhf("train_ppo_ray", words, version=v)).critic.clip for v in ("0.7", "0.8")]
+    assert clips == [0.2, 0.5]
+    with refuses("--peer-version", "unknown-name", "0.99", remedy="0.11.2"):
+        convert_openrlhf("train_sft", SFT, version="0.99")
