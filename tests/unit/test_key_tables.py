@@ -27,7 +27,7 @@ TABLES = [(peer, table) for peer in PEERS for table in load_tables(peer)["tables
 PROGRAMS = [(peer, table) for peer in PEERS for table in dict.fromkeys(load_tables(peer)["programs"].values())]
 ROWS = [(peer, table, row) for peer, table in PROGRAMS for row in table_rows(peer, table)]
 SECTION = {"section", "include", "prefix", "keys", "ignored", "refused"}
-ENTRY = {"to", "as", "default", "unit", "note", "differs", "values", "type", "dotted", "only"}
+ENTRY = {"to", "as", "default", "unit", "note", "differs", "values", "type", "dotted", "flat", "only"}
 # Recipe keys whose values are names in a registry, not in a type.
 NAMES = ("method", "algorithm.advantage", "algorithm.loss")
 GROUP = {"because", "do", "accepts", "accepted", "keys"}

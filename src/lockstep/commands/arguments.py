@@ -38,6 +38,10 @@ Verify = Annotated[
     bool, typer.Option("--verify", help="Print what becomes of every key and of every default that differs.")
 ]
 VerifyJson = Annotated[bool, typer.Option("--json", help="Print the table of --verify as JSON.")]
+PeerVersion = Annotated[
+    str | None,
+    typer.Option(metavar="VERSION", help="Release that the script is written for, such as 0.5; else its keys decide."),
+]
 EnvironmentOption = Annotated[
     str | None,
     typer.Option(metavar="FILE.py:CLASS", help="Environment that the model has a conversation with."),

@@ -123,7 +123,7 @@ def _flag_names(key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     only = entry.get("only")
     return {
         "type": entry["type"],
-        "flat": None if only == "dotted" else key,
+        "flat": entry.get("flat") if only == "dotted" else key,
         "dotted": None if only == "flat" else entry.get("dotted", key),
     }
 

@@ -19,7 +19,7 @@ from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Problem, Refusal
 from lockstep.run.output import write
 
-CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]] = {
+CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str], str | None], Conversion]] = {
     "verl": convert_verl,
     "openrlhf": convert_openrlhf,
 }
@@ -36,17 +36,26 @@ class Migrated:
     done: Conversion
 
 
-def migrate(path: Path, words: Sequence[str], out: Path | None, *, verify: bool = False, as_json: bool = False) -> None:
+def migrate(
+    path: Path,
+    words: Sequence[str],
+    out: Path | None,
+    version: str | None = None,
+    *,
+    verify: bool = False,
+    as_json: bool = False,
+) -> None:
     """Writes a recipe and a report for each training command of the script. `verify` prints the table of all keys and
     defaults instead; it writes a recipe only to `out`.
 
     `words` of the form `NAME=VALUE` set variables of the script; other words are arguments of the script.
+    `version` is the release of the other trainer that the script is written for.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal.at(path, f"cannot be read: {error}", code="unreadable") from error
-    commands, problems, remarks = migrated(text, words, str(path))
+    commands, problems, remarks = migrated(text, words, str(path), version)
     for remark in remarks:
         write(remark, error=True)
     tables = [table_of(command.done, lockstep_defaults(_method(command.done))) for command in commands]
@@ -76,7 +85,7 @@ def _method(done: Conversion) -> str:
 
 
 def migrated(
-    text: str, words: Sequence[str] = (), path: str = "script.sh"
+    text: str, words: Sequence[str] = (), path: str = "script.sh", version: str | None = None
 ) -> tuple[list[Migrated], list[Problem], list[str]]:
     """Returns the converted training commands of a script, the problems, and the remarks."""
     given = (
@@ -97,7 +106,7 @@ def migrated(
         script.remarks += known.remarks
         training = replace(training, words=tuple(known.words))
         try:
-            commands.append(Migrated(training, _converted(training)))
+            commands.append(Migrated(training, _converted(training, version)))
         except Refusal as refusal:
             problems += [
                 Problem(f"line {training.line}: {p.where}", p.why, p.remedy, code=p.code) for p in refusal.problems
@@ -114,9 +123,10 @@ def migrated(
     return commands, problems, script.remarks
 
 
-def _converted(training: TrainingCommand) -> Conversion:
+def _converted(training: TrainingCommand, version: str | None) -> Conversion:
     words = [word.text for word in training.words]
-    done = CONVERTERS[training.peer](training.module, words, [f"line {word.line}" for word in training.words])
+    locations = [f"line {word.line}" for word in training.words]
+    done = CONVERTERS[training.peer](training.module, words, locations, version)
     done.devices = training.devices or done.devices
     done.nodes = training.nodes or done.nodes
     return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
@@ -25,13 +25,14 @@ def convert_verl(
     trainer = tables["programs"][name]
     rows = table_rows("verl", trainer)
     read = read_command(name, words, locations, [row.key for row in rows], version)
-    given = renamed(read.given)
+    given = renamed(read.given, read.groups)
     settings = Settings(
         f"verl {read.version}",
         trainer,
         given,
         _defaults(name, trainer, read),
-        era="0.9" if _parts(read.version) >= (0, 5) else "0.4",
+        {old: key for key in read.given if (old := _old_name(key, read.groups)) != key},
+        era=".".join(map(str, max((0, 3), _parts(read.version)[:2]))),
         unread=_unread(read, {key for key in given if row_of(rows, key) is None}),
     )
     done = convert(settings, rows, _RULES[trainer], lockstep_defaults)
@@ -40,13 +41,20 @@ def convert_verl(
     return done
 
 
-def renamed(given: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Renames keys of newer releases of verl to their older names, which the table has."""
-    return {_old_name(key): value for key, value in given.items()}
+def renamed(given: Mapping[str, Setting], groups: Collection[str] = ()) -> dict[str, Setting]:
+    """Renames keys of newer releases of verl to their older names, which the table has. `groups` are the groups of keys
+    that the configuration of the command has."""
+    return {_old_name(key, groups): value for key, value in given.items()}
 
 
-def _old_name(key: str) -> str:
-    names: dict[str, str] = load_tables("verl")["renamed"]
+def _names(groups: Collection[str]) -> dict[str, str]:
+    tables = load_tables("verl")
+    present = {new: old for new, old in tables["renamed_groups"].items() if new.removesuffix(".") in groups}
+    return {**tables["renamed"], **present}
+
+
+def _old_name(key: str, groups: Collection[str] = ()) -> str:
+    names = _names(groups)
     fitting = [name for name in names if key == name or (name.endswith(".") and key.startswith(name))]
     new = max(fitting, default="", key=len)
     return names[new] + key[len(new) :] if new else key
@@ -60,7 +68,7 @@ def _defaults(program: str, trainer: str, read: ReadCommand) -> dict[str, Any]:
     keys |= dict.fromkeys(of_release) | tables["program_defaults"].get(program, {})
     newer: dict[str, list[str]] = {}
     for key in keys:
-        for new, old in tables["renamed"].items():
+        for new, old in _names(read.groups).items():
             if key == old or (old.endswith(".") and key.startswith(old)):
                 newer.setdefault(key, []).append(new + key[len(old) :])
     implied: dict[str, Any] = tables["implied"].get(read.config, {})
@@ -70,7 +78,7 @@ def _defaults(program: str, trainer: str, read: ReadCommand) -> dict[str, Any]:
 def _unread(read: ReadCommand, keys: set[str]) -> dict[str, str]:
     """Returns the keys that the command adds with `+`, that no release of verl has and that no row covers."""
     known = {_old_name(key) for key in stored_keys()}
-    added = {_old_name(key) for key in read.added}
+    added = {_old_name(key, read.groups) for key in read.added}
     return {key: f"verl {read.version} does not read this key" for key in keys & added if key not in known}
 
 

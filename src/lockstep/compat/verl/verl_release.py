@@ -53,6 +53,8 @@ class ReadCommand:
     applied: Applied
     added: set[str]
     """Keys that the command adds with `+` or `++` and that the release does not have."""
+    groups: frozenset[str]
+    """The groups of keys of the configuration."""
     problems: list[Problem]
     remarks: list[str]
 
@@ -93,6 +95,7 @@ def read_command(
         applied,
         {key for key in given if any(key == name or key.startswith(name + ".") for name in added)}
         - found.composed.nodes.keys(),
+        frozenset(key for key, value in found.composed.nodes.items() if value == {}),
         problems,
         _remarks(found),
     )
