@@ -157,6 +157,22 @@ def test_what_would_change_numbers_is_refused(word: str, key: str) -> None:
     assert problem.remedy
 
 
+def test_settings_that_repeat_the_model_are_accepted() -> None:
+    group = f"+{G}.override_transformer_config"
+    recipe(f"{group}.normalization=RMSNorm", f"{group}.swiglu=True", f"{group}.use_distributed_optimizer=True")
+    with pytest.raises(Refusal, match="normalization"):
+        recipe(f"{group}.normalization=LayerNorm")
+
+
+@pytest.mark.parametrize(
+    "key", [f"{A}.ulysses_sequence_parallel_size", f"{A}.fsdp_config.ulysses_sequence_parallel_size"]
+)
+def test_the_tokens_of_ulysses_count_all_devices_of_a_sequence(key: str) -> None:
+    """8 devices x 256 tokens are the 2048 tokens of the longest sequence."""
+    words = (f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=256", f"{key}=8")
+    assert checked(convert_verl("main_ppo", [*BASE[:-1], *words])).batch.tokens == 2048
+
+
 def test_a_warmup_that_starts_above_zero_is_refused() -> None:
     start = f"{A}.optim.lr_warmup_init=1e-7"
     assert recipe(start).optim.warmup == 0

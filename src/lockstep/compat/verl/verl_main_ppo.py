@@ -109,7 +109,9 @@ def _longest(done: Conversion) -> int:
 def _micro_batch(done: Conversion) -> None:
     dynamic, most = f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu"
     per_device, overall = f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size"
-    ulysses, packed = f"{A}.ulysses_sequence_parallel_size", f"{M}.use_remove_padding"
+    # Newer releases have the size in fsdp_config, with the older key as its default.
+    sizes = [f"{A}.fsdp_config.ulysses_sequence_parallel_size", f"{A}.ulysses_sequence_parallel_size"]
+    ulysses, packed = next((key for key in sizes if done.is_set(key)), sizes[1]), f"{M}.use_remove_padding"
     if done[dynamic]:
         ranks = done.integer(ulysses) if done[ulysses] else 1
         done.write("batch.tokens", done.integer(most) * ranks, most, dynamic, *([ulysses] if ranks > 1 else []))
