@@ -15,9 +15,11 @@ from types import ModuleType
 
 # The packages of each trainer that contain programs.
 PACKAGES = {
-    "verl": ("trainer", "recipe", "recipe.dapo", "examples", "examples.data_preprocess"),
+    "verl": ("trainer", "recipe", "experimental", "examples", "examples.data_preprocess"),
     "openrlhf": ("cli",),
 }
+# Below these packages, each project has a package of its own, such as `recipe.dapo.main_dapo`.
+_PROJECTS = ("recipe", "experimental")
 # Packages whose programs write data instead of training, and the module with their function `main`.
 _DATA_SCRIPTS = {"examples.data_preprocess": "lockstep.compat.verl.data_preprocess"}
 
@@ -35,24 +37,31 @@ class PeerModules(MetaPathFinder, InspectLoader):
             return None
         name = fullname.removeprefix(self.prefix)
         package, _, program = name.rpartition(".")
-        if name in PACKAGES[self.peer]:
+        if self._contains_programs(name):
             return ModuleSpec(fullname, self, is_package=True)
-        if package not in PACKAGES[self.peer] or not program.isidentifier():
+        if not self._contains_programs(package) or not program.isidentifier():
             return None
         return ModuleSpec(fullname, self, origin=__file__)  # Python writes the origin to sys.argv[0]
 
     def get_source(self, fullname: str) -> str:
         name = fullname.removeprefix(self.prefix)
-        if name in PACKAGES[self.peer]:
+        if self._contains_programs(name):
             return ""
         package, _, program = name.rpartition(".")
-        start = f"from {__name__} import run", f"run({self.peer!r}, {program!r})"
+        # The name of a project tells apart programs of the same name, such as `one_step_off_policy.main_ppo`.
+        named = name if package.count(".") else program
+        start = f"from {__name__} import run", f"run({self.peer!r}, {named!r})"
         if package in _DATA_SCRIPTS:
             start = f"import sys; from {_DATA_SCRIPTS[package]} import main", f"main({program!r}, sys.argv[1:])"
         return f"{start[0]}\n\nif __name__ == '__main__':\n    {start[1]}\n"
 
     def is_package(self, fullname: str) -> bool:
-        return fullname.removeprefix(self.prefix) in PACKAGES[self.peer]
+        return self._contains_programs(fullname.removeprefix(self.prefix))
+
+    def _contains_programs(self, name: str) -> bool:
+        first, _, project = name.partition(".")
+        known = PACKAGES[self.peer]
+        return name in known or (first in _PROJECTS and first in known and project.isidentifier())
 
 
 def run(peer: str, program: str) -> None:
