@@ -160,8 +160,8 @@ def _curves(recipe: Mapping[str, Any]) -> tuple[str, ...]:
 # Output --------------------------------------------------------------------------------------------------------------
 
 
-def table_text(table: MigrationTable) -> str:
-    """Returns the table as text of 80 columns."""
+def table_text(table: MigrationTable, end: str = "") -> str:
+    """Returns the table as text of 80 columns, with the sentence `end` as last line."""
     method = f", method {table.method}" if table.method else ""
     lines = [f"{table.peer} {table.program}{method}"]
     titles = {
@@ -175,7 +175,8 @@ def table_text(table: MigrationTable) -> str:
             lines += ["", f"{title} ({len(rows)})", "-" * _WIDTH]
             lines += [line for row in rows for line in _row_lines(row)]
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in table.counts().items())]
-    lines += [line for remark in table.remarks for line in textwrap.wrap(remark, _WIDTH, subsequent_indent="  ")]
+    for remark in (*table.remarks, end):
+        lines += textwrap.wrap(remark, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
