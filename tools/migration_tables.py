@@ -1,4 +1,5 @@
-"""Fills in the tables of docs/from-verl.md and docs/from-openrlhf.md from the tables of the converters.
+"""Fills in the tables of docs/from-verl.md and docs/from-openrlhf.md from the tables of the converters, and counts the
+recorded outcomes of the scripts of public projects (tests/data/migration/real_*.json).
 
     python tools/migration_tables.py            rewrites the pages
     python tools/migration_tables.py --check    exits with 1 if a page is not current
@@ -9,8 +10,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -60,7 +63,51 @@ def _note(row: KeyRow) -> str:
     return OUTCOMES[row.outcome] + (f"{row.note}; {row.remedy}" if row.remedy else row.note)
 
 
+REASONS = ("images", "Megatron", "unknown keys", "own keys", "own program", "other settings")
+
+
+def _scripts(peer: str) -> Iterator[tuple[dict[str, str], str, str]]:
+    """Yields project, group and recorded outcome of each script."""
+    folder = ROOT / "tests" / "data" / "migration"
+    outcomes = json.loads((folder / "real_outcomes.json").read_text(encoding="utf-8"))
+    for project in json.loads((folder / f"real_{peer}.json").read_text(encoding="utf-8")):
+        for script in project["scripts"]:
+            number = f" command {script['command']}" if "command" in script else ""
+            yield project, script["group"], outcomes[f"{project['repository']} {script['path']}{number}"]
+
+
+def groups_table(peer: str) -> Iterator[str]:
+    yield f"| | scripts | converted | {' | '.join(REASONS)} |"
+    yield "|---" * (3 + len(REASONS)) + "|"
+    rows = list(_scripts(peer))
+    for group in ("released", "own keys", "own program"):
+        found = Counter(outcome for _, its_group, outcome in rows if its_group == group)
+        cells = " | ".join(str(found[reason] or "") for reason in REASONS)
+        yield f"| {group} | {found.total()} | {found['converted']} | {cells} |"
+
+
+def projects_table(peer: str) -> Iterator[str]:
+    """Counts per project: scripts of the group `released` and converted ones, then the scripts of patched copies."""
+    yield "| project | licence | released | converted | patched | converted |"
+    yield "|---|---|---|---|---|---|"
+    counts: dict[str, Counter[tuple[bool, bool]]] = {}
+    licences: dict[str, str] = {}
+    for project, group, outcome in _scripts(peer):
+        name = project["repository"]
+        licences[name] = project["licence"]
+        counts.setdefault(name, Counter())[group == "released", outcome == "converted"] += 1
+    for name, found in counts.items():
+        cells = [
+            f"{found[kind, True] + found[kind, False] or ''} | {found[kind, True] or ''}" for kind in (True, False)
+        ]
+        yield f"| {name} | {licences[name]} | {' | '.join(cells)} |"
+
+
 TABLES = {
+    "groups_verl": lambda: groups_table("verl"),
+    "groups_openrlhf": lambda: groups_table("openrlhf"),
+    "projects_verl": lambda: projects_table("verl"),
+    "projects_openrlhf": lambda: projects_table("openrlhf"),
     "main_ppo": lambda: verl_table(table_rows("verl", "main_ppo")),
     "sft": lambda: verl_table(table_rows("verl", "sft")),
     "train_ppo_ray": lambda: openrlhf_table(table_rows("openrlhf", "train_ppo_ray")),

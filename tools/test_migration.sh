@@ -8,7 +8,8 @@ venv=${PEERS_VENV:-.venv-peers}
 shared=${VENV:-.venv}
 verl="0.4.1 0.9.1"
 openrlhf="0.7.5 0.11.2"
-needed="omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.15.3 pyvers==0.2.3 cloudpickle==3.1.2"
+needed="omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.15.3 pyvers==0.2.3 cloudpickle==3.1.2 codetiming==1.4.0"
+needed="$needed torchdata==0.11.0"
 reason() { { grep -m 1 ERROR "$1" || tail -n 1 "$1"; } | sed 's/^ *//'; }
 skip() { printf 'SKIPPED test-migration: %s\n' "$*"; exit 0; }
 

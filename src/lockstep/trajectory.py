@@ -157,3 +157,21 @@ class TrajectoryRow:
     ids: list[int]
     loss_mask: list[int]
     logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive tokens that all come from the policy, or all from the environment."""
+
+    policy: bool
+    ids: list[int]
+
+
+def token_runs(ids: Sequence[int], loss_mask: Sequence[int]) -> list[TokenRun]:
+    """Splits the tokens of a response into turns of the policy (mask 1) and of the environment (mask 0)."""
+    turns: list[TokenRun] = []
+    for token, mask in zip(ids, loss_mask, strict=True):
+        if not turns or turns[-1].policy != bool(mask):
+            turns.append(TokenRun(bool(mask), []))
+        turns[-1].ids.append(token)
+    return turns

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.trajectory import Trajectory, TrajectoryRow
+from lockstep.trajectory import TokenRun, Trajectory, TrajectoryRow, token_runs
+from lockstep.vision.spans import ImageInputs, ImageSpan, cut_images
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,8 @@ class Example:
     ids: Sequence[int]
     loss_mask: Sequence[int]
     origin: Origin
+    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
+    """The images of the row, in the order of their placeholder tokens."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,7 +65,8 @@ class Example:
 
     def cut(self, span: slice) -> Self:
         """Returns the example with only the tokens of the slice `span`."""
-        return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span])
+        images = cut_images(self.images, span)
+        return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span], images=images)
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,8 @@ class MicroBatch:
     context: ContextSplit | None = None
     """The split of this micro-batch over a context-parallel group. A micro-batch that `local_part` returns keeps this
     split, and its `lengths` are those of the full sequences."""
+    images: ImageInputs | None = None
+    """The images of the micro-batch; None if it has none."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -290,6 +296,8 @@ class Request:
     """Strings that end this response, in addition to those of `Sampling`."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end this response, in addition to those of `Sampling`."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the prompt, whose ids have their placeholder tokens. Only the native engine reads images."""
 
     def limits(self, sampling: Sampling) -> Sampling:
         """Returns the sampling parameters with the length limit and the stop conditions of this request."""
@@ -399,14 +407,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class TokenRun:
-    """Consecutive tokens that all come from the policy, or all from the environment."""
-
-    policy: bool
-    ids: list[int]
-
-
-@dataclass(frozen=True)
 class Rollout:
     """A completion with its prompt, text and score. `prompt_index` is the index of the prompt in the step.
 
@@ -461,12 +461,7 @@ class Rollout:
     @property
     def turns(self) -> list[TokenRun]:
         """The tokens of the response, split into turns of the policy and of the environment."""
-        turns: list[TokenRun] = []
-        for token, mask in zip(self.ids, self.loss_mask, strict=True):
-            if not turns or turns[-1].policy != bool(mask):
-                turns.append(TokenRun(bool(mask), []))
-            turns[-1].ids.append(token)
-        return turns
+        return token_runs(self.ids, self.loss_mask)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from commands import torchrun
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.commands.export import export_run
 from lockstep.model.load_folder import config_of
-from lockstep.model.tower import tower_tensors
+from lockstep.model.towers.tower import tower_tensors
 from lockstep.recipe import load_recipe
 from lockstep.train.start import run_recipe
 from vision_models import CONFIGS, small_vision_model, stored, write_vision_model

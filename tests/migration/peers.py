@@ -111,10 +111,16 @@ def openrlhf_arguments(version: str, program: str, words: Sequence[str]) -> Name
     return scope["args"]
 
 
+@cache
+def _verl_defaults(version: str) -> Any:
+    from omegaconf import OmegaConf
+
+    name = "ppo_trainer.yaml" if version == "0.4.1" else "_generated_ppo_trainer.yaml"
+    return OmegaConf.load(FOLDER / f"verl-{version}" / "verl" / "trainer" / "config" / name)
+
+
 def verl_settings(version: str, words: Sequence[str]) -> Any:
     """A command's settings over the defaults that the package ships."""
     from omegaconf import OmegaConf
 
-    name = "ppo_trainer.yaml" if version == "0.4.1" else "_generated_ppo_trainer.yaml"
-    shipped = OmegaConf.load(FOLDER / f"verl-{version}" / "verl" / "trainer" / "config" / name)
-    return OmegaConf.merge(shipped, OmegaConf.from_dotlist([word.lstrip("+") for word in words]))
+    return OmegaConf.merge(_verl_defaults(version), OmegaConf.from_dotlist([word.lstrip("+") for word in words]))

@@ -156,6 +156,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "masking",
         "page",
         "http_client",
+        "vision",
         "version",
     ),
 )
@@ -389,6 +390,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("environments/adapters/reasoning_gym_env.py",),
     "gem": ("environments/adapters/gem_env.py",),
     "websockets": ("environments/adapters/openenv_client.py",),
+    "PIL": ("vision/images.py",),
     "vllm": ("rollout/servers/plugin/lockstep_vllm.py", "rollout/servers/plugin/lockstep_samples.py"),
     "sglang": ("rollout/servers/plugin/*.py",),
     "torch_npu": ("device/npu.py", "kernels/*_npu.py", "kernels/attention/npu_*.py"),

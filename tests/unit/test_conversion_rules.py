@@ -128,6 +128,14 @@ PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
         ([*VALIDATED, "trainer.log_val_generations=6"], {"log.samples": 6}),
         ([*VALIDATED, "trainer.log_val_generations=0"], {"log.samples": None}),
         ([f"{A}.grad_clip=0.7"], {"optim.clip": 0.7, "optim.decay_all": True}),
+        # The engines of 0.9, to which `betas` belongs, read only `clip_grad`.
+        ([f"{A}.grad_clip=0.7", f"{A}.optim.betas=[0.9,0.95]"], {"optim.clip": None}),
+        ([f"{A}.grad_clip=0.7", f"{A}.optim.clip_grad=0.5"], {"optim.clip": 0.5}),
+        ([f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2"], {"optim.warmup": 0}),
+        (
+            [f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2", f"{A}.optim.betas=[0.9,0.95]"],
+            {"optim.warmup": 0.2},
+        ),
         (["custom_reward_function.path=r.py", "custom_reward_function.name=f"], {"reward.function": "r.py:f"}),
         (["custom_reward_function.path=r.py"], {"reward.rules": None}),
         (

@@ -73,15 +73,30 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
             {"dynamic_sampling.metric": "function/acc"},
         ),
         ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_batch_normalize=true"], {"rollout_correction.normalize": True}),
-        # IcePop: zero out of the band, which still counts in the mean.
+        # IcePop: the weight is 0 out of the band, which still counts in the mean.
         (
             [f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0.5_5.0"],
             {
                 "rollout_correction.weight": "token",
-                "rollout_correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
-                "rollout_correction.rejected": "zero",
+                "rollout_correction.floor": 0.5,
+                "rollout_correction.cap": 5.0,
+                "rollout_correction.outside": "zero",
+                "rollout_correction.reject": [],
             },
         ),
+        # GMPO's weight is one of the response.
+        (
+            [f"{C}.rollout_is=token", f"{A}.policy_loss.loss_mode=geo_mean"],
+            {"rollout_correction.weight": "geometric_mean", "rollout_correction.outside": "clip"},
+        ),
+        (["algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=False"], {"divide_by_std": False}),
+        # verl's estimator does not read the key.
+        (
+            ["algorithm.adv_estimator=grpo_vectorized", "algorithm.norm_adv_by_std_in_grpo=False"],
+            {"advantage": "grpo"},
+        ),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], {"advantage": "remax", "gamma": 1.0}),
+        ([f"{R}.n=1"], {"advantage": "grpo", "lone_response": "score"}),
         # One number for Hydra, and so for verl.
         ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0.5_5"], {"rollout_correction.cap": 0.55}),
         (
@@ -91,9 +106,14 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
                     {"by": "ratio", "low": 0.625, "high": 2.0},
                     {"over": "max", "by": "k2", "high": 2.5},
                 ],
-                "rollout_correction.rejected": "left_out",
+                "rollout_correction.rejected": "counted",
+                "rollout_correction.mask_first": True,
                 "rollout_correction.weight": "none",
             },
+        ),
+        (
+            [f"{C}.rollout_rs=token_k2", f"{C}.rollout_rs_threshold=2", "trainer.use_v1=False"],
+            {"rollout_correction.rejected": "left_out", "rollout_correction.mask_first": True},
         ),
         (
             [f"{C}.rollout_rs=seq_mean_k1", f"{C}.rollout_rs_threshold=2"],
@@ -111,6 +131,20 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
         (
             [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{C}.rollout_is=sequence"],
             {"loss": "importance", "ratio_of": "sequence", "ratio_cap": 2.0, "rollout_correction.bypass": True},
+        ),
+        (
+            [
+                f"{C}.bypass_mode=true",
+                f"{C}.loss_type=reinforce",
+                f"{C}.rollout_is=sequence",
+                f"{C}.rollout_rs=token_k2",
+                f"{C}.rollout_rs_threshold=2",
+            ],
+            {
+                "ratio_of": "response",
+                "rollout_correction.rejected": "zero",
+                "rollout_correction.mask_first": False,
+            },
         ),
     ],
 )
@@ -153,12 +187,42 @@ def test_resampling_is_with_gae_only() -> None:
         ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=1.0_2.0_3.0"], f"{C}.rollout_is_threshold"),
         (
             [
-                f"{C}.rollout_is=token",
-                f"{C}.rollout_is_threshold=0.5_2.0",
                 f"{C}.rollout_rs=token_k1",
                 f"{C}.rollout_rs_threshold=2",
+                "algorithm.adv_estimator=optimal_token_baseline",
             ],
-            f"{C}.rollout_is_threshold",
+            "algorithm.adv_estimator",
+        ),
+        ([f"{C}.bypass_mode=true", "algorithm.adv_estimator=tir_optimal_token_baseline"], f"{C}.bypass_mode"),
+        (
+            [
+                f"{C}.bypass_mode=true",
+                f"{C}.rollout_rs=token_k2",
+                f"{C}.rollout_rs_threshold=2",
+                f"{A}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            f"{A}.loss_agg_mode",
+        ),
+        (
+            [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", "algorithm.use_kl_in_reward=True"],
+            "algorithm.use_kl_in_reward",
+        ),
+        (
+            [
+                f"{C}.rollout_rs=token_k2",
+                f"{C}.rollout_rs_threshold=2",
+                f"{A}.policy_loss.loss_mode=sapo",
+                "trainer.use_v1=False",
+            ],
+            f"{C}.rollout_rs",
+        ),
+        (
+            [
+                f"{C}.rollout_is=token",
+                f"{A}.policy_loss.loss_mode=geo_mean",
+                "algorithm.adv_estimator=optimal_token_baseline",
+            ],
+            f"{C}.rollout_is",
         ),
         (
             [

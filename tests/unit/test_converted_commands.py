@@ -223,13 +223,12 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
         (
             [
                 *GRPO,
-                f"{C}.rollout_is=token",
-                f"{C}.rollout_is_threshold=0.5_5.0",
                 f"{C}.rollout_rs=token_k1",
                 f"{C}.rollout_rs_threshold=2",
+                "algorithm.adv_estimator=optimal_token_baseline",
             ],
-            f"{C}.rollout_is_threshold",
-            "remove one",
+            "algorithm.adv_estimator",
+            "tir_optimal_token_baseline",
         ),
         (
             [
@@ -252,17 +251,6 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
             ],
             "algorithm.gdpo_reward_weights",
             "one weight per reward",
-        ),
-        (
-            [
-                *GRPO,
-                "algorithm.adv_estimator=gdpo",
-                "algorithm.gdpo_reward_keys=[a]",
-                "algorithm.norm_adv_by_std_in_grpo=False",
-                "custom_reward_function.path=r.py",
-            ],
-            "algorithm.norm_adv_by_std_in_grpo",
-            "=True",
         ),
         ([f"{M}.path=m", "algorithm.adv_estimator=grpo"], "data.train_files", "give the paths of the training files"),
         (["data.train_files=t", "algorithm.adv_estimator=grpo"], f"{M}.path", "give the path of the model"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen2ForSequenceClassification
+from transformers import AutoConfig, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
@@ -20,8 +20,9 @@ from lockstep.types import Example, MicroBatch, Origin
 SEQUENCES = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9])
 
 
-def load(path: Path, **settings: Any) -> ValueModel:
-    return load_value_model(Model(path=str(path), **settings), str(path), torch.device("cpu"), "sdpa", seed=0)
+def load(path: Path, seed: int = 0, head_init: str = "zeros", **settings: Any) -> ValueModel:
+    model = Model(path=str(path), **settings)
+    return load_value_model(model, str(path), torch.device("cpu"), "sdpa", seed, head_init=head_init)
 
 
 def batch_of(sequences: tuple[list[int], ...], *, packed: bool) -> MicroBatch:
@@ -64,6 +65,35 @@ def test_a_critic_from_a_reward_model_gives_its_scores(reward_model: Path, packe
     ]
     assert max(map(abs, expected)) > 0.5
     assert load(reward_model)(batch_of(SEQUENCES, packed=packed)).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_critic_of_verl_keeps_its_head_and_its_bias(tiny_folder: Path, tmp_path: Path, packed: bool) -> None:
+    """verl trains and stores a token classification model with one label. Its dropout is off."""
+    config = AutoConfig.from_pretrained(tiny_folder, num_labels=1, classifier_dropout=0.0)
+    torch.manual_seed(2)
+    library = Qwen2ForTokenClassification(config).eval()
+    torch.nn.init.normal_(library.score.weight, std=0.5)
+    torch.nn.init.constant_(library.score.bias, 0.75)
+    library.save_pretrained(tmp_path)
+    critic = load(tmp_path)
+    assert torch.equal(critic.head.weight, library.score.weight)
+    assert critic.head.bias.tolist() == [0.75]
+    assert "head.bias" in [name for name, _ in critic.trainable()]
+    expected = [value for ids in SEQUENCES for value in library(input_ids=torch.tensor([ids])).logits[0, :, 0].tolist()]
+    assert critic(batch_of(SEQUENCES, packed=packed)).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_new_head_may_start_like_verls(tiny_folder: Path) -> None:
+    """Normal numbers of the model's own scale, a bias of 0, and the same ones for the same seed."""
+    heads = [load(tiny_folder, seed=seed, head_init="random").head for seed in (0, 0, 1)]
+    config = AutoConfig.from_pretrained(tiny_folder)
+    assert heads[0].bias.tolist() == [0.0]
+    assert 0.7 < float(heads[0].weight.std()) / config.initializer_range < 1.3
+    assert torch.equal(heads[0].weight, heads[1].weight)
+    assert not torch.equal(heads[0].weight, heads[2].weight)
 
 
 def test_a_head_of_two_numbers_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.compat.key_table import load_tables
@@ -101,3 +104,17 @@ def test_no_program_is_both_converted_and_explained() -> None:
     for peer, explained in load_tables("programs").items():
         assert not explained.keys() & load_tables(peer)["programs"].keys()
         assert all(row.keys() == {"because", "do"} for row in explained.values())
+
+
+@pytest.mark.parametrize(
+    ("module", "status", "said"),
+    [
+        ("recipe.prime.main_prime", 2, "PRIME"),
+        pytest.param("experimental.one_step_off_policy.main_ppo", 2, "verl's default is", marks=pytest.mark.slow),
+        pytest.param("recipe.mine.main_ppo", 2, "recipe.mine.main_ppo", marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_that_runs_directly_takes_the_same_path(module: str, status: int, said: str) -> None:
+    command = [sys.executable, "-m", f"lockstep.compat.verl.{module}", "algorithm.adv_estimator=grpo"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, said in " ".join((done.stdout + done.stderr).split())) == (status, True)

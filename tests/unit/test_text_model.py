@@ -20,7 +20,7 @@ from lockstep.model.check import build_miniature, check_architecture
 from lockstep.model.load_folder import config_of
 from lockstep.model.policy import Policy
 from lockstep.model.text_model import LanguageModel, is_nested, multimodal_class, text_config, text_sizes
-from lockstep.model.tower import tower_tensors
+from lockstep.model.towers.tower import tower_tensors
 from lockstep.model.trials import Unfit
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.hf import HfEngine

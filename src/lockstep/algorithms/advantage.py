@@ -124,7 +124,7 @@ def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float | torch.T
 # float64 over the full training step, reduced over all ranks (`Signals.reduce`).
 # - A sequence without a generated token has no score, and no baseline includes it.
 # - In a group with a single sequence, every group-based estimator returns advantage 0 before whitening. (For such a
-#   group, `grpo` and other estimators of verl return the score as the advantage.)
+#   group, `grpo` and other estimators of verl return the score as the advantage, as here with `lone_score`.)
 # - If all scores of a group are equal, the advantages are exactly 0: the smallest score of the group is subtracted
 #   before averaging.
 # - `returns_K` is the critic's target for `gae`, the return to go for estimators on token rewards, and the score of the
@@ -172,6 +172,14 @@ class Signals:
     totals_S: torch.Tensor | None = None
     """The exact scores of the sequences, discounted with `turn_discount`, if `rewards_K` has nothing but these scores.
     Sums of token rewards are rounded, and an estimator would take the difference of two equal scores for a signal."""
+    present_S: torch.Tensor | None = None
+    """The sequences that have a token, if the vectors over K lack masked tokens (default: those in `sequence_K`)."""
+    divide_by_std: bool = True
+    """Whether `grpo_passk` divides by the standard deviation of the group."""
+    gpg_nonzero: bool = False
+    """Whether M of `gpg` is the number of sequences with a score other than 0 (verl)."""
+    lone_score: bool = False
+    """Whether the only response of a group has its score as advantage (verl) instead of 0."""
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -250,30 +258,32 @@ def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """OPO (arXiv 2505.23585): score minus group mean. The mean weights each score by its number of generated tokens."""
     groups = _Groups(signals)
     baseline_P = groups.total(groups.lengths_P * groups.above_least_P) / groups.total(groups.lengths_P)
-    return groups.estimate(groups.above_least_P - baseline_P)
+    return groups.estimate(groups.above_least_P - torch.where(groups.lone_P, 0.0, baseline_P))
 
 
 def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """GPG (arXiv 2504.02546): (score - group mean) x N / M, if M of N sequences are in groups with unequal scores.
 
     The factor N / M compensates for groups without a gradient. In verl, M is the number of sequences with non-zero
-    score, which changes if a constant is added to all rewards.
+    score (`gpg_nonzero`), which changes if a constant is added to all rewards.
     """
     groups = _Groups(signals)
     differing = int((groups.greatest_P > 0).sum())
+    differing = int((signals.scores_S != 0).sum()) if signals.gpg_nonzero else differing
     return groups.estimate(groups.centred_P * (len(groups.centred_P) / max(differing, 1)))
 
 
 def grpo_passk(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """Pass@k (arXiv 2503.19595): only the best response of a group gets (best - second best) / (deviation + 1e-6).
 
-    If several responses share the best score, all advantages of the group are 0.
+    If several responses share the best score, all advantages of the group are 0. `divide_by_std` sets the division.
     """
     groups = _Groups(signals)
     best_P = groups.above_least_P == groups.greatest_P
     only_P = best_P & (groups.total(best_P.double()) == 1)
     second_P = groups.greatest(torch.where(best_P, 0.0, groups.above_least_P))
-    lead_P = (groups.above_least_P - second_P) / (groups.deviation_P + STD_FLOOR)
+    lead_P = groups.above_least_P - second_P
+    lead_P = lead_P / (groups.deviation_P + STD_FLOOR) if signals.divide_by_std else lead_P
     return groups.estimate(torch.where(only_P, lead_P, 0.0))
 
 
@@ -327,7 +337,8 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
     baseline_K = over_group(returns_K * energy_K) / (over_group(energy_K) + ENERGY_FLOOR)
     alone_K = over_group(torch.ones_like(energy_K)) == 1
     advantages_K = returns_K - torch.where(alone_K, 0.0, baseline_K)
-    single_K = _Groups(signals).single_K
+    sized = _Groups(signals)
+    single_K = sized.at_tokens((sized.size_P == 1) & ~sized.lone_P)
     return _estimate(signals, torch.where(single_K, 0.0, advantages_K), returns_K)
 
 
@@ -423,21 +434,21 @@ class _Groups:
             rewards_K = signals.rewards_K.double()
             rewards_K = rewards_K if signals.turns is None else rewards_K * signals.turns.discount_K
             scores_S = reduce.sum_by(rewards_K, sequence_K, sequences)
-        present_S = lengths_S > 0
+        present_S = lengths_S > 0 if signals.present_S is None else signals.present_S
         # For each token, the index of its sequence among the sequences that have a token.
         self._index_K = (present_S.cumsum(0) - 1)[sequence_K]
         self._group_P, self._groups = _numbered(signals.group_S[present_S])
         self.scores_P, self.lengths_P = scores_S.double()[present_S], lengths_S[present_S]
         self.size_P = self.total(torch.ones_like(self.scores_P))
-        self.above_least_P = self.scores_P - _extreme(self.scores_P, self._group_P, self._groups, "amin")
+        # A lone response has the baseline 0 and the deviation 1, if `lone_score` is set.
+        self.lone_P = (self.size_P == 1) & signals.lone_score
+        least_P = _extreme(self.scores_P, self._group_P, self._groups, "amin")
+        self.above_least_P = self.scores_P - torch.where(self.lone_P, 0.0, least_P)
         self.greatest_P = self.greatest(self.above_least_P)
-        self.centred_P = self.above_least_P - self.total(self.above_least_P) / self.size_P
-        self.deviation_P = (self.total(self.centred_P.square()) / (self.size_P - 1).clamp(min=1)).sqrt()
-
-    @property
-    def single_K(self) -> torch.Tensor:
-        """True at the tokens of groups that have a single sequence."""
-        return self.at_tokens(self.size_P == 1)
+        mean_P = self.total(self.above_least_P) / self.size_P
+        self.centred_P = self.above_least_P - torch.where(self.lone_P, 0.0, mean_P)
+        deviation_P = (self.total(self.centred_P.square()) / (self.size_P - 1).clamp(min=1)).sqrt()
+        self.deviation_P = torch.where(self.lone_P, 1.0, deviation_P)
 
     def total(self, values_P: torch.Tensor) -> torch.Tensor:
         return sum_by(values_P, self._group_P, self._groups)[self._group_P]

@@ -18,6 +18,13 @@ from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
 CHOICES = ("none", "token", "sequence")
+WEIGHTS = (*CHOICES, "geometric_mean")
+REJECTED = ("left_out", "counted", "zero")
+# The weight of a token outside [floor, cap] with `outside` = `zero`. A weight of exactly 0 would also remove the token
+# from the mean ratio of its sequence in the losses `gspo` and `geo_mean`, and verl keeps it there.
+NO_WEIGHT = 1e-30
+# verl adds this number to a weight before it takes the logarithm for the geometric mean.
+GEOMETRIC_FLOOR = 1e-10
 # The `over` of the `Band` that each value of the recipe key `mask` uses: one token, or the mean over a sequence.
 MASKS = {"token": "token", "sequence": "mean"}
 # For `binary_kl` and `tv`, probabilities are clamped to [COIN_FLOOR, 1 - COIN_FLOOR].
@@ -47,6 +54,8 @@ class Corrected:
     weights_K: torch.Tensor
     keep_K: torch.Tensor
     metrics: dict[str, float] = field(default_factory=dict)
+    counts_masked: bool = False
+    """Whether the divisors of the loss count masked tokens (`rejected` = `counted`)."""
 
 
 def correct(
@@ -61,6 +70,7 @@ def correct(
     low: float,
     high: float,
     floor: float = 0.0,
+    outside: str = "clip",
     normalize: bool = False,
     reject: Sequence[Band] = (),
     rejected: str = "left_out",
@@ -69,17 +79,19 @@ def correct(
     """Importance weights, clamped to [floor, cap], and a mask of tokens outside the accepted ranges.
 
     `weight` = `token` uses the ratio p_trainer / p_engine of the token, and `weight` = `sequence` uses the product of
-    the ratios of its sequence. `normalize` divides the weights by their mean over the tokens or sequences of the step.
+    the ratios of its sequence. `weight` = `geometric_mean` uses the geometric mean of the weights that `token` gives to
+    the kept tokens of the sequence. `outside` = `zero` sets a weight outside [floor, cap] to 0 instead of clamping it
+    (IcePop). `normalize` divides the weights by their mean over the tokens or sequences of the step.
     `mask` = `token` keeps a token whose ratio is in [low, high], and `mask` = `sequence` keeps a sequence whose
     geometric mean of ratios is in [low, high]. `reject` lists further ranges; a kept token must be inside every range.
-    Masking a token does not change the weights of other tokens. `rejected` = `left_out` excludes masked tokens from the
-    mean of the loss, and `rejected` = `zero` includes them with weight 0.
+    Masking a token does not change the weights `token` and `sequence` of other tokens. `rejected` = `zero` gives masked
+    tokens weight 0 instead of masking them (`aggregation_weights` has the meaning of `left_out` and `counted`).
     """
-    if rejected not in ("left_out", "zero"):
+    if rejected not in REJECTED:
         raise Refusal.at(
             "algorithm.rollout_correction.rejected",
             f"{rejected!r} is not known",
-            "use left_out or zero",
+            f"use one of {', '.join(REJECTED)}",
             code="unknown-name",
         )
     log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, reduce)
@@ -88,6 +100,8 @@ def correct(
     weights_K = is_weights_K
     if weight != "none":
         weights_K = is_weights_K.clamp(floor, most)
+        if outside == "zero":
+            weights_K = torch.where(weights_K == is_weights_K, weights_K, NO_WEIGHT)
         if normalize:
             weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, reduce)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
@@ -96,6 +110,8 @@ def correct(
     keep_K = torch.ones_like(log_ratio_K)
     for band in bands:
         keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, rollout_logprobs_K, sequence_K, sequences)
+    if weight == "geometric_mean":
+        weights_K = sequence_mean((weights_K + GEOMETRIC_FLOOR).log(), keep_K, sequence_K, sequences).exp()
     metrics = {
         **_disagreement(log_ratio_K, reduce),
         "rollout_corr/weight_mean": reduce.mean(weights_K),
@@ -106,7 +122,7 @@ def correct(
     }
     if rejected == "zero":
         return Corrected(weights_K * keep_K, torch.ones_like(keep_K), metrics)
-    return Corrected(weights_K, keep_K, metrics)
+    return Corrected(weights_K, keep_K, metrics, rejected == "counted")
 
 
 def logprob_difference(
@@ -134,19 +150,19 @@ def _log_ratio(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce
 def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
     if weight == "none":
         return torch.ones_like(log_ratio_K)
-    if weight == "token":
+    if weight in ("token", "geometric_mean"):
         return log_ratio_K.exp()
     if weight == "sequence":
         totals_S = sum_by(log_ratio_K, sequence_K, sequences).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         return totals_S.exp()[sequence_K]
-    raise _unknown("algorithm.rollout_correction.weight", weight)
+    raise _unknown("algorithm.rollout_correction.weight", weight, WEIGHTS)
 
 
 def _mean_weight(
     weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, reduce: StepReduce
 ) -> float:
     """The mean weight over tokens, or over sequences that have a token; 1 if all weights are 0."""
-    if weight == "token":
+    if weight != "sequence":
         mean = reduce.mean(weights_K)
     else:
         ones_K = torch.ones_like(weights_K)
@@ -241,5 +257,5 @@ def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences:
     return reduce.count(int(lost_S.sum())) / max(reduce.count(int(present_S.sum())), 1)
 
 
-def _unknown(key: str, name: str) -> Refusal:
-    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}", code="unknown-name")
+def _unknown(key: str, name: str, known: Sequence[str] = CHOICES) -> Refusal:
+    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(known)}", code="unknown-name")

@@ -168,16 +168,16 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
     """The policy gradient of samples from the old policy: -min(w, cap) A log p, with a detached weight w.
 
     `of`: `token` uses the ratio of the token as w (IMPALA's truncation, arXiv 1802.01561), `sequence` the product of
-    the sequence's ratios (log clamped to +-20). With rollout log-probs as p_old, the loss equals verl's `reinforce`.
+    the sequence's ratios (log clamped to +-20), `response` this product with tokens of weight 0 (verl's `reinforce`).
     """
-    tokens = _counted(tokens)
-    d_K = _log_ratio(tokens).detach()
-    if of == "sequence":
+    every = replace(tokens, weights_K=torch.ones_like(tokens.weights_K)) if of == "response" else tokens
+    tokens, d_K = _counted(tokens), _log_ratio(_counted(every)).detach()
+    if of in ("sequence", "response"):
         count = int(tokens.sequence_K[-1]) + 1 if len(tokens.sequence_K) else 0
-        totals_S = sum_by(torch.where(tokens.counted_K, d_K, 0.0), tokens.sequence_K, count)
+        totals_S = sum_by(d_K, tokens.sequence_K, count)
         d_K = totals_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[tokens.sequence_K]
     elif of != "token":
-        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence", code="unknown-name")
+        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "use token or sequence", code="unknown-name")
     ratio_K = d_K.exp()
     loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
     return _sums(tokens, loss_K, pg_clipfrac=ratio_K > cap)

@@ -111,12 +111,15 @@ def aggregation_weights(
     max_tokens: int,
     repeats_S: torch.Tensor | None = None,
     reduce: StepReduce = SINGLE_PROCESS,
+    counts_masked: bool = False,
 ) -> tuple[torch.Tensor, float]:
     """Returns token weights and divisor of an update. The loss of the update is `sum(weights_K * loss_K) / divisor`.
 
     All tokens of a sequence are on one rank. `keep_K` is non-zero for the tokens that the loss uses (the kept tokens).
-    A sequence without a kept token is not counted; every other sequence is counted `repeats_S` times. The divisor is at
-    least 1, so an update without kept tokens has loss 0 instead of 0/0.
+    A sequence without a kept token is not counted; every other sequence is counted `repeats_S` times. With
+    `counts_masked`, means over tokens or sequences of the update also count those that are not kept, as verl does; the
+    mean over the tokens of one sequence does not. The divisor is at least 1, so an update without kept tokens has loss
+    0 instead of 0/0.
 
     - `token_mean`: the mean over kept tokens (DAPO, arXiv 2503.14476).
     - `token_sum`: the sum over kept tokens.
@@ -129,9 +132,10 @@ def aggregation_weights(
     lengths_S = sum_by(keep_K, sequence_K, sequences)
     repeats_S = torch.ones_like(lengths_S) if repeats_S is None else repeats_S.to(lengths_S)
     weights_K = keep_K * repeats_S[sequence_K]
-    counted = max(float(reduce.sum(repeats_S[lengths_S > 0])), 1.0)
+    every_K = torch.ones_like(keep_K) if counts_masked else keep_K
+    counted = max(float(reduce.sum(repeats_S[sum_by(every_K, sequence_K, sequences) > 0])), 1.0)
     if kind == "token_mean":
-        return weights_K, max(float(reduce.sum(weights_K)), 1.0)
+        return weights_K, max(float(reduce.sum(every_K * repeats_S[sequence_K])), 1.0)
     if kind == "token_sum":
         return weights_K, 1.0
     if kind == "seq_mean_token_sum":

@@ -67,6 +67,23 @@ def seeds(
 
 
 @data_app.command()
+def squares(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> None:
+    """Write images of drawn squares with questions about them (RL and SFT rows) to FOLDER."""
+    from lockstep.data.prepare.squares import write_squares
+
+    _echo_counts(folder, write_squares(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
+
+
+@data_app.command()
+def tiny_vlm(folder: Path, seed: int = 0) -> None:
+    """Write a tiny vision-language model (Qwen2.5-VL, random weights) for the drawn squares to FOLDER."""
+    from lockstep.model.towers.tiny_vision import write_tiny_vlm
+
+    write_tiny_vlm(folder, seed=seed)
+    write(f"wrote a tiny Qwen2.5-VL model to {folder}")
+
+
+@data_app.command()
 def gsm8k(
     folder: Annotated[Path, typer.Argument(metavar="OUT")],
     source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,

@@ -61,6 +61,8 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
                 title = f"{item.origin}{role_of(item, number)}: {len(example)} tokens, {example.trained_tokens} trained"
                 screen.print(shown(title, "bold"), soft_wrap=True)
                 screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
+                for line in image_lines(example):
+                    screen.print(shown(line, CONTEXT), soft_wrap=True)
     counts = prepared.train.counts
     console.banner(
         "data",
@@ -82,6 +84,12 @@ def _template(recipe: Recipe) -> list[tuple[str, str]]:
     return [] if recipe.data.template == "auto" else [("template", recipe.data.template)]
 
 
+def _shortened(example: Example, start: int, end: int) -> list[int]:
+    """Returns the tokens from `start` to `end`, with only the first placeholder token of each image."""
+    repeated = {place for image in example.images for place in range(image.start + 1, image.stop)}
+    return [example.ids[place] for place in range(start, end) if place not in repeated]
+
+
 def role_of(item: Item, number: int) -> str:
     """Returns the role of a sequence in its row, such as chosen or rejected."""
     if isinstance(item, Ranking):
@@ -93,6 +101,15 @@ def role_of(item: Item, number: int) -> str:
     if isinstance(item, StepLabels):
         return f", labels {' '.join(f'{label[0]:g}' for label in item.labels)}"
     return ""
+
+
+def image_lines(example: Example) -> list[str]:
+    """Describes each image of a row: its tokens, its patches and where it comes from."""
+    return [
+        f"  image {number}: tokens {image.start} to {image.stop - 1} ({image.tokens}), "
+        f"{image.grid[1]} x {image.grid[2]} patches, {image.ref}"
+        for number, image in enumerate(example.images, 1)
+    ]
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
@@ -109,7 +126,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool)
         trained = start in marked
         while end < len(example) and (end in marked) == trained:
             end += 1
-        piece = visible(tokenizer.decode(list(example.ids[start:end])))
+        piece = visible(tokenizer.decode(_shortened(example, start, end)))
         text.append(f"[[{piece}]]" if trained and marks else piece, style=TRAINED if trained else CONTEXT)
         start = end
     return text

@@ -18,10 +18,15 @@ PACKAGES = {
     "verl": ("trainer", "recipe", "experimental", "examples", "examples.data_preprocess"),
     "openrlhf": ("cli",),
 }
-# Below these packages, each project has a package of its own, such as `recipe.dapo.main_dapo`.
-_PROJECTS = ("recipe", "experimental")
 # Packages whose programs write data instead of training, and the module with their function `main`.
 _DATA_SCRIPTS = {"examples.data_preprocess": "lockstep.compat.verl.data_preprocess"}
+
+
+def is_folder(peer: str, name: str) -> bool:
+    """Returns whether `name` is a package. verl's recipes are packages such as `recipe.dapo`; their programs have the
+    word `main` in their names."""
+    package, _, last = name.rpartition(".")
+    return name in PACKAGES[peer] or (package in ("recipe", "experimental") and "main" not in last)
 
 
 class PeerModules(MetaPathFinder, InspectLoader):
@@ -37,31 +42,25 @@ class PeerModules(MetaPathFinder, InspectLoader):
             return None
         name = fullname.removeprefix(self.prefix)
         package, _, program = name.rpartition(".")
-        if self._contains_programs(name):
+        if is_folder(self.peer, name):
             return ModuleSpec(fullname, self, is_package=True)
-        if not self._contains_programs(package) or not program.isidentifier():
+        if not is_folder(self.peer, package) or not program.isidentifier():
             return None
         return ModuleSpec(fullname, self, origin=__file__)  # Python writes the origin to sys.argv[0]
 
     def get_source(self, fullname: str) -> str:
         name = fullname.removeprefix(self.prefix)
-        if self._contains_programs(name):
+        if is_folder(self.peer, name):
             return ""
         package, _, program = name.rpartition(".")
-        # The name of a project tells apart programs of the same name, such as `one_step_off_policy.main_ppo`.
-        named = name if package.count(".") else program
-        start = f"from {__name__} import run", f"run({self.peer!r}, {named!r})"
+        # The folder of a recipe tells apart programs of the same name.
+        start = f"from {__name__} import run", f"run({self.peer!r}, {(name if '.' in package else program)!r})"
         if package in _DATA_SCRIPTS:
             start = f"import sys; from {_DATA_SCRIPTS[package]} import main", f"main({program!r}, sys.argv[1:])"
         return f"{start[0]}\n\nif __name__ == '__main__':\n    {start[1]}\n"
 
     def is_package(self, fullname: str) -> bool:
-        return self._contains_programs(fullname.removeprefix(self.prefix))
-
-    def _contains_programs(self, name: str) -> bool:
-        first, _, project = name.partition(".")
-        known = PACKAGES[self.peer]
-        return name in known or (first in _PROJECTS and first in known and project.isidentifier())
+        return is_folder(self.peer, fullname.removeprefix(self.prefix))
 
 
 def run(peer: str, program: str) -> None:

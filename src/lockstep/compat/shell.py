@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
+from lockstep.compat.shell_filters import filtered, pipeline
 from lockstep.compat.shell_syntax import RawCommand, RawWord, closing, closing_quote, commands_of, cut, holds
 
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=", re.DOTALL)
@@ -251,6 +252,8 @@ class _Shell:
             if sign == "\\" and i + 1 < len(text):
                 fields[-1] += text[i + 1]
                 seen, i = True, i + 2
+            elif sign == "\\":
+                break  # a backslash at the end of the script continues nothing
             elif sign == "'":
                 end = _end(text.find("'", i + 1), text)
                 fields[-1] += text[i + 1 : end]
@@ -417,8 +420,12 @@ class _Shell:
             if remark not in self.script.remarks:
                 self.script.remarks.append(remark)
             return "now"
-        echo = re.fullmatch(r"\s*echo\s+(.*?)\s*", command, re.DOTALL)
-        return self._in_quotes(echo[1].strip("\"'")) if echo else f"{MARK}$({command}){MARK}"
+        first, *filters = pipeline(command)
+        echo = re.fullmatch(r"\s*echo\s+(.*?)\s*", first, re.DOTALL)
+        value = self._in_quotes(echo[1].strip("\"'")) if echo else None
+        if value is not None and filters:
+            value = None if MARK in value else filtered(value, filters)
+        return f"{MARK}$({command}){MARK}" if value is None else value
 
     def _path(self, command: str) -> str | None:
         """Evaluates `basename PATH [SUFFIX]` and `dirname PATH`."""

@@ -152,7 +152,7 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
     examples = [example for group in sequences for example in group]
     label_tokens = {tuple(one.token_ids) if isinstance(one, ScoredExample) else None for one in examples}
     extra = _KINDS[kind].columns(items)
-    if len(label_tokens) != 1 or extra is None:
+    if len(label_tokens) != 1 or extra is None or any(one.images for one in examples):
         return None
     (token_ids,) = label_tokens
     arrays = {
@@ -309,12 +309,19 @@ def sequences(items: Iterable[Item]) -> Iterator[Example]:
     return (example for item in items for example in item.examples)
 
 
+def _contents(item: Item) -> Iterator[Sequence[int]]:
+    """Yields the tokens of each sequence of an item, and the hash of each of its images."""
+    for example in item.examples:
+        yield example.ids
+        yield from (list(bytes.fromhex(image.ref.digest)) for image in example.images)
+
+
 def item_digests(items: Sequence[Any]) -> np.ndarray:
-    """Returns for each item a hash of its tokens."""
+    """Returns for each item a hash of its tokens and images."""
     if isinstance(items, Joined):
         return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
     if isinstance(items, Store):
         return items.digests_I
     every = [item.ids for item in items if isinstance(item, Prompt)]
-    found = [digest_of(ids) for ids in every] or [digest_of(*(one.ids for one in item.examples)) for item in items]
+    found = [digest_of(ids) for ids in every] or [digest_of(*_contents(item)) for item in items]
     return np.array(found, dtype=np.uint64)

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.data.image_batch import image_inputs, images_to
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
+from lockstep.vision.spans import same_images_up_to
 
 # The cost of attention grows with length^2, that of the other operators with length. At a length of QUADRATIC_AT
 # tokens, both costs are about equal.
@@ -106,13 +108,17 @@ def shared_beginnings(examples: Sequence[Example]) -> list[int]:
     The head is the nearest example before it that was packed in full length. The last token of an example is
     never shared.
     """
-    head: Sequence[int] = ()
+    head: Example | None = None
     shares = []
     for example in examples:
-        most = max(0, min(len(head), len(example)) - 1)
-        shares.append(next((i for i in range(most) if head[i] != example.ids[i]), most))
-        if not shares[-1]:
-            head = example.ids
+        before = head.ids if head is not None else ()
+        most = max(0, min(len(before), len(example)) - 1)
+        share = next((i for i in range(most) if before[i] != example.ids[i]), most)
+        if head is not None and (head.images or example.images):
+            share = same_images_up_to(head.images, example.images, share)
+        shares.append(share)
+        if not share:
+            head = example
     return shares
 
 
@@ -144,7 +150,10 @@ def micro_batch(
         blank = torch.full((1, 1), pad_id)
         nothing = torch.empty(0, dtype=torch.long)
         return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing, nothing)
-    batch = _packed(examples, shares or [0] * len(examples)) if packed else _padded(examples, pad_id)
+    shares = shares or [0] * len(examples)
+    batch = _packed(examples, shares) if packed else _padded(examples, pad_id)
+    if any(example.images for example in examples):
+        batch = replace(batch, images=image_inputs(examples, batch, shares))
     if starts is not None:
         batch = replace(batch, index_K=_counted(starts, examples))
     return batch if places is None else replace(batch, local_index_K=_counted(places, examples))
@@ -242,6 +251,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         position_ids_NT=sent(batch.position_ids_NT, device),
         predictors_K=sent(batch.predictors_K, device),
         targets_K=sent(batch.targets_K, device),
+        images=None if batch.images is None else images_to(batch.images, device),
     )
 
 
@@ -342,7 +352,7 @@ def common_prompt(group: Sequence[Example]) -> int:
         return 0
     head = group[0]
     prompt = min(_untrained(example) for example in group)
-    if all(example.ids[:prompt] == head.ids[:prompt] for example in group):
+    if all(example.ids[:prompt] == head.ids[:prompt] and example.images == head.images for example in group):
         return prompt
     return min(prompt, *(shared_beginnings([head, example])[1] for example in group[1:]))
 

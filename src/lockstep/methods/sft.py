@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lockstep.algorithms.token_losses import nll
 from lockstep.data.dataset import OpenRows
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Task
+from lockstep.model.resolve import model_folder
 from lockstep.recipe import Recipe
 from lockstep.types import Example, MicroBatch, Sums
 
 
 def reader(recipe: Recipe) -> OpenRows[Example]:
-    return SupervisedRows
+    if recipe.model.vision is None:
+        return SupervisedRows
+    return partial(SupervisedRows, images=model_folder(recipe.model.path))
 
 
 class Supervised(Plain):

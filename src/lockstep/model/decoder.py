@@ -33,8 +33,10 @@ from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.kernels.tiled_mlp import tile_mlps, untiled
 from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.model.text_model import text_config
+from lockstep.model.towers.vision_model import ImageEmbeddings, tower_parts, towers_of
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
+from lockstep.vision.spans import ImageInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +62,8 @@ class Decoder:
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
+        self.images = ImageEmbeddings(model) if towers_of(model) else None
+        """Puts image features into embeddings, if the model was loaded with its towers."""
 
     @property
     def alike_up_to(self) -> int | None:
@@ -167,11 +171,16 @@ class Decoder:
         lines = sequences(
             self.moving, batch.lengths, batch.input_ids_NT.shape, batch.packed_index_E, batch.packed, own_T
         )
+        positions, more = batch.position_ids_NT, dict[str, Any]()
+        if self.images is not None and (batch.images is not None or self.images.on_every_rank):
+            more["inputs_embeds"] = self.images.embedded(batch.input_ids_NT, batch.images)
+            positions = positions if batch.images is None else batch.images.axes_3NT
         with lines:
             output = self._run(
-                batch.input_ids_NT,
-                batch.position_ids_NT,
+                None if more else batch.input_ids_NT,
+                positions,
                 layout=layout_of(batch, self.kernel),
+                **more,
                 **self.keywords(batch.position_ids_NT),
             )
         if self.records_router_logits:
@@ -190,20 +199,30 @@ class Decoder:
             self.router_logits = tuple(rows.back(logits.view(*shape, -1))[0] for logits in output.router_logits)
         return rows.back(self._before_head(output.last_hidden_state))
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
+    def _run(self, input_ids: torch.Tensor | None, position_ids: torch.Tensor, **more: Any) -> Any:
         if self.records_router_logits:
             more["output_router_logits"] = True
         with self._activations.waiting_on_host() if self._activations else nullcontext():
             decoder = inner_decoder(self.model)
             return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
 
-    def engine_states(self, ids_T: torch.Tensor, at_T: torch.Tensor, step: PrefillPass | DecodePass) -> torch.Tensor:
+    def engine_states(
+        self,
+        ids_T: torch.Tensor,
+        at_T: torch.Tensor,
+        step: PrefillPass | DecodePass,
+        images: ImageInputs | None = None,
+    ) -> torch.Tensor:
         """Runs a forward pass of the native rollout engine over tokens at the given positions. Returns their hidden
-        states."""
+        states. If there are `images`, their positions on three axes are used."""
         decoder: Any = inner_decoder(self.model)
         if isinstance(self._probe, RowProbe):
             return self._before_head(engine_rows(decoder, ids_T, at_T, step, self._probe))
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
+        if images is not None:
+            assert self.images is not None
+            embedded = self.images.embedded(inputs.pop("input_ids"), images)
+            inputs |= {"inputs_embeds": embedded, "position_ids": images.axes_3NT}
         with latents_kept(self._latent_modules):
             return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])
 
@@ -229,7 +248,13 @@ def inner_decoder(model: Any) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the decoder layers (`_no_split_modules` of transformers), which are sharded one by one."""
+    """Returns the decoder layers (`_no_split_modules` of transformers), without the layers of towers."""
+    towers = tower_parts(model)
+    return [module for module in sharded_layers(model) if module not in towers]
+
+
+def sharded_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the layers of the decoder and of the towers, which are sharded one by one."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -36,7 +36,8 @@ from lockstep.model.quantized.quantize import dequantize_layers
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config
-from lockstep.model.tower import add_towers
+from lockstep.model.towers.tower import add_towers
+from lockstep.model.towers.vision_model import exported_kind
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
 from lockstep.recipe.schema import Lora, Model
@@ -152,7 +153,8 @@ def export_model(
         if alone or not streamed(settings, folders, weights, aside, where, end_tokens):
             _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         if not adapter:
-            add_towers(config_of(folders.model, settings.path), folders.model, aside, f"model.path {settings.path}")
+            config = config_of(folders.model, settings.path)
+            add_towers(config, folders.model, aside, f"model.path {settings.path}", trained=settings.vision == "train")
         _write_texts(aside, {**files, **(base_record(settings) if adapter else {})})
         base = AdapterBase(settings, folders.model) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
@@ -168,7 +170,7 @@ def _write_streamed(
 ) -> bool:
     """Writes the model tensor by tensor, to save memory. Returns False if this model cannot be written tensor by
     tensor."""
-    source = stream_transformers(LanguageModel, folders.model, settings.dtype, settings.path)
+    source = stream_transformers(exported_kind(settings), folders.model, settings.dtype, settings.path)
     if source is None:
         return False
     refuse_other_weights(source.model, weights, where)
@@ -219,7 +221,7 @@ def _write_in_memory(
     elif has_codes(settings, folders.model):
         base = dequantized_base(settings, folders, dtype)
     else:
-        base = whole_model(LanguageModel, folders.model, where_from, "its weights", dtype=dtype)
+        base = whole_model(exported_kind(settings), folders.model, where_from, "its weights", dtype=dtype)
     model = with_adapter(base, _without_reference(settings.lora), NewAdapter(0, values=False), folders.adapter)
     give_storage(model)
     restore_weights(model, weights, where)

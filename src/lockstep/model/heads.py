@@ -68,7 +68,7 @@ class ValueModel(nn.Module):
         """Computes values at the positions that predict `batch.targets_K`, in fp32."""
         hidden = self.runner(batch)
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
-        values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
+        values_K = nn.functional.linear(hidden_KH, self.head.weight, self.head.bias)[:, 0].float()
         # If this rank has no targets, adding 0 * hidden keeps every parameter in the autograd graph, as in the policy.
         return values_K if len(batch.targets_K) else values_K + hidden.sum().float() * 0
 
@@ -82,23 +82,20 @@ def build_value_model(
     *,
     name: str | None = None,
     key: str = "critic.path",
+    head_init: str = "zeros",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Loads a value model. If the folder has a causal language model, the value model gets a new head of zeros. If the
-    folder has a reward model, the value model gets the head of that reward model. `name` is the model name or path in
-    the recipe."""
+    """Loads a value model. If the folder has a causal language model, the value model gets a new head (`head_init`). If
+    the folder has a reward model or a critic of verl, the value model gets the head of that model. `name` is the model
+    name or path in the recipe."""
     path = name or folders.model
     config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
-    from transformers import AutoModelForSequenceClassification
-
     where = folders.model, settings, name, device, sharding
-    architectures = config.architectures or []
-    judged = any(name.endswith("ForSequenceClassification") for name in architectures)
-    kind: Any = AutoModelForSequenceClassification if judged else LanguageModel
+    kind = _kind_of(config)
     source, model, info = load_base(kind, *where)
-    if judged:
+    if kind is not LanguageModel:
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
@@ -109,8 +106,7 @@ def build_value_model(
         decoder, head = model.base_model, model.score
     else:
         decoder = model.get_decoder()
-        head = nn.Linear(text_config(config).hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
-        nn.init.zeros_(head.weight)
+        head = _new_head(text_config(config), DTYPES[settings.dtype], head_init, seed)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
         raise Refusal.at(
@@ -145,6 +141,32 @@ def build_value_model(
     if settings.activation_offload:
         value_model.runner.keep_activations_on_host(device)
     return value_model.train()
+
+
+def _kind_of(config: Any) -> Any:
+    """Returns the transformers Auto class of the folder. verl's critics are token classification models."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    kinds = {
+        "ForSequenceClassification": AutoModelForSequenceClassification,
+        "ForTokenClassification": AutoModelForTokenClassification,
+    }
+    names = config.architectures or []
+    return next((kind for end, kind in kinds.items() if any(name.endswith(end) for name in names)), LanguageModel)
+
+
+def _new_head(config: Any, dtype: torch.dtype, init: str, seed: int) -> nn.Linear:
+    """Returns a head of zeros without a bias, or a head of random weights and a bias of zero, as transformers makes it
+    for token classification."""
+    head = nn.Linear(config.hidden_size, 1, bias=init == "random", dtype=dtype)
+    nn.init.zeros_(head.weight)
+    if init == "random":
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            weight = torch.randn(1, config.hidden_size, generator=generator) * config.initializer_range
+            head.weight.copy_(weight)
+            head.bias.zero_()
+    return head
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:

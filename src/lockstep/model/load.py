@@ -29,7 +29,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
 from lockstep.model.tensor_trial import check_division
-from lockstep.model.text_model import LanguageModel
+from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
 from lockstep.model.weights import digits_of, read_places
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Lora, Model
@@ -63,8 +63,10 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
-    source, model, info = load_base(LanguageModel, folders.model, settings, settings.path, device, sharding)
+    kind = loaded_kind(settings)
+    source, model, info = load_base(kind, folders.model, settings, settings.path, device, sharding)
     refuse_partial(info, f"model.path {settings.path}")
+    freeze_towers(model, settings)
     try:
         if sharding is None:
             model.to(device)
@@ -72,7 +74,7 @@ def load_policy(
         styles = division_of(model, sharding)
         copied = bool(settings.lora and settings.lora.modules_to_save)
         found = read_places(model, folders.model) if copied and source is None else None
-        new = new_adapter(settings, LanguageModel, folders.model, seed, source, sharding)
+        new = new_adapter(settings, kind, folders.model, seed, source, sharding)
         adapted = with_adapter(model, settings.lora, new, folders.adapter)
         follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
         divide_model(model, styles, source, sharding)
@@ -120,11 +122,13 @@ def load_value_model(
     seed: int,
     *,
     key: str = "critic.path",
+    head_init: str = "zeros",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Loads a value model from `path`, which may contain a language model or a reward model."""
+    """Loads a value model from `path`, which may contain a language model, a reward model or a critic of verl."""
     folders = folders_of(settings.model_copy(update={"path": path}))
-    return build_value_model(settings, folders, device, kernel, seed, name=path, key=key, sharding=sharding)
+    how: dict[str, Any] = {"key": key, "head_init": head_init, "sharding": sharding}
+    return build_value_model(settings, folders, device, kernel, seed, name=path, **how)
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:

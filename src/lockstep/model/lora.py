@@ -21,6 +21,7 @@ from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
 from lockstep.model.quantized.quantize import adapted_stacks, is_coded
 from lockstep.model.streamed import META, adapters_on_host
+from lockstep.model.towers.vision_model import tower_parts
 from lockstep.recipe.keys_lora import Lora, layer_indices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -60,13 +61,15 @@ def lora_config(settings: Lora, task: str | None, stored: str | None, model: nn.
     from peft import LoraConfig
 
     if stored is not None:
-        return LoraConfig(**_stored_config(settings, stored), bias="none", task_type=task)
-    keys: dict[str, Any] = {
+        keys = _stored_config(settings, stored)
+        keys["exclude_modules"] = _excluded(keys.get("exclude_modules"), model)
+        return LoraConfig(**keys, bias="none", task_type=task)
+    keys = {
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": settings.targets,
-        "exclude_modules": settings.exclude,
+        "exclude_modules": _excluded(settings.exclude, model),
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "init_lora_weights": _INIT.get(settings.init, True),
@@ -81,6 +84,17 @@ def lora_config(settings: Lora, task: str | None, stored: str | None, model: nn.
     if settings.modules_to_save and model is not None:
         keys["modules_to_save"] = matched_modules(settings, model)
     return LoraConfig(**keys, bias="none", task_type=task)
+
+
+def _excluded(exclude: str | list[str] | None, model: nn.Module | None) -> str | list[str] | None:
+    """Returns the modules without an adapter: those of the recipe, and the linear layers of towers."""
+    towers = tower_parts(model) if model is not None else set()
+    if not towers or model is None:
+        return exclude
+    inside = [name for name, part in model.named_modules() if part in towers and isinstance(part, nn.Linear)]
+    if isinstance(exclude, str):
+        return "|".join([f"(?:{exclude})", *map(re.escape, inside)])
+    return [*(exclude or ()), *inside]
 
 
 def with_adapter(model: Any, settings: Lora | None, seed: int | NewAdapter, stored: str | None) -> Any:

@@ -16,7 +16,7 @@ from lockstep.kernels.logit_divergence import TeacherDivergence, Whole, compared
 from lockstep.kernels.logprob import Head, Scores, TokenGrads, token_scores, uniform_token_grads
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.adapters.active import adapters_off, as_at_start, has_start, is_kept
-from lockstep.model.decoder import Decoder, decoder_layers, own_attention
+from lockstep.model.decoder import Decoder, own_attention, sharded_layers
 from lockstep.model.text_model import is_nested, text_config
 from lockstep.model.weights import NONE
 from lockstep.parallel.offload import resident
@@ -138,8 +138,8 @@ class Policy(nn.Module):
         return self.model
 
     def layers(self) -> list[nn.Module]:
-        """Returns the decoder layers, which are sharded one by one."""
-        return decoder_layers(self.causal_lm)
+        """Returns the layers, which are sharded one by one."""
+        return sharded_layers(self.causal_lm)
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)

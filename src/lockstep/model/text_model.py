@@ -157,7 +157,7 @@ class LanguageModel:
         kind = multimodal_class(config)
         if kind is None:
             return _auto_class(config).from_config(config, trust_remote_code=False, **how)
-        return cls._built(kind)._from_config(config, **_for_text(config, how))
+        return cls._built(kind)._from_config(config, **for_text(config, how))
 
     @classmethod
     def from_pretrained(cls, path: str, *, config: Any = None, trust_remote_code: bool = False, **how: Any) -> Any:
@@ -169,7 +169,7 @@ class LanguageModel:
         kind = multimodal_class(config)
         if kind is None:
             return _auto_class(config).from_pretrained(path, config=config, trust_remote_code=False, **how)
-        built, how = cls._built(kind), _for_text(config, how)
+        built, how = cls._built(kind), for_text(config, how)
         return built.from_pretrained(path, config=config, trust_remote_code=False, **how)
 
     @staticmethod
@@ -199,7 +199,7 @@ def model_on_meta(config: Any, kind: Any = LanguageModel) -> Any:
         ) from error
 
 
-def _for_text(config: Any, how: dict[str, Any]) -> dict[str, Any]:
+def for_text(config: Any, how: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments `how`, changed so that `attn_implementation` does not apply to towers, whose
     classes may not support it."""
     chosen, text = how.get("attn_implementation"), text_config(config)
@@ -224,7 +224,7 @@ def without_towers(kind: Any) -> Any:
                 super().__init__(config, *more, **named)
             everything = self.state_dict()
             _rebuild(self)
-            dropped = _drop_towers(self, _language_parts(self))
+            dropped = _drop_towers(self, language_parts(self))
             kept = self.state_dict().keys()
             self.left_out = {name: tensor for name, tensor in everything.items() if name not in kept}
             self._keys_to_ignore_on_load_unexpected = {
@@ -240,7 +240,7 @@ def without_towers(kind: Any) -> Any:
 
         def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
             """Sets the attention of the language model. The attention of the towers is unchanged."""
-            chosen = _for_text(self.config, {"attn_implementation": attn_implementation})
+            chosen = for_text(self.config, {"attn_implementation": attn_implementation})
             super().set_attn_implementation(**chosen, **how)
 
     # transformers writes the class name to `architectures` and looks up the names of stored tensors by it.
@@ -248,7 +248,7 @@ def without_towers(kind: Any) -> Any:
     return TextOnly
 
 
-def _language_parts(model: Any) -> list[nn.Module]:
+def language_parts(model: Any) -> list[nn.Module]:
     """Returns the decoder and the output head. Raises NotImplementedError if the decoder is not separate from the
     towers."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
@@ -262,7 +262,7 @@ def _language_parts(model: Any) -> list[nn.Module]:
 def _rebuild(model: Any) -> None:
     """Builds decoder and output head again, on the current device. The towers stay on the meta device, so that they
     need no memory at any size."""
-    decoder, head = _language_parts(model)
+    decoder, head = language_parts(model)
     names = {module: name for name, module in model.named_modules()}
     model.set_submodule(names[decoder], type(decoder)(decoder.config))
     if not names[head].startswith(f"{names[decoder]}."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
     with tempfile.TemporaryDirectory() as aside:
         tokens = _save_tokenizer(Path(aside))
         _save_model(Path(aside), tokens, seed, hidden, layers)
-        _refuse_overwriting(Path(aside), folder)
+        refuse_overwriting(Path(aside), folder)
         shutil.copytree(aside, folder, dirs_exist_ok=True)
 
 
@@ -72,7 +73,7 @@ def _refuse_bad_sizes(seed: int, hidden: int, layers: int) -> None:
     refuse_all(problems)
 
 
-def _refuse_overwriting(written: Path, folder: Path) -> None:
+def refuse_overwriting(written: Path, folder: Path) -> None:
     problems = [
         Problem(
             str(folder / new.name),
@@ -88,6 +89,18 @@ def _refuse_overwriting(written: Path, folder: Path) -> None:
 
 def _save_tokenizer(folder: Path) -> dict[str, int]:
     """Writes the tokenizer. Returns the vocabulary size and the special token ids, for the model config."""
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def tiny_tokenizer(chat_template: str, special: Sequence[str] = ()) -> Any:
+    """Returns a byte tokenizer with the tokens of ChatML and additional `special` tokens."""
     from transformers import Qwen2Tokenizer
 
     # transformers loads the tokenizer of every qwen2 model as `Qwen2Tokenizer`, which sets its own pre-tokenizer. So
@@ -101,14 +114,10 @@ def _save_tokenizer(folder: Path) -> dict[str, int]:
         unk_token=PAD,
         model_max_length=CONTEXT,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, layers: int) -> None:
@@ -130,11 +139,11 @@ def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, la
         dtype="float32",
         **tokens,
     )
-    # The random state is forked, because the constructor of transformers draws random weights. `_initialise` replaces
+    # The random state is forked, because the constructor of transformers draws random weights. `initialise` replaces
     # them.
     with torch.random.fork_rng(devices=[]):
         model = Qwen2ForCausalLM(config)
-    _initialise(model, seed, layers)
+    initialise(model, seed, layers)
     config.save_pretrained(folder)
     special = {name: token for name, token in tokens.items() if name != "vocab_size"}
     GenerationConfig(do_sample=False, **special).save_pretrained(folder)
@@ -142,7 +151,7 @@ def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, la
     save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _initialise(model: Any, seed: int, layers: int) -> None:
+def initialise(model: Any, seed: int, layers: int) -> None:
     """Samples the weights in parameter order from one generator, so that they do not depend on the version of
     transformers."""
     import torch
@@ -155,7 +164,7 @@ def _initialise(model: Any, seed: int, layers: int) -> None:
             elif weight.dim() == 1:
                 weight.fill_(1.0)
             else:
-                weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+                weight.normal_(0.0, weight[0].numel() ** -0.5, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 # The output projections of residual branches are scaled down, so that the residual stream keeps the
                 # size of the embedding.

@@ -24,7 +24,7 @@ from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_r
 from lockstep.model.streamed import weight_files
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.text_model import model_on_meta, placeholder_ids, text_config
-from lockstep.model.tower import tower_tensors
+from lockstep.model.towers.tower import tower_tensors
 from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind

@@ -27,6 +27,7 @@ from lockstep.model.quantized.quantize import quantizable, stacks_of
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
+from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
 from lockstep.optimizers.roles import roles_of
 from lockstep.optimizers.rule_table import scratch_bytes_of, state_bytes_of
 from lockstep.optimizers.update_rule import Roles
@@ -173,7 +174,8 @@ class Counted:
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
     """Counts the parameters of the run's models, which are built on the meta device without weights."""
-    base = model_on_meta(config)
+    base = model_on_meta(config, loaded_kind(recipe.model))
+    freeze_towers(base, recipe.model)
     with torch.device("meta"):
         # Norms, biases and adapters are too small to count separately for tensor parallelism.
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)

@@ -40,7 +40,7 @@ from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import recipe_weights
 from lockstep.rollout.collect import encode_questions, prompt_format
 from lockstep.rollout.native.native_engine import refuse_moving_positions
-from lockstep.types import Question
+from lockstep.types import Example, Question
 
 # Reading.
 
@@ -235,8 +235,16 @@ def placeholder_tokens(context: Context) -> Iterator[Problem]:
         yield from refuse_placeholders(context.config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
         return
     for rows in context.row_sets.values():
-        examples = ((example.origin, example.ids) for example in sequences(rows.items))
+        examples = ((example.origin, _text_ids(example)) for example in sequences(rows.items))
         yield from refuse_placeholders(context.config, examples)
+
+
+def _text_ids(example: Example) -> Sequence[int]:
+    """Returns the tokens of an example without the placeholders of its images."""
+    if not example.images:
+        return example.ids
+    inside = {place for image in example.images for place in range(image.start, image.stop)}
+    return [token for place, token in enumerate(example.ids) if place not in inside]
 
 
 def moving_row_positions(context: Context) -> Iterator[Problem]:

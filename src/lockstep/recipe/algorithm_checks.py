@@ -154,6 +154,18 @@ def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
         yield needs(
             "algorithm.rollout_correction.rejected", "nothing is rejected", "set mask or reject, or remove this key"
         )
+    if settings.mask_first and (settings.rejected == "zero" or (settings.mask == "none" and not settings.reject)):
+        yield needs(
+            "algorithm.rollout_correction.mask_first",
+            "no token is masked before the advantages are computed",
+            "set mask or reject, and rejected to left_out or counted, or remove this key",
+        )
+    if settings.mask_first and is_function_path(algorithm.advantage):
+        yield unfit(
+            "algorithm.rollout_correction.mask_first",
+            "your own estimator gets all tokens",
+            "remove this key",
+        )
     if settings.bypass and settings.weight != "none":
         yield conflict(
             "algorithm.rollout_correction.weight",

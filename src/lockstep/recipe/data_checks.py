@@ -1,4 +1,4 @@
-"""Checks the keys of long texts and of streamed rows for invalid combinations."""
+"""Checks the keys of long texts, of streamed rows and of images for invalid combinations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ NOT_STREAMED = ("kto", "rm", "prm")
 
 def data_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
+    if recipe.model.vision is not None:
+        yield from _vision_problems(recipe)
     if data.long_text == "split" and recipe.method in OFFLINE and "text_key" not in OFFLINE[recipe.method].columns:
         yield unused("data.long_text", f"method {recipe.method} has no rows of plain text", "remove it")
     if data.streaming:
@@ -54,3 +56,33 @@ def _stream_problems(recipe: Recipe) -> Iterator[Problem]:
         if rows is not None:
             why = "cannot be combined with data.streaming, which visits the files in shuffled order"
             yield unfit(key, why, "remove it and set run.steps, or list fewer files")
+
+
+def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of keys that do not work with images yet."""
+    model, parallel, key = recipe.model, recipe.parallel, "model.vision"
+    row = OFFLINE.get(recipe.method)
+    if row is None or not row.images:
+        able = " or ".join(name for name, one in OFFLINE.items() if one.images)
+        yield unfit(key, f"method {recipe.method} does not train on images", f"set method={able}, or remove {key}")
+    if model.vision == "train" and model.lora is not None:
+        why = "an adapter is trained instead of all weights, so the tower cannot be trained with it"
+        yield unfit(key, why, "set model.vision=freeze, or remove model.lora")
+    for name, size in (("context", parallel.context_parallel), ("tensor", parallel.tensor_parallel)):
+        if size > 1:
+            why = f"{size} divides the tokens or layers of a model, and images are not divided"
+            yield unfit(f"parallel.{name}_parallel", why, f"set parallel.{name}_parallel=1 and shard the model instead")
+    settings = {
+        "model.quantize": (model.quantize, "the layers of the vision tower are not quantised"),
+        "model.matmul": (model.matmul, "fp8 was never tested with image features"),
+        "model.activation_offload": (
+            model.activation_offload,
+            "the activations of the tower stay on the device",
+        ),
+        "tape": (recipe.tape.record, "a tape does not contain images"),
+        "data.streaming": (recipe.data.streaming, "streamed rows with images are not read"),
+        "data.long_text": (recipe.data.long_text == "split", "a text with images is not split"),
+    }
+    for name, (used, why) in settings.items():
+        if used:
+            yield unfit(name, f"{why}, and model.vision is set", "remove it, or remove model.vision")

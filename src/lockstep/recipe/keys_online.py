@@ -35,28 +35,36 @@ class RolloutCorrection(Section):
         "mismatch between engine and trainer. The default is `true` if `rollout.max_staleness` is above 0, the loss "
         "clips per token (`clip`, `geo_mean`, `clip_cov`, `dppo_*`) and `weight` is not set. Otherwise `false`.",
     )
-    weight: Literal["none", "token", "sequence"] = Field(
+    weight: Literal["none", "token", "sequence", "geometric_mean"] = Field(
         "none",
         description="Truncated importance sampling: multiply the loss of each token or sequence by trainer probability "
-        "/ engine probability. The default is `token` if a serving engine generates, or if `rollout.max_staleness` is "
-        "above 0 without `bypass`. In all other cases the default of `weight` is `none`.",
+        "/ engine probability. `geometric_mean` multiplies the loss of a token by the geometric mean of the token "
+        "weights of its response, as verl does for the loss `geo_mean`. The default is `token` if a serving engine "
+        "generates, or if `rollout.max_staleness` is above 0 without `bypass`. In all other cases the default of "
+        "`weight` is `none`.",
     )
     cap: float | None = Field(
         2.0,
         gt=0,
         description="Maximum importance weight. `null` means no maximum.",
-        read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence", "geometric_mean")),
     )
     floor: float = Field(
         0.0,
         ge=0,
         description="Minimum weight.",
-        read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence", "geometric_mean")),
+    )
+    outside: Literal["clip", "zero"] = Field(
+        "clip",
+        description="What happens to an importance weight below `floor` or above `cap`. `clip` replaces the weight by "
+        "`floor` or `cap`. `zero` sets the weight to 0 (IcePop).",
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence", "geometric_mean")),
     )
     normalize: bool = Field(
         False,
         description="Divide the importance weights by their mean over the step.",
-        read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence", "geometric_mean")),
     )
     mask: Literal["none", "token", "sequence"] = Field(
         "none",
@@ -80,10 +88,18 @@ class RolloutCorrection(Section):
         description="Additional accepted ranges. A token whose mismatch between trainer and engine is outside at least "
         "one range of `reject` is masked, as with `mask`.",
     )
-    rejected: Literal["left_out", "zero"] = Field(
+    rejected: Literal["left_out", "counted", "zero"] = Field(
         "left_out",
         description="How the means in the loss treat masked tokens. `left_out` excludes masked tokens from the mean. "
-        "`zero` includes masked tokens in the mean with the loss 0.",
+        "`counted` excludes masked tokens from all terms of the loss, but divides by the number of all tokens or "
+        "sequences of the update, as verl does. "
+        "`zero` includes masked tokens in the mean with the policy loss 0.",
+    )
+    mask_first: bool = Field(
+        False,
+        description="Apply `mask` and `reject` before the advantages are computed, as verl does. Then discounted "
+        "returns, lengths and whitening skip masked tokens, and a reward at a masked token is lost. Group estimators "
+        "still compare the scores of all responses.",
     )
 
     @property
@@ -301,10 +317,11 @@ class Algorithm(Section):
         description="For the losses `dppo_tv`, `dppo_kl` and `importance`: maximum weight (ratio) of a token.",
         read_where=("algorithm.loss", ("dppo_tv", "dppo_kl", "importance")),
     )
-    ratio_of: Literal["token", "sequence"] = Field(
+    ratio_of: Literal["token", "sequence", "response"] = Field(
         "token",
         description="For the loss `importance`: the weight of a token is the ratio of this token, or the product of "
-        "the ratios of all tokens of its response.",
+        "the ratios of the tokens of its response. `sequence` multiplies the ratios of unmasked tokens, and `response` "
+        "those of all tokens, as verl does.",
         read_where=("algorithm.loss", ("importance",)),
     )
     dro_beta: float = Field(
@@ -356,6 +373,24 @@ class Algorithm(Section):
         "`reward.weights`.",
         read_where=("algorithm.advantage", ("gdpo",)),
     )
+    divide_by_std: bool = Field(
+        True,
+        description="For the estimator `grpo_passk`: divide by the standard deviation of the group. For `grpo` without "
+        "this division, use the estimator `dr_grpo`.",
+        read_where=("algorithm.advantage", ("grpo_passk",)),
+    )
+    gpg_count: Literal["mixed_groups", "nonzero"] = Field(
+        "mixed_groups",
+        description="For the estimator `gpg`: which responses M counts in the factor N / M. `mixed_groups` counts the "
+        "responses of groups with unequal scores. `nonzero` counts the responses with a score other than 0, as verl.",
+        read_where=("algorithm.advantage", ("gpg",)),
+    )
+    lone_response: Literal["zero", "score"] = Field(
+        "zero",
+        description="For estimators that compare the responses to a prompt: the advantage of the only response to a "
+        "prompt. `score` is the score of the response, without a baseline, as in verl. With `score`, `rollout.n` may "
+        "be 1.",
+    )
     whiten: Whiten = Field(default_factory=Whiten)
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the KL penalty differs"))
@@ -375,6 +410,12 @@ class Algorithm(Section):
 class Critic(Section):
     path: str | None = Field(
         None, description="Folder of the model that initialises the critic. Default: `model.path`.", effect=FOLDER
+    )
+    head_init: Literal["zeros", "random"] = Field(
+        "zeros",
+        description="How the value head starts if the critic folder has none. `zeros`: the first values are 0, "
+        "and the head has no bias. `random`: random weights and a bias, as in verl. A reward model or a critic of verl "
+        "keeps its own head.",
     )
     lr: float = Field(
         1e-5,

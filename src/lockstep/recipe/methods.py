@@ -29,6 +29,8 @@ class OfflineRow:
     """Whether a row has two or more sequences, which must be in the same micro-batch."""
     judges: bool = False
     """Whether the trained model scores responses and cannot generate, as a reward model does."""
+    images: bool = False
+    """Whether the method trains on rows with images (`model.vision`)."""
     preference: str | None = None
     """The entry of PREFERENCE_READS for a method with a fixed loss, or None if `preference.loss` selects the entry."""
 
@@ -43,7 +45,7 @@ def _pairs(**preference: Any) -> OfflineRow:
 
 
 OFFLINE: dict[str, OfflineRow] = {
-    "sft": OfflineRow(),
+    "sft": OfflineRow(images=True),
     # Ouyang et al. 2022 (arXiv 2203.02155).
     "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True),
     # Lightman et al. 2023 (arXiv 2305.20050), with the label as a token.

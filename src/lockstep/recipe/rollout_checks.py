@@ -46,7 +46,7 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
     if rollout.max_staleness is None and rollout.worker_device is not None:
         why = "this key applies to asynchronous generation, which is off"
         yield needs("rollout.worker_device", why, "set rollout.max_staleness, or remove rollout.worker_device")
-    if estimator_row(algorithm.advantage).groups and rollout.n < 2:
+    if estimator_row(algorithm.advantage).groups and rollout.n < 2 and algorithm.lone_response == "zero":
         yield Problem(
             "rollout.n",
             f"{algorithm.advantage} compares the samples of a prompt and needs at least 2 samples",

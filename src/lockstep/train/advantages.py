@@ -39,6 +39,8 @@ class Advantages:
     is_weights_K: torch.Tensor
     metrics: dict[str, float]
     repeats_S: torch.Tensor | None = None
+    counts_masked: bool = False
+    """Whether the divisors of the loss also count tokens and sequences that are excluded from the loss."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,11 @@ def estimate_advantages(
         reduce,
         turns,
         totals_S,
+        divide_by_std=algorithm.divide_by_std,
+        gpg_nonzero=algorithm.gpg_count == "nonzero",
+        lone_score=algorithm.lone_response == "score",
     )
-    estimate = _estimate(experience, signals, algorithm)
+    estimate = _estimate(experience, signals, algorithm, corrected.keep_K > 0)
     repeats_S = None
     if algorithm.pf_ppo.method != "none":
         # Every rank has all scores, so every rank samples the same number of repeats per response.
@@ -109,7 +114,8 @@ def estimate_advantages(
         metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
     rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
     metrics |= _batch_metrics(experience, rewards_K, estimate.advantages_K, estimate.returns_K, outputs.values_K)
-    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, is_weights_K, metrics, repeats_S)
+    estimated = estimate.advantages_K, estimate.returns_K
+    return Advantages(rewards_K, *estimated, keep_K, is_weights_K, metrics, repeats_S, corrected.counts_masked)
 
 
 def _turns(experience: Experience, algorithm: Algorithm) -> TrajectoryTurns | None:
@@ -128,7 +134,37 @@ def _turns(experience: Experience, algorithm: Algorithm) -> TrajectoryTurns | No
     return experience.turns(algorithm.turn_discount, algorithm.turn_weight)
 
 
-def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
+def _estimate_kept(experience: Experience, signals: Signals, algorithm: Algorithm, kept_K: torch.Tensor) -> Estimate:
+    """Estimates advantages as if the policy had generated only the tokens of `kept_K`. A group still has the scores of
+    all its sequences. Tokens that are not kept get advantage 0 and return 0."""
+
+    def kept(vector_K: torch.Tensor | None) -> torch.Tensor | None:
+        return None if vector_K is None else vector_K[kept_K]
+
+    ones_K = torch.ones_like(signals.rewards_K)
+    part = replace(
+        signals,
+        rewards_K=signals.rewards_K[kept_K],
+        sequence_K=signals.sequence_K[kept_K],
+        values_K=kept(signals.values_K),
+        energy_K=kept(signals.energy_K),
+        kl_penalty_K=kept(signals.kl_penalty_K),
+        turns=None if signals.turns is None else replace(signals.turns, turn_K=signals.turns.turn_K[kept_K]),
+        totals_S=signals.scores_S,
+        present_S=signals.reduce.sum_by(ones_K, signals.sequence_K, len(signals.group_S)) > 0,
+    )
+    estimate = _estimate(experience, part, algorithm)
+    vectors_K = torch.zeros_like(ones_K), torch.zeros_like(ones_K)
+    for vector_K, values_K in zip(vectors_K, (estimate.advantages_K, estimate.returns_K), strict=True):
+        vector_K[kept_K] = values_K
+    return Estimate(*vectors_K)
+
+
+def _estimate(
+    experience: Experience, signals: Signals, algorithm: Algorithm, kept_K: torch.Tensor | None = None
+) -> Estimate:
+    if algorithm.rollout_correction.mask_first and kept_K is not None:
+        return _estimate_kept(experience, signals, algorithm, kept_K)
     settings = {"gamma": algorithm.gamma, "lam": algorithm.lam}
     if algorithm.advantage in ESTIMATORS:
         return ESTIMATORS[algorithm.advantage](signals, **settings)
@@ -168,7 +204,7 @@ def _correct(
         return Corrected(ones_K, ones_K)
     trainer_K = outputs.trainer_K if settings.bypass else outputs.old_K
     assert trainer_K is not None
-    keys = settings.model_dump(exclude={"bypass", "reject"})
+    keys = settings.model_dump(exclude={"bypass", "reject", "mask_first"})
     bands = [Band(**band.model_dump()) for band in settings.reject]
     rollout_logprobs_K, sequence_K, sequences = (
         experience.rollout_logprobs_K,

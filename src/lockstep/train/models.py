@@ -318,7 +318,8 @@ def build_critic(recipe: Recipe, device: Device, world: World, torch_device: tor
     offload = recipe.parallel.offload_critic
     sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
     seed = recipe.run.seed
-    critic = load_value_model(recipe.model, path, torch_device, device.attention, seed, sharding=sharding)
+    how: dict[str, Any] = {"head_init": recipe.critic.head_init, "sharding": sharding}
+    critic = load_value_model(recipe.model, path, torch_device, device.attention, seed, **how)
     refuse_undivided(critic, world.context, path)
     if path != recipe.model.path:
         _tell_unused(critic, path, world)

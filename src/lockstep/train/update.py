@@ -56,9 +56,9 @@ def update_policy(
     algorithm, tokens = recipe.algorithm, plan.tokens
     experience, outputs, advantages = batch.experience, batch.outputs, batch.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
-    sequences, reduce = plan.responses.stop - plan.responses.start, experience.reduce
+    sequences, reduce, counts = plan.responses.stop - plan.responses.start, experience.reduce, advantages.counts_masked
     repeats_S = None if advantages.repeats_S is None else advantages.repeats_S[plan.responses]
-    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, repeats_S, reduce
+    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, repeats_S, reduce, counts
     loss_weights_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
     penalty_K = loss_weights_K
     if algorithm.penalty_aggregation is not None:

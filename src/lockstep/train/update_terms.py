@@ -234,7 +234,14 @@ def update_critic(plan: UpdatePlan, batch: TrainBatch, models: Models, recipe: R
     sequences, reduce = plan.responses.stop - plan.responses.start, batch.experience.reduce
     repeats_S = None if advantages.repeats_S is None else advantages.repeats_S[plan.responses]
     loss_weights_K, divisor = aggregation_weights(
-        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, repeats_S, reduce
+        recipe.critic.aggregation,
+        sequence_K,
+        keep_K,
+        sequences,
+        recipe.rollout.max_tokens,
+        repeats_S,
+        reduce,
+        advantages.counts_masked,
     )
 
     def loss(values_K: torch.Tensor, micro_batch: MicroBatch) -> Sums:

@@ -14,15 +14,12 @@ GROUP = "algorithm.rollout_correction"
 WEIGHT, BOUND, NORMALIZE = (f"{GROUP}.rollout_is{name}" for name in ("", "_threshold", "_batch_normalize"))
 REJECT, BOUNDS = f"{GROUP}.rollout_rs", f"{GROUP}.rollout_rs_threshold"
 BYPASS, BYPASS_LOSS = f"{GROUP}.bypass_mode", f"{GROUP}.loss_type"
+N = "actor_rollout_ref.rollout.n"
 
-_ADVANTAGE_NOTES = {
-    "optimal_token_baseline": "the response of a group of one has advantage 0; in verl its advantage is its return",
-    "gpg": "the scale factor N / M counts M sequences in groups with unequal scores; verl counts non-zero scores",
-}
 # Whatever loss_agg_mode is, verl averages sapo and geo_mean over sequences. KL and entropy follow loss_agg_mode.
 _BY_SEQUENCE = ("sapo", "geo_mean")
 _GSPO = "verl 0.9 aggregates GSPO by loss_agg_mode (default: over tokens); earlier releases always over sequences"
-_SUM_NORM = {
+SUM_NORM = {
     "0.4": "verl 0.4 sums over a micro-batch's sequences: the loss is larger by the number of sequences (as a factor)",
     "0.9": "lockstep divides by max_response_length, verl 0.9 by the longest response of a micro-batch",
 }
@@ -53,6 +50,15 @@ CRITERIA = {
     if (over, name) != ("seq_max", "k1")
 }
 ONCE = "lockstep rejects tokens once per step, before the first update; verl at every update with the current policy"
+_KEPT = "verl before 0.9, and verl 0.9 with trainer.use_v1=False, divide by the tokens that are not rejected"
+_V1 = "verl 0.9 reads this key only with trainer.use_v1=False; earlier releases always do"
+# These estimators of verl return the score of a response that is alone in its group.
+_LONE = (
+    "grpo", "grpo_vectorized", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)  # fmt: skip
+_ALONE = "as in verl: each prompt has one response, so its advantage is its score, without a baseline"
+_DISCOUNTED = ("gae", "reinforce_pp")
 
 
 def algorithm_rule(done: Conversion) -> None:
@@ -61,12 +67,23 @@ def algorithm_rule(done: Conversion) -> None:
         return
     advantage = values["algorithm.advantage"]
     done.write("method", values["method"], ESTIMATOR)
-    if advantage == "grpo" and not done[NORM_BY_STD]:
+    if done[ESTIMATOR] == "grpo" and not done[NORM_BY_STD]:
         done.write("algorithm.advantage", "dr_grpo", NORM_BY_STD)
     else:
-        done.write("algorithm.advantage", advantage, ESTIMATOR, note=_ADVANTAGE_NOTES.get(advantage, ""))
+        done.write("algorithm.advantage", advantage, ESTIMATOR)
+    if advantage == "gpg":
+        done.write("algorithm.gpg_count", "nonzero", ESTIMATOR)
+    if advantage == "grpo_passk":
+        done.write("algorithm.divide_by_std", bool(done[NORM_BY_STD]), NORM_BY_STD)
+    elif done[ESTIMATOR] != "grpo":
+        done.ignore(f"verl's {done[ESTIMATOR]} does not read this key", NORM_BY_STD)
     if advantage == "gae":
         done.write_number("algorithm.lam", "algorithm.lam")
+    if done.integer(N) == 1 and done[ESTIMATOR] in _LONE:
+        done.write("algorithm.lone_response", "score", N, note=_ALONE)
+    if advantage not in _DISCOUNTED:
+        done.write("algorithm.gamma", 1.0)
+        done.ignore(f"verl's {done[ESTIMATOR]} does not discount rewards", "algorithm.gamma")
     _loss(done)
     _kl(done)
     _correction(done)
@@ -111,8 +128,6 @@ def _gdpo(done: Conversion, advantage: str) -> None:
     if not isinstance(names, list) or not names or done["custom_reward_function.path"] is None:
         done.refuse(keys, "gdpo needs a custom_reward_function that returns named rewards", f"{keys}=[a,b]")
         return
-    if not done[NORM_BY_STD]:
-        done.refuse(NORM_BY_STD, "gdpo divides each reward by its standard deviation", f"{NORM_BY_STD}=True")
     given = done.numbers(weights) if done[weights] else [1.0] * len(names)
     if len(given) != len(names):
         done.refuse(weights, f"{len(given)} weights for {len(names)} rewards", "write one weight per reward")
@@ -163,7 +178,7 @@ def _aggregation(done: Conversion, mode: str) -> None:
         done.write("algorithm.aggregation", "seq_mean_token_mean", LOSS_MODE, note=_GSPO if old_gspo else "")
         done.write("algorithm.penalty_aggregation", ours, AGGREGATION)
     else:
-        note = _SUM_NORM["0.9" if done.since("0.8") else "0.4"] if sum_norm else ""
+        note = SUM_NORM["0.9" if done.since("0.8") else "0.4"] if sum_norm else ""
         if mode == "gspo" and kind != "seq-mean-token-mean":
             note = _GSPO
         if done[SCALE] is not None and sum_norm:
@@ -235,27 +250,58 @@ def _correction(done: Conversion) -> None:
         done.refuse(BOUNDS if done[REJECT] else BOUND, str(bad), "write one number, or lower_upper")
         return
     if done[BYPASS]:
-        _bypass(done, kind, floor, cap)
+        if "optimal_token_baseline" in str(done[ESTIMATOR]):
+            why = "verl's bypass_mode does not compute the probabilities that the optimal token baseline needs"
+            done.refuse(BYPASS, why, f"{BYPASS}=False")
+        _bypass(done, kind, floor, cap, bands)
     elif kind is not None:
-        done.write("algorithm.rollout_correction.weight", kind, WEIGHT)
-        done.write("algorithm.rollout_correction.cap", cap, BOUND)
-        done.write("algorithm.rollout_correction.normalize", bool(done[NORMALIZE]), NORMALIZE)
-        if floor is not None:
-            if bands:
-                done.refuse(BOUND, "weights with a lower bound and rejection cannot be combined", "remove one of them")
-                return
-            over = "token" if kind == "token" else "sum"
-            bands = [{"over": over, "by": "ratio", "low": floor, "high": cap}]
-            done.write("algorithm.rollout_correction.reject", bands, BOUND)
-            done.write("algorithm.rollout_correction.rejected", "zero", BOUND)
-            return
+        _weights(done, kind, floor, cap)
     else:
         done.ignore("verl reads this key only with rollout_is", BOUND, NORMALIZE)
     if bands:
         done.write("algorithm.rollout_correction.reject", bands, REJECT, BOUNDS, note=ONCE if done[BYPASS] else "")
+        _rejection(done, bands)
 
 
-def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> None:
+def _weights(done: Conversion, kind: str, floor: float | None, cap: float) -> None:
+    if done[LOSS_MODE] == "geo_mean" and kind == "token":
+        if "optimal_token_baseline" in str(done[ESTIMATOR]):
+            why = "verl weights the baseline by token and the loss geo_mean by response, and lockstep has one weight"
+            done.refuse(WEIGHT, why, "use rollout_is=sequence, or another estimator")
+        kind = "geometric_mean"
+    done.write("algorithm.rollout_correction.weight", kind, WEIGHT)
+    done.write("algorithm.rollout_correction.cap", cap, BOUND)
+    done.write("algorithm.rollout_correction.normalize", bool(done[NORMALIZE]), NORMALIZE)
+    if floor is not None:
+        done.write("algorithm.rollout_correction.floor", floor, BOUND)
+        done.write("algorithm.rollout_correction.outside", "zero", BOUND)
+
+
+def _rejection(done: Conversion, bands: list[dict[str, Any]]) -> None:
+    """Converts how rejected tokens count. verl masks them before it computes advantages, or with bypass_mode only in
+    the policy loss. Its divisors count them."""
+    by_token, kind = any(band["over"] == "token" for band in bands), done[AGGREGATION]
+    if done[BYPASS]:
+        done.write("algorithm.rollout_correction.rejected", "zero", REJECT)
+        if by_token and kind == "seq-mean-token-mean":
+            why = "verl's token means have no rejected tokens, and its KL and entropy terms have them"
+            done.refuse(AGGREGATION, why, "use token-mean, or reject whole sequences")
+        return
+    legacy = done["trainer.use_v1"] is False
+    left_out = legacy and kind == "token-mean"
+    if left_out and done[LOSS_MODE] in _BY_SEQUENCE:
+        why = f"verl divides the loss {done[LOSS_MODE]} and its KL and entropy terms by different numbers"
+        done.refuse(REJECT, why, f"{AGGREGATION}=seq-mean-token-mean")
+    done.write("algorithm.rollout_correction.rejected", "left_out" if left_out else "counted", REJECT)
+    done.write("algorithm.rollout_correction.mask_first", True, REJECT)
+    if kind == "token-mean" and not legacy:
+        done.decided.setdefault(REJECT, ("changed", _KEPT))
+    if by_token and done[ESTIMATOR] == "optimal_token_baseline":
+        why = "verl's optimal_token_baseline shifts its baselines if single tokens are rejected"
+        done.refuse(ESTIMATOR, why, f"{ESTIMATOR}=tir_optimal_token_baseline")
+
+
+def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float, bands: list[dict[str, Any]]) -> None:
     done.write("algorithm.rollout_correction.bypass", True, BYPASS)
     if done[BYPASS_LOSS] == "ppo_clip":
         why = "the clipped ratio already uses the rollout engine's log-probs; verl uses the weights only in metrics"
@@ -263,15 +309,19 @@ def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> Non
         return
     if done.lookup(BYPASS_LOSS) is None:
         return
+    done.decided.setdefault(BYPASS_LOSS, ("changed", _V1))
     if done[NORMALIZE]:
         done.refuse(NORMALIZE, "division by the mean of a micro-batch depends on the batch size", f"{NORMALIZE}=false")
     if floor is not None:
         done.refuse(BOUND, "bypass_mode has no lower bound of weights", "write one number, the largest weight")
     if kind is None:
+        if done["algorithm.use_kl_in_reward"]:
+            why = "verl computes this KL penalty with the engine's log-probs, and the plain policy gradient has none"
+            done.refuse("algorithm.use_kl_in_reward", why, f"set {A}.use_kl_loss=True instead, or {WEIGHT}=token")
         done.write("algorithm.rollout_correction.bypass", False, BYPASS)
         done.decided[BYPASS] = ("mapped", "without rollout_is, the loss is the plain policy gradient")
     else:
-        done.write("algorithm.ratio_of", kind, WEIGHT)
+        done.write("algorithm.ratio_of", "response" if kind == "sequence" and bands else kind, WEIGHT)
         done.write("algorithm.ratio_cap", cap, BOUND)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.compat.key_table import Conversion, KeyRule
 from lockstep.compat.verl.verl_agents import agents_rule
-from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_algorithm import SUM_NORM, algorithm_rule
 from lockstep.compat.verl.verl_async import async_rule, step_prompts
 from lockstep.compat.verl.verl_megatron import (
     ACTOR,
@@ -72,9 +72,20 @@ def optim_rule(done: Conversion) -> None:
     done.write_number("optim.lr", f"{A}.optim.lr")
     done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
     done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
-    done.write_number("optim.clip", f"{A}.optim.clip_grad" if done.is_set(f"{A}.optim.clip_grad") else f"{A}.grad_clip")
+    clip_rule(done)
     optimizer_rule(done, f"{A}.optim")
     schedule_rule(done, f"{A}.optim")
+
+
+def clip_rule(done: Conversion) -> None:
+    """Up to 0.7, verl reads `actor.grad_clip`. The engines of 0.8 and 0.9 read only `actor.optim.clip_grad`."""
+    new, old = f"{A}.optim.clip_grad", f"{A}.grad_clip"
+    if done.is_set(new) or done.version != "0.9":
+        done.write_number("optim.clip", new if done.is_set(new) else old)
+        return
+    done.write("optim.clip", 1.0, new)
+    if done.is_set(old):
+        done.ignore("the engines of verl 0.8 and 0.9 read only actor.optim.clip_grad, which is 1.0", old)
 
 
 def batch_rule(done: Conversion) -> None:
@@ -165,13 +176,15 @@ def critic_rule(done: Conversion) -> None:
         return
     if not done.require("critic.model.path", "give the path of the critic's model", UNSET):
         return
-    note = "the value head starts at zero, so the first values are 0; verl's value head starts with random weights"
+    note = "the value head starts with random weights and a bias, as in verl; the random numbers are others"
     done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
+    done.write("critic.head_init", "random", "critic.model.path")
     done.write_number("critic.lr", "critic.optim.lr")
     done.write_number("critic.clip", "critic.cliprange_value")
     kind = done.lookup("critic.loss_agg_mode", done["critic.loss_agg_mode"] or done[f"{A}.loss_agg_mode"])
     if kind is not None:
-        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+        note = SUM_NORM["0.9" if done.since("0.8") else "0.4"] if kind == "seq_mean_token_sum_norm" else ""
+        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode", note=note)
     done.write("critic.warmup", max(0, done.integer("trainer.critic_warmup") - 1), "trainer.critic_warmup")
 
 

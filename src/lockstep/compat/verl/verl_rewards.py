@@ -20,9 +20,10 @@ def reward_rules(version: str) -> dict[str, str]:
 
 def default_rules(done: Conversion) -> None:
     """Writes the rules of the command's verl version, and says how they differ from the rules of lockstep."""
-    rules = reward_rules(done.version)
+    version = done.settings.peer.rsplit(" ", 1)[-1]
+    rules = reward_rules(version)
     if done[SANDBOX] not in (None, "", "null"):
-        code, remote = f"verl/prime_code@{done.version}", f"verl/sandbox_fusion@{done.version}"
+        code, remote = f"verl/prime_code@{version}", f"verl/sandbox_fusion@{version}"
         rules = {source: remote if name == code else name for source, name in rules.items()}
         note = "lockstep runs the programs in its own sandbox on this machine, and does not call the service"
         done.decided[SANDBOX] = ("changed", note)

@@ -137,7 +137,9 @@ def schedule_rule(done: Conversion, group: str) -> None:
         floor = f"{group}.min_lr_ratio"
         done.write("optim.min_lr_ratio", done.number(floor) if done[floor] else 0.0, floor)
     steps = f"{group}.lr_warmup_steps"
-    if done[steps] is not None and done.is_set(steps) and done.integer(steps) >= 0:
+    # In 0.9 the ratio applies instead of 0 steps.
+    fewest = 1 if done.version == "0.9" else 0
+    if done[steps] is not None and done.is_set(steps) and done.integer(steps) >= fewest:
         done.write("optim.warmup", done.integer(steps), steps, note=WARMUP_NOTE)
         return
     ratios = [f"{group}.lr_warmup_steps_ratio", f"{group}.warmup_steps_ratio"]

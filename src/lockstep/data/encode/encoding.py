@@ -62,6 +62,13 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
     span = kept_span(len(example), limit, overlong, over)
     if span is None:
         return None
+    if not all(span.start <= image.start and image.stop <= span.stop for image in example.images):
+        raise OverLimit.at(
+            example.origin,
+            f"has {len(example)} tokens, and {overlong} to {limit} tokens would cut an image",
+            "raise data.max_tokens, or set data.overlong=drop",
+            code="row-too-long",
+        )
     short = example.cut(span)
     if not short.targets:
         raise Refusal.at(

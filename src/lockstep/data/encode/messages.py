@@ -41,6 +41,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
+IMAGE_REMEDY = "remove the row; method sft trains on images with model.vision=freeze"
 # Keys of images, video and audio. Rows with images, video or audio are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
@@ -133,9 +134,8 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
     """Raises a `Refusal` for a row or message with images, audio or video."""
     for key in NOT_TEXT:
         if holder.get(key):
-            raise Refusal.at(
-                origin, f"{where} has a value in {key}, but only text is trained", "remove the row", code="not-text"
-            )
+            why = f"{where} has a value in {key}, but only text is trained"
+            raise Refusal.at(origin, why, IMAGE_REMEDY, code="not-text")
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
@@ -154,7 +154,7 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
             raise Refusal.at(
                 origin,
                 f"{where} has a content part of type {what}, but only text is trained",
-                "remove the row",
+                IMAGE_REMEDY,
                 code="not-text",
             )
         texts.append(text)

@@ -12,6 +12,7 @@ from lockstep.data.encode.chat_text import TemplateInputs
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled
 from lockstep.data.encode.dialogue import SpecialText, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, split_text, written
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.messages import refuse_not_text
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
@@ -94,7 +95,14 @@ def find_columns(finder: ColumnFinder) -> SupervisedColumns:
 class Encoder:
     """Encodes the rows of one source as examples."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: SupervisedColumns, data: Data):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: SupervisedColumns,
+        data: Data,
+        images: RowImages | None = None,
+    ):
+        self.images = images
         self.encoding = Encoding(tokenizer, data)
         self.columns = columns
         self.split_rows = self.special_rows = 0
@@ -131,6 +139,14 @@ class Encoder:
 
     def __call__(self, row: Row, origin: Origin) -> list[Example]:
         """Encodes a row as one or more examples (`data.turns`). The error for an invalid row names the row."""
+        if self.images is None:
+            return self._encoded(row, origin)
+        columns = self.columns
+        row, refs = self.images.read(row, (columns.messages, columns.prompt, columns.response, columns.text), origin)
+        every = self.encoding.turns == "all"
+        return [self.images.written(one, refs, all_turns=every) for one in self._encoded(row, origin)]
+
+    def _encoded(self, row: Row, origin: Origin) -> list[Example]:
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)
@@ -153,7 +169,8 @@ class Encoder:
 
     def _chat(self, messages: Any, origin: Origin, inputs: TemplateInputs) -> list[Example]:
         encoded = self.encoding.chat(messages, origin, inputs)
-        self.special_rows += self.special_text.inside([messages])
+        texts = messages if self.images is None else self.images.without_placeholders(messages)
+        self.special_rows += self.special_text.inside([texts])
         self.split_rows += any(one.split for one in encoded)
         roles = self.encoding.train_roles
         self.tally[_CHATS] += 1
@@ -185,8 +202,12 @@ class SupervisedRows:
 
     unusable = 0
 
-    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
-        self.encoder = Encoder(tokenizer, find_columns(finder), finder.data)
+    def __init__(
+        self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: str | None = None
+    ):
+        """`images` is the model folder whose image processor reads the images of the rows (`model.vision`)."""
+        reader = RowImages(images, tokenizer, finder.source.path) if images is not None else None
+        self.encoder = Encoder(tokenizer, find_columns(finder), finder.data, reader)
         self.finder = finder
         self.limit, self.overlong = limit, finder.data.overlong
         self.splits = finder.data.long_text == "split" and self.encoder.columns.shape == "text"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lockstep.kernels.mixer_states import RESERVED
 from lockstep.types import Sampling
+from lockstep.vision.spans import ImageSpan
 
 
 @dataclass(eq=False)
@@ -19,6 +20,8 @@ class CachedSpan:
     cached: int = 0
     slot: int = 0
     """The slot with the states of recurrent layers after the cached tokens, or 0 if there is none."""
+    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
+    """The images of the prompt."""
 
 
 @dataclass(eq=False)

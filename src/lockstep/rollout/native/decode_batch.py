@@ -14,6 +14,7 @@ import torch
 from lockstep.device.base import sent
 from lockstep.kernels.mixer_states import SPARE
 from lockstep.rollout.native.cached_spans import SequenceState
+from lockstep.vision.positions import position_offset
 
 
 @dataclass
@@ -31,6 +32,8 @@ class DecodeState:
     logprobs_B: torch.Tensor
     slots_B: torch.Tensor
     """Slot with the states of recurrent layers, or 0."""
+    offsets_B: torch.Tensor
+    """Position minus index of the generated tokens, which is not 0 after images."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceState], width: int, device: torch.device) -> DecodeState:
@@ -43,6 +46,7 @@ class DecodeState:
                 sequence.limit,
                 *sequence.keys,
                 sequence.slot,
+                position_offset(sequence.images),
             ]
             for sequence in sequences
         ]
@@ -58,6 +62,7 @@ class DecodeState:
             done_B=torch.zeros(len(sequences), dtype=torch.bool, device=device),
             logprobs_B=torch.zeros(len(sequences), device=device),
             slots_B=numbers[:, 6].contiguous(),
+            offsets_B=numbers[:, 7].contiguous(),
         )
 
     @classmethod
@@ -74,6 +79,7 @@ class DecodeState:
             done_B=torch.ones(rows, dtype=torch.bool, device=device),
             logprobs_B=torch.zeros(rows, device=device),
             slots_B=torch.full_like(zeros, SPARE),
+            offsets_B=zeros.clone(),
         )
 
     def idle_done_(self, block: int) -> None:
@@ -81,7 +87,7 @@ class DecodeState:
         of a session reads."""
         self.table_BM.masked_fill_(self.done_B[:, None], block)
         self.slots_B.masked_fill_(self.done_B, SPARE)
-        for numbers in (self.positions_B, self.prompts_B):
+        for numbers in (self.positions_B, self.prompts_B, self.offsets_B):
             numbers.masked_fill_(self.done_B, 0)
 
     def first(self, rows: int) -> DecodeState:

@@ -29,10 +29,12 @@ class Intake:
             prompt = tuple(request.ids)
             if not prompt:
                 raise ValueError(f"request {self.asked} has no prompt tokens")
+            if request.images and (request.session is not None or request.images[-1].stop >= len(prompt)):
+                raise ValueError(f"request {self.asked}: no session has images, and no prompt ends with an image")
             number = numbers.get(prompt) if request.session is not None else None
             if number is None:
                 number = first + len(prefixes)
-                prefixes.append(SharedPrompt(list(prompt[:-1])))
+                prefixes.append(SharedPrompt(list(prompt[:-1]), images=request.images))
                 if request.session is not None:
                     numbers[prompt] = number
             sequences += self._samples(request, number)
@@ -58,6 +60,7 @@ class Intake:
                 asked=self.asked,
                 stops=request.limits(self.sampling) if request.stop_strings or request.stop_ids else None,
                 session=request.session,
+                images=request.images,
             )
             for which, so_far in begun.items()
         ]

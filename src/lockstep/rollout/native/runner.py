@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from lockstep.data.image_batch import chunk_images, images_to
 from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.attention.kv_cache import KVCache
@@ -28,6 +29,7 @@ from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.scheduler import Work
 from lockstep.types import Sampling
+from lockstep.vision.spans import ImageInputs
 
 # Number of decode passes per round with CUDA graphs. The host does not synchronize with the device between the passes
 # of a round.
@@ -115,7 +117,10 @@ class Runner:
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if unchunked else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
         step = PrefillPass(self.cache, to, where, self.device.paged_attention, self._prefill_states(work))
-        if self.layers is not None and self.layers.prefills:
+        images = chunk_images([(len(part.tokens), part.images, part.cached, stop) for part, stop in work])
+        if images is not None:
+            self._hidden(ids, at, step, images_to(images, self.torch_device))
+        elif self.layers is not None and self.layers.prefills:
             with self._viewed():
                 self.layers.prefill(ids, at, step)
         else:
@@ -198,17 +203,24 @@ class Runner:
         held = self.cache.states
         states = None if held is None else DecodeStates(held, state.slots_B)
         layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B, states)
+        at_B = state.positions_B + state.offsets_B
         if self.layers is None:
-            return self._hidden(state.tokens_B, state.positions_B, layout)
+            return self._hidden(state.tokens_B, at_B, layout)
         with self._viewed():
-            return self.layers.decode(state.tokens_B, state.positions_B, layout)
+            return self.layers.decode(state.tokens_B, at_B, layout)
 
     def _viewed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.view is None else self.view.used()
 
-    def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
+    def _hidden(
+        self,
+        ids: torch.Tensor,
+        at: torch.Tensor,
+        layout: PrefillPass | DecodePass,
+        images: ImageInputs | None = None,
+    ) -> torch.Tensor:
         with self._viewed():
-            return self.policy.decoder.engine_states(ids, at, layout)
+            return self.policy.decoder.engine_states(ids, at, layout, images)
 
     def _prefill_states(self, work: Sequence[tuple[CachedSpan, int]]) -> PrefillStates | None:
         if self.cache.states is None:

@@ -1,8 +1,8 @@
 """Copies the towers of a nested model (encoders and projectors for images, video or audio) to an export.
 
-Training never loads the towers (`text_model.py`). The export copies the processor files and the bytes of the towers'
-tensors, which keep the names that they have in the model folder. So transformers loads the full class from the exported
-folder.
+Training on text never loads the towers (`text_model.py`), and training on images may freeze them. The export copies the
+processor files and the bytes of the towers' tensors, which keep the names that they have in the model folder. So
+transformers loads the full class from the exported folder.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ def _places(model: Any, keys: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def add_towers(config: Any, source: str, out: Path, where: str) -> None:
-    """Adds the tower tensors and processor files of the model folder `source` to the exported folder `out`."""
+def add_towers(config: Any, source: str, out: Path, where: str, *, trained: bool = False) -> None:
+    """Adds the tower tensors and processor files of the model folder `source` to the exported folder `out`. If the
+    towers were `trained`, the folder has their tensors already."""
     names = tower_tensors(config, source, where)
     if not names:
         return
-    add_tensors(out, weight_files(source) or [], names)
+    if not trained:
+        add_tensors(out, weight_files(source) or [], names)
     for name in PROCESSOR:
         if (file := Path(source) / name).is_file():
             shutil.copyfile(file, out / name)

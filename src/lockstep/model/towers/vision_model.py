@@ -1,0 +1,139 @@
+"""The towers of a model for images: loads the full class, and puts image features into the embeddings of a micro-batch.
+
+Without `model.vision`, the towers are never loaded (`text_model.py`). With it, the language model still runs as without
+images: only the embeddings of the placeholder tokens and the positions differ.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.model.text_model import LanguageModel, for_text, language_parts
+from lockstep.vision.spans import ImageInputs
+
+if TYPE_CHECKING:
+    from lockstep.recipe.schema import Model
+
+
+class VisionModel(LanguageModel):
+    """Builds the full class with its towers, for training on images."""
+
+    @staticmethod
+    def _built(kind: Any) -> Any:
+        return with_towers(kind)
+
+
+@cache
+def with_towers(kind: Any) -> Any:
+    """Returns a subclass of the multimodal class `kind` that lists its towers, and whose towers keep their own
+    attention."""
+
+    class WithTowers(kind):
+        def __init__(self, config: Any, *more: Any, **named: Any):
+            super().__init__(config, *more, **named)
+            self.tower_names = tuple(_tower_names(self, language_parts(self)))
+
+        def set_attn_implementation(self, attn_implementation: Any, **how: Any) -> None:
+            """Sets the attention of the language model. The attention of the towers is unchanged."""
+            chosen = for_text(self.config, {"attn_implementation": attn_implementation})
+            super().set_attn_implementation(**chosen, **how)
+
+    # transformers writes the class name to `architectures` and looks up the names of stored tensors by it.
+    WithTowers.__name__, WithTowers.__qualname__, WithTowers.__module__ = (
+        kind.__name__,
+        kind.__qualname__,
+        kind.__module__,
+    )
+    return WithTowers
+
+
+def _tower_names(module: nn.Module, kept: list[nn.Module], prefix: str = "") -> list[str]:
+    """Returns the names of the modules that are neither part of `kept` nor contain a part of `kept`."""
+    names = []
+    for name, child in module.named_children():
+        if any(child is one for one in kept):
+            continue
+        inside = any(part is one for part in child.modules() for one in kept)
+        names += _tower_names(child, kept, f"{prefix}{name}.") if inside else [prefix + name]
+    return names
+
+
+def towers_of(model: Any) -> list[nn.Module]:
+    """Returns the towers of a model that was loaded with them: encoder and projector. A model without towers has
+    none."""
+    return [model.get_submodule(name) for name in getattr(model, "tower_names", ())]
+
+
+def tower_parts(model: Any) -> set[nn.Module]:
+    """Returns all modules inside the towers."""
+    return {part for tower in towers_of(model) for part in tower.modules()}
+
+
+def loaded_kind(settings: Model) -> type[LanguageModel]:
+    """Returns which parts of the model folder are loaded: the language model, or with `model.vision` also the
+    towers."""
+    return LanguageModel if settings.vision is None else VisionModel
+
+
+def exported_kind(settings: Model) -> type[LanguageModel]:
+    """Returns which parts a checkpoint contains. The export copies towers that are not trained from the model
+    folder."""
+    return VisionModel if settings.vision == "train" else LanguageModel
+
+
+def freeze_towers(model: Any, settings: Model) -> None:
+    """Excludes the towers from training unless `model.vision` is `train`."""
+    for tower in towers_of(model) if settings.vision != "train" else ():
+        tower.requires_grad_(False)
+
+
+class ImageEmbeddings:
+    """Computes the input embeddings of a micro-batch with images. The towers run once per micro-batch, on each distinct
+    image of the micro-batch."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        # Sizes are read before the model is sharded.
+        conv = next(part for tower in towers_of(model) for part in tower.modules() if isinstance(part, nn.Conv3d))
+        self._patch = conv.weight[0].numel()
+        self._merge = int(model.config.vision_config.spatial_merge_size)
+
+    @property
+    def trained(self) -> bool:
+        return any(parameter.requires_grad for tower in towers_of(self.model) for parameter in tower.parameters())
+
+    @property
+    def on_every_rank(self) -> bool:
+        """Whether the towers must also run for a micro-batch without images. All ranks must gather sharded towers
+        together, and a trained tower needs a gradient in each update."""
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded = any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
+        return sharded or (self.trained and torch.is_grad_enabled())
+
+    def embedded(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> torch.Tensor:
+        """Returns the embeddings of all tokens, with those of placeholders replaced by image features."""
+        embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(ids_NT)
+        if images is None:
+            # A dummy image, whose features change nothing.
+            return embedded_NTH + self.features(self._dummy(embedded_NTH.device)).sum() * 0
+        if not len(images.places_M):
+            return embedded_NTH
+        features_MH = self.features(images).index_select(0, images.features_M).to(embedded_NTH.dtype)
+        return embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, features_MH).view_as(embedded_NTH)
+
+    def features(self, images: ImageInputs) -> torch.Tensor:
+        """Returns the features of all images, one after the other."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
+            found = self.model.get_image_features(images.pixels_PD, images.grids_I3, return_dict=True)
+        return torch.cat(list(found.pooler_output))
+
+    def _dummy(self, device: torch.device) -> ImageInputs:
+        nothing = torch.empty(0, dtype=torch.long, device=device)
+        pixels = torch.zeros(self._merge**2, self._patch, device=device)
+        grid = torch.tensor([[1, self._merge, self._merge]], device=device)
+        return ImageInputs(pixels, grid, places_M=nothing, features_M=nothing, axes_3NT=nothing)

@@ -1,0 +1,258 @@
+"""Reads the images of a data row, and writes each image as a placeholder into the text of its message.
+
+Five row formats are read: verl and LLaMA-Factory (`<image>` in the text, and a column `images`), TRL (a column `image`
+or `images`; a chat without placeholders gets them before its first user text), OpenRLHF (parts `{"type": "image"}` and
+a column `images`), and OpenAI (parts `image_url` with a data URI). A part may also contain its image.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import Refusal, missing_extra
+from lockstep.vision.spans import ImageRef
+
+Row = dict[str, Any]
+
+# Columns with the images of a row.
+COLUMNS = ("images", "image")
+# The placeholder of an image in the text of verl and LLaMA-Factory.
+MARK = "<image>"
+# Types of content parts that are images, and the keys under which such a part may contain its image.
+IMAGE_PARTS = ("image", "image_url", "input_image")
+_INLINE = ("image", "image_url", "url", "path", "base64", "bytes")
+_URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
+
+
+def read_image(ref: ImageRef, where: object) -> Any:
+    """Returns the image (`PIL.Image.Image`) as RGB, rotated as its EXIF data says, as `load_image` of transformers
+    does. Raises `Refusal` if it is not a readable image or if its file has changed since the row was read."""
+    image_module, ops = pillow()
+    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
+    if hashlib.sha256(data).hexdigest() != ref.digest:
+        raise Refusal.at(
+            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
+        )
+    try:
+        with image_module.open(io.BytesIO(data)) as opened:
+            return ops.exif_transpose(opened).convert("RGB")
+    except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
+        raise Refusal.at(
+            where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
+        ) from error
+
+
+def pillow() -> tuple[Any, Any]:
+    """Returns the modules `PIL.Image` and `PIL.ImageOps`. Raises `Refusal` if Pillow is not installed."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise missing_extra("pillow", "vision", "images") from error
+    return Image, ImageOps
+
+
+def png_bytes(pixels: np.ndarray) -> bytes:
+    """Returns an array of height x width x 3 bytes as a PNG file."""
+    image_module, _ = pillow()
+    buffer = io.BytesIO()
+    image_module.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
+    """Returns the reference of an image: a path (relative to the data file), a data URI, base64 text, bytes, the struct
+    of a Hugging Face `Image` column, an OpenAI `image_url`, or a PIL image."""
+    value = _inner(value)
+    if isinstance(value, str):
+        if value.startswith("data:") or value.startswith("base64,"):
+            return _of_bytes(_decoded(value.partition(",")[2], where))
+        if value.startswith(_URLS):
+            raise Refusal.at(
+                where,
+                f"the image {value[:80]} is an address, and runs do not download images",
+                "download the images, and write their paths into the rows",
+                code="unsupported-format",
+            )
+        path = folder / value.removeprefix("file://")
+        return ImageRef(hashlib.sha256(_file_bytes(path, where)).hexdigest(), path=str(path))
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _of_bytes(bytes(value))
+    if hasattr(value, "save") and hasattr(value, "convert"):
+        buffer = io.BytesIO()
+        value.convert("RGB").save(buffer, format="PNG")
+        return _of_bytes(buffer.getvalue())
+    raise Refusal.at(
+        where,
+        f"an image is a {type(value).__name__}",
+        "give a path, a data URI, bytes, or the struct of a Hugging Face Image column",
+        code="unsupported-format",
+    )
+
+
+def _inner(value: Any) -> Any:
+    """Returns the path, text or bytes inside a struct."""
+    while isinstance(value, Mapping):
+        filled = {key: inner for key, inner in value.items() if inner is not None}
+        key = next((key for key in ("bytes", "base64", "url", "path", "image", "image_url") if key in filled), None)
+        if key is None:
+            return value
+        value = f"base64,{filled[key]}" if key == "base64" and isinstance(filled[key], str) else filled[key]
+    return value
+
+
+def _of_bytes(data: bytes) -> ImageRef:
+    return ImageRef(hashlib.sha256(data).hexdigest(), data=data)
+
+
+def _decoded(text: str, where: object) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refusal.at(where, f"the base64 text of an image is invalid: {error}", code="damaged-file") from error
+
+
+def _file_bytes(path: Path, where: object) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Refusal.at(
+            where,
+            f"the image {path} cannot be read: {error.strerror}",
+            "write paths relative to the folder of the data file, or absolute paths",
+            code="no-such-file",
+        ) from error
+
+
+@dataclass
+class _Images:
+    """The images of a row while its messages are read."""
+
+    listed: Iterator[Any]
+    placeholder: str
+    folder: Path
+    where: object
+    refs: list[ImageRef] = field(default_factory=list)
+    missing: int = 0
+    """The number of placeholders for which the column has no image."""
+    from_column: int = 0
+
+    def next(self) -> str:
+        """Takes the next image of the column. Returns its placeholder."""
+        value = next(self.listed, None)
+        if value is None:
+            self.missing += 1
+        else:
+            self.from_column += 1
+            self.refs.append(image_ref(value, self.folder, self.where))
+        return self.placeholder
+
+    def take(self, value: Any) -> str:
+        self.refs.append(image_ref(value, self.folder, self.where))
+        return self.placeholder
+
+
+def with_placeholders(
+    row: Row, keys: tuple[str, ...], placeholder: str, pad: str, folder: Path, where: object
+) -> tuple[Row, list[ImageRef]]:
+    """Returns the row with `placeholder` at the place of each image in the columns `keys`, and the images in order.
+
+    Raises `Refusal` if the number of placeholders differs from the number of images, or if a text contains the
+    placeholder token `pad` of the model.
+    """
+    column = next((name for name in COLUMNS if row.get(name) is not None), None)
+    listed = _listed(row[column]) if column else []
+    images = _Images(iter(listed), placeholder, folder, where)
+    new: Row = {key: value for key, value in row.items() if key not in COLUMNS}
+    for key in keys:
+        if key in new:
+            new[key] = _in_value(new[key], images, pad)
+    if listed and not images.from_column:
+        _before_first_user_text(new, keys, images, len(listed))
+    unused = len(listed) - images.from_column
+    if images.missing or unused:
+        marks = images.from_column + images.missing
+        raise Refusal.at(
+            where,
+            f"the text has {marks} image placeholders, and {column or 'the row'} has {len(listed)} images",
+            f"write one {MARK} or one part of type image for each image of the row",
+            code="wrong-count",
+        )
+    return new, images.refs
+
+
+def _listed(value: Any) -> list[Any]:
+    return [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
+
+
+def _in_value(value: Any, images: _Images, pad: str) -> Any:
+    """Writes placeholders into a text, a message or a list of messages."""
+    if isinstance(value, str):
+        return _in_text(value, images, pad)
+    if isinstance(value, Mapping):
+        key = "content" if "content" in value else "value"
+        return {**value, key: _in_content(value.get(key), images, pad)}
+    if isinstance(value, list):
+        return [_in_value(turn, images, pad) for turn in value]
+    return value
+
+
+def _in_content(content: Any, images: _Images, pad: str) -> Any:
+    if isinstance(content, str):
+        return _in_text(content, images, pad)
+    if not isinstance(content, list):
+        return content
+    parts = [_in_part(part, images, pad) for part in content]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(parts)
+    return parts  # parts of other types are refused with the row's other messages
+
+
+def _in_part(part: Any, images: _Images, pad: str) -> Any:
+    if isinstance(part, str):
+        return _in_text(part, images, pad)
+    if not isinstance(part, Mapping):
+        return part
+    filled = {key: value for key, value in part.items() if value is not None}
+    kind = filled.get("type")
+    if kind in IMAGE_PARTS:
+        inline = next((filled[key] for key in _INLINE if key in filled), None)
+        return images.next() if inline is None else images.take(filled)
+    if kind in ("text", "input_text", "output_text") and isinstance(filled.get("text"), str):
+        return _in_text(filled["text"], images, pad)
+    return part
+
+
+def _in_text(text: str, images: _Images, pad: str) -> str:
+    if pad in text:
+        raise Refusal.at(
+            images.where,
+            f"a text contains {pad}, which is the model's placeholder of an image",
+            f"write {MARK} and give the image in the column images",
+            code="not-text",
+        )
+    first, *rest = text.split(MARK)
+    return first + "".join(images.next() + part for part in rest)
+
+
+def _before_first_user_text(row: Row, keys: tuple[str, ...], images: _Images, count: int) -> None:
+    """Writes all placeholders before the first user text, as TRL does for chats without placeholders."""
+    for key in keys:
+        value = row.get(key)
+        if isinstance(value, str) and value:
+            row[key] = "".join(images.next() for _ in range(count)) + value
+            return
+        for turn in value if isinstance(value, list) else ():
+            content = "content" if "content" in turn else "value"
+            role = turn.get("role") or turn.get("from")
+            if role in ("user", "human") and isinstance(turn.get(content), str):
+                turn[content] = "".join(images.next() for _ in range(count)) + turn[content]
+                return

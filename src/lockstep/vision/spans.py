@@ -1,0 +1,84 @@
+"""The images of a tokenized row and of a micro-batch, as records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An image of a data row: a file, or the bytes of an image file. `digest` is the SHA-256 of these bytes."""
+
+    digest: str
+    path: str | None = None
+    data: bytes | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.path is not None else f"{len(self.data or b''):,} bytes ({self.digest[:8]})"
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """An image in a token sequence. Its placeholder tokens are those from `start` to `stop` (exclusive).
+
+    `grid` are the numbers of patches in time, height and width. The vision tower merges `merge` x `merge` patches into
+    one token. `folder` is the model folder whose image processor computes the pixels.
+    """
+
+    start: int
+    grid: tuple[int, int, int]
+    merge: int
+    ref: ImageRef
+    folder: str
+
+    @property
+    def tokens(self) -> int:
+        """The number of placeholder tokens."""
+        time, height, width = self.grid
+        return time * (height // self.merge) * (width // self.merge)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens
+
+
+def cut_images(images: Sequence[ImageSpan], span: slice) -> tuple[ImageSpan, ...]:
+    """Returns the images inside the tokens of the slice `span`. Raises ValueError if the slice divides an image."""
+    kept = [image for image in images if image.stop > span.start and image.start < span.stop]
+    if any(image.start < span.start or image.stop > span.stop for image in kept):
+        raise ValueError("a cut of a sequence would divide an image")
+    return tuple(replace(image, start=image.start - span.start) for image in kept)
+
+
+def same_images_up_to(first: Sequence[ImageSpan], second: Sequence[ImageSpan], length: int) -> int:
+    """Returns the number of leading tokens, at most `length`, up to which two sequences with equal tokens also have
+    equal images."""
+    for one, other in zip(first, second, strict=False):
+        if (one.start, one.grid, one.ref.digest) != (other.start, other.grid, other.ref.digest):
+            return min(length, one.start, other.start)
+    rest = [*first[len(second) :], *second[len(first) :]]
+    return min([length, *(image.start for image in rest)])
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images of a micro-batch. Suffixes: P patches of all images, I distinct images, M placeholder tokens of the
+    micro-batch, and N x T the tokens of the micro-batch."""
+
+    pixels_PD: torch.Tensor
+    grids_I3: torch.Tensor
+    """The numbers of patches of each image in time, height and width."""
+    places_M: torch.Tensor
+    """The index of each placeholder among the N*T flattened tokens."""
+    features_M: torch.Tensor
+    """The index of the feature vector that replaces the embedding of each placeholder, among the features of all
+    images."""
+    axes_3NT: torch.Tensor
+    """The position of each token on the three axes time, height and width."""
+    digests: tuple[str, ...] = ()
+    """The SHA-256 of each image."""

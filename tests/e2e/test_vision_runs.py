@@ -1,0 +1,122 @@
+"""SFT runs on images: two ranks of which one has no images, the export, and learning from images only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import job_ranks
+from commands import lockstep, torchrun
+from hang import HANG
+from image_rows import CPU, example, picture, plain_logprobs, plain_model, settings
+from lockstep.data.batching import micro_batch
+from lockstep.data.prepare.squares import draw_squares
+from lockstep.model.load import load_policy
+from lockstep.model.towers.tiny_vision import write_tiny_vlm
+from lockstep.recipe import load_recipe
+from lockstep.train.start import run_recipe
+from lockstep.vision.images import png_bytes
+from runs import close, facts, stored
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and rows that alternate between text and images."""
+    folder = tmp_path_factory.mktemp("vision")
+    write_tiny_vlm(folder / "model", hidden=64, layers=1)
+    rows = []
+    for number, colour in enumerate(("red", "green", "blue", "black")):
+        (folder / f"{number}.png").write_bytes(png_bytes(draw_squares(colour, (number, 7))))
+        asked = {"role": "user", "content": "<image>Which colour?"}
+        rows.append({"messages": [asked, {"role": "assistant", "content": colour}], "images": [f"{number}.png"]})
+        asked = {"role": "user", "content": f"How much is {number} + 1?"}
+        rows.append({"messages": [asked, {"role": "assistant", "content": str(number + 1)}], "images": []})
+    (folder / "recipe.yaml").write_text(RECIPE.format(place=folder), encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+RECIPE = """
+method: sft
+device: cpu
+run: {{name: run, folder: {place}/runs, steps: 3}}
+model: {{path: {place}/model}}
+data: {{train: {place}/rows.jsonl, shuffle: false}}
+batch: {{rows_per_update: 2, tokens: 512}}
+optim: {{lr: 1e-3, eps: 1e-4}}
+"""
+
+
+def job(place: Path, name: str, *words: str) -> list[str]:
+    return [str(place / "recipe.yaml"), f"run.name={name}", *words]
+
+
+def trained(place: Path, name: str, *words: str) -> Path:
+    recipe, *keys = job(place, name, *words)
+    run_recipe(load_recipe(recipe, keys))
+    return place / "runs" / name
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_two_ranks_of_which_one_has_no_images_train_like_one_process(place: Path) -> None:
+    """Each update has one row with an image and one without, so in each update one rank has no image."""
+    jobs = {
+        "train": ["model.vision=train"],
+        "freeze": ["model.vision=freeze"],
+        "lora": ["model.vision=freeze", "model.lora={rank: 4}"],
+    }
+    for name, words in jobs.items():
+        trained(place, f"{name}-one", *words)
+    told = [job(place, f"{name}-two", *words) for name, words in jobs.items()]
+    done = torchrun(job_ranks.write_jobs(place, told), program=job_ranks.PROGRAM, processes=2)
+    assert done.returncode == 0, done.stderr
+    for name in jobs:
+        one, two = place / "runs" / f"{name}-one", place / "runs" / f"{name}-two"
+        losses = [[metrics["train/loss"] for _, metrics in facts(run)] for run in (one, two)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+        assert close(stored(one, 3), stored(two, 3))
+        assert any("visual" in key for key in stored(one, 3)) == (name == "train")
+
+
+@pytest.mark.parametrize("vision", ["train", "freeze"])
+def test_an_export_loads_in_transformers_with_equal_logits(place: Path, vision: str) -> None:
+    from transformers import AutoImageProcessor
+
+    out = trained(place, f"export-{vision}", f"model.vision={vision}", "run.steps=2") / "export"
+    row = example(out, "what is #? it is red", [picture(1, 56, 84)])
+    start, model = plain_model(place / "model"), plain_model(out)
+    changed = {
+        name for (name, a), b in zip(start.named_parameters(), model.parameters(), strict=True) if (a != b).any()
+    }
+    assert any("language_model" in name for name in changed)
+    assert any("visual" in name for name in changed) == (vision == "train")
+    with torch.no_grad():
+        wanted = plain_logprobs(model, row)
+        ours = load_policy(settings(out), CPU, "sdpa", 0).eval()(micro_batch([row], packed=True, pad_id=0)).logprobs_K
+        before = plain_logprobs(start, row)
+    torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=0)
+    assert (before - wanted).abs().max() > 1e-3
+    assert AutoImageProcessor.from_pretrained(out, backend="pil", trust_remote_code=False).patch_size == 14
+
+
+@pytest.mark.slow
+def test_squares_are_learned_from_their_images_only(tmp_path: Path) -> None:
+    """Answers to held-out images are likely, and with the images of other rows they are not."""
+    assert lockstep("data", "tiny-vlm", tmp_path / "model").returncode == 0
+    assert lockstep("data", "squares", tmp_path / "data").returncode == 0
+    done = lockstep(
+        "train",
+        "sft-squares",
+        f"run.folder={tmp_path / 'runs'}",
+        f"model.path={tmp_path / 'model'}",
+        f"data.train={tmp_path / 'data' / 'sft_train.parquet'}",
+        f"data.val={tmp_path / 'data' / 'sft_val.parquet'}",
+        timeout=8 * HANG,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [metrics["val/loss"] for _, metrics in facts(tmp_path / "runs" / "sft-squares") if "val/loss" in metrics]
+    assert losses[-1] < 0.1

@@ -1,0 +1,76 @@
+"""Rows with images for tests: examples of a tiny Qwen2.5-VL, and what plain transformers computes for them."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.prepare.squares import draw_squares
+from lockstep.recipe.schema import Model
+from lockstep.types import Example, Origin
+from lockstep.vision.images import image_ref, png_bytes
+from lockstep.vision.processors import FAMILIES, ImageTokens, pixels_of
+
+CPU = torch.device("cpu")
+
+
+def settings(folder: Path, **keys: Any) -> Model:
+    return Model(path=str(folder), **{"vision": "train", **keys})
+
+
+def tokens_of(folder: Path) -> ImageTokens:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return ImageTokens(str(folder), FAMILIES["qwen2_5_vl"], config.image_token_id)
+
+
+def picture(seed: int, height: int = 56, width: int = 56) -> Any:
+    """An image of random pixels, or for seed 0 one with squares."""
+    if seed == 0:
+        return image_ref(png_bytes(draw_squares("red", (1, 6))), Path(), "test")
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return image_ref(png_bytes(pixels), Path(), "test")
+
+
+def example(folder: Path, text: str, images: list[Any], row: int = 0, trained: int = 6) -> Example:
+    """A sequence of the bytes of `text`, in which each `#` is an image. The last `trained` tokens are targets."""
+    tokens = tokens_of(folder)
+    ids = [tokens.pad_id if letter == "#" else ord(letter) for letter in text]
+    mask = [0] * (len(ids) - trained) + [1] * trained
+    spans = tokens.spans(ids, images, "test")
+    expanded, flags = tokens.expanded(ids, mask, spans)
+    return Example(array("q", expanded), flags, Origin("rows.jsonl", row), images=tuple(spans))
+
+
+def plain_model(folder: Path) -> Any:
+    """The model of the folder as users of transformers load it."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+
+
+def plain_inputs(model: Any, one: Example) -> dict[str, torch.Tensor]:
+    """The inputs of transformers' forward pass for one row."""
+    ids = torch.tensor([list(one.ids)])
+    if not one.images:
+        return {"input_ids": ids}
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.from_numpy(np.concatenate([pixels_of(image, "test") for image in one.images])),
+        "image_grid_thw": torch.tensor([image.grid for image in one.images]),
+        "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+    }
+
+
+def plain_logprobs(model: Any, one: Example) -> torch.Tensor:
+    """The log-probs of the targets of one row, in plain transformers."""
+    model.model.rope_deltas = None
+    logits = model(**plain_inputs(model, one), use_cache=False).logits[0].float().log_softmax(-1)
+    return torch.stack([logits[at, token] for at, token in one.scored_tokens()])

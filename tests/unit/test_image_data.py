@@ -1,0 +1,214 @@
+"""Rows with images: five formats give the same example, and bad rows are refused with their file and row."""
+
+from __future__ import annotations
+
+import base64
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lockstep.commands.show import image_lines, render
+from lockstep.data.dataset import Dataset, RowRequest, load_rows
+from lockstep.data.encode.sft_rows import SupervisedRows
+from lockstep.data.prepare.squares import COLOURS, draw_squares, write_squares
+from lockstep.model.load import load_tokenizer
+from lockstep.model.towers.tiny_vision import write_tiny_vlm
+from lockstep.recipe.keys_data import Data, Source
+from lockstep.recipe.loader import checked_recipe
+from lockstep.types import Example
+from lockstep.vision.images import png_bytes
+from refusals import refuses
+
+PIXELS = draw_squares("blue", (0, 5))
+PNG = png_bytes(PIXELS)
+OTHER = png_bytes(draw_squares("red", (3,)))
+QUESTION, ANSWER = "What colour?", "blue"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("vlm") / "model"
+    write_tiny_vlm(made, hidden=32, layers=1)
+    return made
+
+
+def read(folder: Path, path: Path, limit: int = 200, **keys: Any) -> list[Example]:
+    data = Data(train=str(path), **keys)
+    tokenizer, reader = load_tokenizer(str(folder)), partial(SupervisedRows, images=str(folder))
+    return load_rows(RowRequest(Dataset, reader, [Source(path=str(path))], data, tokenizer, limit)).examples
+
+
+def written(tmp_path: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    (tmp_path / "pictures").mkdir(exist_ok=True)
+    (tmp_path / "pictures" / "a.png").write_bytes(PNG)
+    (tmp_path / "pictures" / "b.png").write_bytes(OTHER)
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def chat(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": ANSWER}]
+
+
+def parts(image: dict[str, Any]) -> list[dict[str, Any]]:
+    return chat([image, {"type": "text", "text": QUESTION}])
+
+
+PATH = "pictures/a.png"
+URI = "data:image/png;base64," + base64.b64encode(PNG).decode()
+# Each row has the same image before the same question.
+FORMATS: dict[str, dict[str, Any]] = {
+    "verl": {"prompt": chat(f"<image>{QUESTION}")[:1], "response": ANSWER, "images": [PATH]},
+    "TRL blocks": {"prompt": parts({"type": "image"})[:1], "completion": chat("")[1:], "image": PATH},
+    "TRL text": {"prompt": chat(QUESTION)[:1], "completion": chat("")[1:], "images": [PATH]},
+    "OpenRLHF": {"prompt": parts({"type": "image"})[:1], "response": ANSWER, "images": [URI]},
+    "LLaMA-Factory": {"messages": chat(f"<image>{QUESTION}"), "images": [PATH]},
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": f"<image>{QUESTION}"}, {"from": "gpt", "value": ANSWER}],
+        "images": [PATH],
+    },
+    "OpenAI": {"messages": parts({"type": "image_url", "image_url": {"url": URI}})},
+    "inline": {"messages": parts({"type": "image", "image": PATH})},
+    "base64": {"messages": parts({"type": "image", "base64": base64.b64encode(PNG).decode()})},
+    "plain prompt": {"prompt": QUESTION, "response": ANSWER, "image": PATH},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_give_the_same_example(folder: Path, tmp_path: Path, name: str) -> None:
+    (found,) = read(folder, written(tmp_path, [FORMATS[name]]))
+    tokenizer = load_tokenizer(str(folder))
+    text = tokenizer.decode(list(found.ids))
+    pads = "<|image_pad|>" * 4  # 56 x 56 pixels are 4 x 4 patches, of which 2 x 2 are one token
+    assert text == (
+        f"<|im_start|>user\n<|vision_start|>{pads}<|vision_end|>{QUESTION}<|im_end|>\n"
+        f"<|im_start|>assistant\n{ANSWER}<|im_end|>\n"
+    )
+    (image,) = found.images
+    assert tokenizer.decode(list(found.ids[image.start : image.stop])) == pads
+    assert (image.grid, image.tokens) == ((1, 4, 4), 4)
+    trained = [token for token, flag in zip(found.ids, found.loss_mask, strict=True) if flag]
+    assert tokenizer.decode(trained) == f"{ANSWER}<|im_end|>"
+
+
+def test_the_expanded_tokens_are_those_of_the_processor_of_transformers(folder: Path, tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    (found,) = read(folder, written(tmp_path, [FORMATS["verl"]]))
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    grid = processor(images=[PIXELS], return_tensors="np")["image_grid_thw"][0]
+    tokenizer = load_tokenizer(str(folder))
+    blocks = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}, chat("")[1]]
+    text = tokenizer.apply_chat_template(blocks, tokenize=False)
+    wanted = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * int(grid.prod() // 4)))["input_ids"]
+    assert list(found.ids) == wanted
+
+
+def test_bytes_of_a_hugging_face_column(folder: Path, tmp_path: Path) -> None:
+    row = {"messages": chat(f"<image>{QUESTION}"), "images": [{"bytes": PNG, "path": None}]}
+    (found,) = read(folder, written(tmp_path, [row], "rows.parquet"))
+    (same,) = read(folder, written(tmp_path, [FORMATS["verl"]]))
+    assert list(found.ids) == list(same.ids)
+    assert found.images[0].ref.digest == same.images[0].ref.digest
+
+
+def test_images_keep_their_order(folder: Path, tmp_path: Path) -> None:
+    row = {"messages": chat("<image> or <image>?"), "images": ["pictures/b.png", PATH]}
+    (found,) = read(folder, written(tmp_path, [row]))
+    assert [Path(str(image.ref.path)).name for image in found.images] == ["b.png", "a.png"]
+    assert found.images[0].stop < found.images[1].start
+
+
+def test_data_show_lists_images_and_writes_a_placeholder_once(folder: Path, tmp_path: Path) -> None:
+    row = {"messages": chat("<image> or <image>?"), "images": ["pictures/b.png", PATH]}
+    (found,) = read(folder, written(tmp_path, [row]))
+    text = render(found, load_tokenizer(str(folder)), marks=True).plain
+    assert text.count("<|image_pad|>") == 2
+    assert f"[[{ANSWER}<|im_end|>]]" in text
+    lines = image_lines(found)
+    start = found.images[1].start
+    assert [("b.png" in line, "a.png" in line) for line in lines] == [(True, False), (False, True)]
+    assert f"{start} to {start + 3} (4)" in lines[1]
+    assert "4 x 4" in lines[1]
+
+
+BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "too few images": ({"messages": chat("<image> <image>?"), "images": [PATH]}, "wrong-count", ("2", "1")),
+    "too many images": ({"messages": chat("<image>?"), "images": [PATH, PATH]}, "wrong-count", ("1", "2")),
+    "no images": ({"messages": chat("<image>?"), "images": None}, "wrong-count", ("1", "0")),
+    "address": ({"messages": chat("<image>?"), "images": ["https://x.org/a.png"]}, "unsupported-format", ("x.org",)),
+    "no file": ({"messages": chat("<image>?"), "images": ["none.png"]}, "no-such-file", ("none.png",)),
+    "not an image": ({"messages": chat("<image>?"), "images": ["rows.jsonl"]}, "damaged-file", ("rows.jsonl",)),
+    "literal token": ({"messages": chat("<|image_pad|><image>?"), "images": [PATH]}, "not-text", ("<|image_pad|>",)),
+    "trained image": (
+        {"messages": [*chat("hi")[:1], {"role": "assistant", "content": "<image>"}], "images": [PATH]},
+        "not-text",
+        (),
+    ),
+    "video": ({"messages": parts({"type": "video", "video": "a.mp4"})}, "not-text", ("video",)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    row, code, values = BAD[name]
+    path = written(tmp_path, [FORMATS["LLaMA-Factory"], row])
+    with refuses("rows.jsonl line 2", code, *values):
+        read(folder, path)
+
+
+def test_expanded_lengths_count_and_images_are_never_cut(folder: Path, tmp_path: Path) -> None:
+    path = written(tmp_path, [FORMATS["verl"], {"prompt": chat("short?")[:1], "response": "yes", "images": []}])
+    full = read(folder, path)
+    assert len(full[0]) > len(full[1])
+    limit = len(full[0]) - 1
+    assert len(read(folder, path, limit, overlong="drop")) == 1
+    for overlong, most in (("error", limit), ("truncate_left", limit - 20)):
+        with refuses("rows.jsonl line 1", "row-too-long", len(full[0])):
+            read(folder, path, most, overlong=overlong)
+
+
+def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
+    data = Data(train=str(written(tmp_path, [FORMATS["verl"]])))
+    request = RowRequest(Dataset, SupervisedRows, data.train, data, load_tokenizer(str(folder)), 200)
+    with refuses("rows.jsonl line 1", "not-text", "images", remedy="model.vision"):
+        load_rows(request)
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ({"method": "grpo"}, "model.vision"),
+        ({"method": "dpo"}, "model.vision"),
+        ({"model": {"lora": {"rank": 4}}}, "model.vision"),
+        ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel"),
+        ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel"),
+        ({"tape": True}, "tape"),
+        ({"data": {"streaming": True}}, "data.streaming"),
+    ],
+)
+def test_combinations_that_do_not_work_yet(keys: dict[str, Any], where: str) -> None:
+    model = {"path": "m", "vision": "train", **keys.get("model", {})}
+    data = {"train": "rows.jsonl", **keys.get("data", {})}
+    with refuses(where, "unsupported-combination"):
+        checked_recipe({"method": "sft", **keys, "model": model, "data": data})
+
+
+def test_squares_differ_between_training_and_validation(tmp_path: Path) -> None:
+    counts = write_squares(tmp_path, train_rows=40, val_rows=10)
+    assert counts == {"val.parquet": 10, "sft_val.parquet": 10, "train.parquet": 40, "sft_train.parquet": 40}
+    rows = {name: pyarrow.parquet.read_table(tmp_path / name).to_pylist() for name in counts}
+    images = {name: {row["images"][0]["bytes"] for row in found} for name, found in rows.items()}
+    assert not images["train.parquet"] & images["val.parquet"]
+    first = rows["train.parquet"][0]
+    pixels = draw_squares(first["extra_info"]["colour"], range(first["extra_info"]["count"]))
+    assert (pixels == COLOURS[first["extra_info"]["colour"]]).all(-1).sum() == 100 * first["extra_info"]["count"]
