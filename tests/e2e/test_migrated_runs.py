@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import completed, warm_python
+from commands import completed, lockstep, warm_python
 from conftest import write_jsonl
 from hang import HANG
 from lockstep.run.metrics import read_metrics
@@ -44,6 +44,22 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [values for _, values in read_metrics(folder / "metrics.jsonl")]
 
 
+def assert_differences_are_known(run: Path) -> None:
+    """The run stores what became of every key, and the comparison with a log of verl names the differences."""
+    table = json.loads((run / "migration.json").read_text(encoding="utf-8"))
+    verdicts = {row["key"]: row["verdict"] for row in table["rows"]}
+    assert verdicts["data.train_batch_size"] == "kept"
+    assert verdicts["actor_rollout_ref.rollout.name"] == "different"
+    log = run.parent / "verl.log"
+    lines = [f"step:{step} - actor/pg_loss:0.1 - critic/rewards/mean:0.{step}\n" for step in (1, 2)]
+    log.write_text("".join(lines), encoding="utf-8")
+    compared = lockstep("compare", log, run, "--json")
+    known = {entry["key"]: entry for entry in json.loads(compared.stdout)["known"]}
+    assert known['actor_rollout_ref.rollout.name = "vllm"']["everywhere"]
+    assert "critic/rewards/mean" in known["random numbers"]["metrics"]
+    assert "random numbers" in (run / "report.html").read_text(encoding="utf-8")
+
+
 def test_verls_grpo_and_sft_commands_train(tiny_folder: Path, rows: dict[str, Path], tmp_path: Path) -> None:
     common = (
         f"trainer.default_local_dir={tmp_path}",
@@ -67,6 +83,7 @@ def test_verls_grpo_and_sft_commands_train(tiny_folder: Path, rows: dict[str, Pa
     assert sum("actor/pg_loss" in step for step in steps) == 2  # 16 prompts, 8 a step
     assert all("actor/kl_loss" in step for step in steps if "actor/pg_loss" in step)
     assert "mapped with another meaning" in grpo.stdout
+    assert_differences_are_known(tmp_path / "grpo")
     sft = peer(
         "verl", "fsdp_sft_trainer", f"data.train_files={rows['texts']}", "data.train_batch_size=6",
         "data.micro_batch_size_per_gpu=2", f"model.partial_pretrain={tiny_folder}", "model.lora_rank=4",

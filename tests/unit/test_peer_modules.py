@@ -17,6 +17,8 @@ import lockstep.compat.verl  # noqa: F401
     [
         ("verl.trainer.main_ppo", ["a.b=1"], "a.b [unknown-key]"),
         ("verl.trainer.main_eval", [], "verl main_eval [not-training]"),
+        ("verl.experimental.one_step_off_policy.main_ppo", ["a.b=1"], "a.b [unknown-key]"),
+        ("verl.experimental.fully_async_policy.fully_async_main", ["a.b=1"], "a.b [unknown-key]"),
         ("openrlhf.cli.train_nothing", [], "openrlhf train_nothing [unknown-name]"),
         ("openrlhf.cli.train_dpo", ["--local_rank=0", "--unknown_flag", "1"], "--unknown_flag [unknown-key]"),
     ],
@@ -29,5 +31,6 @@ def test_a_command_runs_with_only_its_module_name_changed(module: str, words: li
 
 def test_other_names_are_not_modules() -> None:
     assert importlib.util.find_spec("lockstep.compat.verl.trainer.main_ppo") is not None
+    assert importlib.util.find_spec("lockstep.compat.verl.recipe.dapo.main_dapo") is not None
     assert importlib.util.find_spec("lockstep.compat.verl.nothing") is None
     assert importlib.util.find_spec("lockstep.compat.openrlhf.trainer") is None

@@ -74,25 +74,21 @@ def test_differences_without_a_key_depend_on_version_and_recipe() -> None:
     def trainer(done: Conversion) -> set[str]:
         return {row.key for row in table(done).rows if row.origin == "trainer"}
 
-    old = convert_verl("main_ppo", ["actor_rollout_ref.rollout.name=vllm"])
-    assert "loss normaliser" in trainer(old)
-    sequences = convert_verl(
-        "main_ppo",
-        [
-            *("algorithm.adv_estimator=grpo", "data.train_files=t", "actor_rollout_ref.model.path=m"),
-            *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
-        ],
-    )
-    assert "loss normaliser" not in trainer(sequences)
-    new = convert_verl("main_ppo", ["actor_rollout_ref.rollout.name=vllm", "trainer.v1.a=1"])
-    assert (new.version, "loss normaliser" in trainer(new)) == ("0.9", False)
+    words = ["algorithm.adv_estimator=grpo", "data.train_files=t", "actor_rollout_ref.model.path=m"]
+    words += ["actor_rollout_ref.rollout.name=vllm"]
+    sequences = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    assert "loss normaliser" in trainer(convert_verl("main_ppo", words, version="0.4.1"))
+    assert "loss normaliser" not in trainer(convert_verl("main_ppo", [*words, sequences], version="0.4.1"))
+    assert "loss normaliser" not in trainer(convert_verl("main_ppo", words, version="0.9.1"))
+    assert "loss normaliser" in trainer(convert_openrlhf("train_sft", ["--pretrain", "m", "--dataset", "t"]))
     dotted = convert_openrlhf("train_sft", ["--actor.model_name_or_path", "m"])
     assert "loss normaliser" not in trainer(dotted)
 
 
 @pytest.mark.parametrize("name", ["verl", "openrlhf_flat", "openrlhf_dotted"])
-def test_the_tables_of_all_stored_commands_fit_80_columns(name: str) -> None:
-    for case in json.loads((CASES / f"{name}.json").read_text(encoding="utf-8")):
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_tables_of_the_stored_commands_fit_80_columns(name: str, every: int) -> None:
+    for case in json.loads((CASES / f"{name}.json").read_text(encoding="utf-8"))[::every]:
         try:
             if name == "verl":
                 words = [f"{key}={value}" for key, value in case["settings"].items()]
@@ -103,7 +99,7 @@ def test_the_tables_of_all_stored_commands_fit_80_columns(name: str) -> None:
             continue
         found = table(done)
         keys = [row.key for row in found.rows if row.origin == "command"]
-        assert len(keys) == len(done.settings.given), case["name"]
+        assert keys[: len(done.settings.given)] == list(map(done.settings.spelling, done.settings.given)), case["name"]
         assert max(map(len, table_text(found).splitlines())) <= 80, case["name"]
         assert json.loads(table_json(found))["counts"] == found.counts()
         for row in found.rows:  # a reason for every key that is not simply kept or translated
@@ -124,7 +120,7 @@ def test_migrate_writes_the_table_beside_the_recipe(tmp_path: Path, capsys: Any,
     recipe = load_recipe("mine.yaml")
     assert recipe.run.migration == "mine.migration.json"
     stored = json.loads((tmp_path / "mine.migration.json").read_text(encoding="utf-8"))
-    assert (stored["peer"], stored["program"], stored["method"]) == ("verl 0.4", "main_ppo", "grpo")
+    assert (stored["peer"], stored["program"], stored["method"]) == ("verl 0.9.1", "main_ppo", "grpo")
     capsys.readouterr()
     migrate(script, [], None, verify=True, as_json=True)
     assert json.loads(capsys.readouterr().out) == stored

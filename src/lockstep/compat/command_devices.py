@@ -30,14 +30,15 @@ _ALONE = "this process trains on one device"
 def set_devices(done: Conversion, program: str) -> str:
     """Writes `parallel.devices` and `parallel.launcher` for a command that starts its own workers. Returns a sentence
     on the processes for the report. Raises `Refusal` if this machine cannot start them."""
-    start, processes = _start(done, program.rsplit(".", 1)[-1])
+    start, processes = _start(done, program)
     if processes == 1:
         keep_weights_on_device(done)
     return start
 
 
-def _start(done: Conversion, name: str) -> tuple[str, int]:
+def _start(done: Conversion, program: str) -> tuple[str, int]:
     """Returns a sentence on the processes, and their number."""
+    name = program.rsplit(".", 1)[-1]
     keys = _KEYS.get(done.settings.program) or _KEYS.get(_RAY_ONLY.get(name, ""))
     if is_rank():
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,7 +55,7 @@ def _start(done: Conversion, name: str) -> tuple[str, int]:
         done.write("parallel.devices", devices, *keys)
         return f"starts {devices} processes on the Ray cluster, one per device", devices
     if done.nodes > 1:
-        raise _several_nodes(done, keys[1], name)
+        raise _several_nodes(done, keys[1], program)
     devices = _local_devices(done, keys[0])
     if devices == 1:
         return _ALONE, 1

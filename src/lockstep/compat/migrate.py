@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.compat.conversion_output import checked, lockstep_defaults, recipe_yaml, report, write_recipe
+from lockstep.compat.conversion_output import (
+    checked,
+    lockstep_defaults,
+    recipe_yaml,
+    report,
+    start_command,
+    write_recipe,
+)
 from lockstep.compat.key_table import Conversion
 from lockstep.compat.launchers import TrainingCommand, slurm_variables, training_of
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
@@ -59,8 +66,11 @@ def migrate(
     for remark in remarks:
         write(remark, error=True)
     tables = [table_of(command.done, lockstep_defaults(_method(command.done))) for command in commands]
-    if verify:
-        write(table_json(*tables) if as_json else "\n\n".join(map(table_text, tables)), end="" if as_json else "\n")
+    if verify and as_json:
+        write(table_json(*tables), end="")
+    elif verify:
+        for command, table in zip(commands, tables, strict=True):
+            write(table_text(table, f"to train on its devices: {start_command(command.done)}"))
     for number, (command, table) in enumerate(zip(commands, tables, strict=True), 1):
         if not verify:
             write(report(command.done), error=True)

@@ -6,6 +6,7 @@ The same table is stored as migration.json in the folder of a converted run, and
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -69,6 +70,7 @@ def table_of(done: Conversion, lockstep_defaults: Mapping[str, Any]) -> Migratio
     """Returns the table of a converted command. `lockstep_defaults` are lockstep's defaults of its method."""
     rows = [
         *(_command_row(outcome, done) for outcome in done.outcomes),
+        *_unread_rows(done),
         *_default_rows(done, lockstep_defaults),
         *_trainer_rows(done),
     ]
@@ -91,6 +93,16 @@ def _command_row(outcome: KeyOutcome, done: Conversion) -> MigrationRow:
     curves = _curves(recipe) if verdict == "different" else ()
     value = "(hidden)" if outcome.key == "use_wandb" and isinstance(given.value, str) else given.value
     return MigrationRow(spelled, value, verdict, recipe, outcome.note, given.where, "command", curves)
+
+
+def _unread_rows(done: Conversion) -> Iterator[MigrationRow]:
+    """Yields the words of the command that the other trainer would refuse; they are no settings."""
+    refused = {done.settings.spelling(outcome.key) for outcome in done.outcomes if outcome.outcome == "refused"}
+    for problem in done.problems:
+        line, _, word = problem.where.rpartition(": ")
+        if word not in refused:
+            why = f"{problem.why}; {problem.remedy}" if problem.remedy else problem.why
+            yield MigrationRow(word, None, "refused", {}, why, line)
 
 
 def _plain(value: Any) -> Any:
@@ -123,15 +135,18 @@ def _default_of(done: Conversion, written: WrittenKey) -> Any:
 def _trainer_rows(done: Conversion) -> Iterator[MigrationRow]:
     """Yields the differences that no key switches (tables/differences.yaml)."""
     name, _, version = done.settings.peer.partition(" ")
+    program = done.settings.program
     for entry in load_tables("differences")[name.lower()]:
-        fits = version in entry.get("versions", [version]) and done.settings.program in entry.get(
-            "programs", [done.settings.program]
-        )
+        fits = program in entry.get("programs", [program]) and _release(version) < _release(entry.get("before", "99"))
         recipe = {key: done.recipe[key].value if key in done.recipe else None for key in entry.get("recipe", {})}
         if fits and all(recipe[key] in values for key, values in entry.get("recipe", {}).items()):
             shown = {key: value for key, value in recipe.items() if value is not None}
             curves = tuple(entry["curves"])
             yield MigrationRow(entry["what"], None, "different", shown, entry["how"], "", "trainer", curves)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def _curves(recipe: Mapping[str, Any]) -> tuple[str, ...]:
@@ -145,8 +160,8 @@ def _curves(recipe: Mapping[str, Any]) -> tuple[str, ...]:
 # Output --------------------------------------------------------------------------------------------------------------
 
 
-def table_text(table: MigrationTable) -> str:
-    """Returns the table as text of 80 columns."""
+def table_text(table: MigrationTable, end: str = "") -> str:
+    """Returns the table as text of 80 columns, with the sentence `end` as last line."""
     method = f", method {table.method}" if table.method else ""
     lines = [f"{table.peer} {table.program}{method}"]
     titles = {
@@ -160,15 +175,16 @@ def table_text(table: MigrationTable) -> str:
             lines += ["", f"{title} ({len(rows)})", "-" * _WIDTH]
             lines += [line for row in rows for line in _row_lines(row)]
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in table.counts().items())]
-    lines += [line for remark in table.remarks for line in textwrap.wrap(remark, _WIDTH, subsequent_indent="  ")]
+    for remark in (*table.remarks, end):
+        lines += textwrap.wrap(remark, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def _row_lines(row: MigrationRow) -> Iterator[str]:
     place = f"  ({row.line})" if row.line else ""
     shown = f"{row.key} = {value_text(masked_tree(row.value, row.key))}{place}"
-    if row.origin == "trainer" or row.key.endswith("(no key)"):
-        shown = row.key
+    if row.value is None and (row.origin == "trainer" or row.verdict == "refused" or row.key.endswith("(no key)")):
+        shown = f"{row.key}{place}"
     yield from _wrapped(shown, row.verdict.ljust(_COLUMN), " " * (_COLUMN + 2))
     for key, value in row.recipe.items():
         if row.verdict in ("kept", "translated", "different"):
