@@ -175,6 +175,16 @@ def test_text_rows_do_not_depend_on_the_tower(folder: Path) -> None:
     assert values[0].tolist() == values[1].tolist() == values[2].tolist()
 
 
+def test_a_batch_without_images_gives_a_trained_tower_a_gradient_of_zero(folder: Path) -> None:
+    """All ranks run the tower in each micro-batch, so that no rank waits for the others."""
+    policy = trained(folder)
+    batch = micro_batch([example(folder, "only text without any image", [])], packed=True, pad_id=0)
+    policy(batch).logprobs_K.sum().backward()
+    found = {name: p.grad for name, p in policy.causal_lm.named_parameters() if "visual" in name}
+    assert found
+    assert all(grad is not None and not grad.any() for grad in found.values())
+
+
 def test_a_cut_never_divides_an_image(folder: Path) -> None:
     one = example(folder, "see # and # here", [picture(0), picture(1)])
     kept = one.cut(slice(4, len(one)))
