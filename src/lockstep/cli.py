@@ -14,11 +14,7 @@ import typer
 from lockstep.commands import answering, converting
 from lockstep.commands.arguments import (
     Overrides,
-    PeerVersion,
     RecipeArgument,
-    ScriptWords,
-    Verify,
-    VerifyJson,
     named_value,
 )
 from lockstep.commands.data import data_app
