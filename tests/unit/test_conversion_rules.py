@@ -127,15 +127,10 @@ PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
         ([*VALIDATED, "data.max_response_length=77"], {"val.max_new_tokens": 77, "rollout.max_tokens": 77}),
         ([*VALIDATED, "trainer.log_val_generations=6"], {"log.samples": 6}),
         ([*VALIDATED, "trainer.log_val_generations=0"], {"log.samples": None}),
-        ([f"{A}.grad_clip=0.7"], {"optim.clip": 0.7, "optim.decay_all": True}),
-        # The engines of 0.9, to which `betas` belongs, read only `clip_grad`.
-        ([f"{A}.grad_clip=0.7", f"{A}.optim.betas=[0.9,0.95]"], {"optim.clip": None}),
+        # The engines since 0.8 read only `clip_grad`; for them, 0 steps of warm-up are no setting.
+        ([f"{A}.grad_clip=0.7"], {"optim.clip": None, "optim.decay_all": True}),
         ([f"{A}.grad_clip=0.7", f"{A}.optim.clip_grad=0.5"], {"optim.clip": 0.5}),
-        ([f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2"], {"optim.warmup": 0}),
-        (
-            [f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2", f"{A}.optim.betas=[0.9,0.95]"],
-            {"optim.warmup": 0.2},
-        ),
+        ([f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2"], {"optim.warmup": 0.2}),
         (["custom_reward_function.path=r.py", "custom_reward_function.name=f"], {"reward.function": "r.py:f"}),
         (["custom_reward_function.path=r.py"], {"reward.rules": None}),
         (
@@ -156,6 +151,12 @@ PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
 )
 def test_more_rules_of_main_ppo(words: list[str], expected: dict[str, Any]) -> None:
     assert values(convert_verl("main_ppo", [*GRPO, *words]), expected) == expected
+
+
+def test_workers_before_0_8_read_other_keys() -> None:
+    words = [f"{A}.grad_clip=0.7", f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2"]
+    expected = {"optim.clip": 0.7, "optim.warmup": 0}
+    assert values(convert_verl("main_ppo", [*GRPO, *words], version="0.7"), expected) == expected
 
 
 @pytest.mark.parametrize(

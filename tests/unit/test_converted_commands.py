@@ -322,7 +322,7 @@ def test_programs_that_are_refused(convert: Callable[..., Conversion], program: 
 
 
 def test_verl_0_4_returns_the_score_of_the_reward_model_alone() -> None:
-    done = convert_verl("main_ppo", [*GRPO, *BOTH_REWARDS, "+custom_reward_function.reward_kwargs.a=1"])
+    done = convert_verl("main_ppo", [*GRPO, *BOTH_REWARDS, "+custom_reward_function.reward_kwargs.a=1"], version="0.4")
     recipe = checked(done)
     assert (recipe.reward.model, recipe.reward.function, recipe.reward.arguments) == ("rm", None, {})
     outcomes = {found.key: found.outcome for found in done.outcomes}

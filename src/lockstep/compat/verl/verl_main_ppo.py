@@ -80,7 +80,7 @@ def optim_rule(done: Conversion) -> None:
 def clip_rule(done: Conversion) -> None:
     """Up to 0.7, verl reads `actor.grad_clip`. The engines of 0.8 and 0.9 read only `actor.optim.clip_grad`."""
     new, old = f"{A}.optim.clip_grad", f"{A}.grad_clip"
-    if done.is_set(new) or done.version != "0.9":
+    if done.is_set(new) or not done.since("0.8"):
         done.write_number("optim.clip", new if done.is_set(new) else old)
         return
     done.write("optim.clip", 1.0, new)
@@ -242,7 +242,7 @@ def model_and_function_rule(done: Conversion) -> None:
     if done[path] is None or not done[enable]:
         return
     loop = ("reward_model.rollout", "reward_model.enable_resource_pool", "reward_model.use_reward_loop")
-    if done.version == "0.9" or any(done.is_set(key) or done.below(key) for key in loop):
+    if done.since("0.7") or any(done.is_set(key) or done.below(key) for key in loop):
         why = "the reward function calls the reward model, which verl serves, and lockstep serves no reward model"
         remedy = f"serve the model yourself (`vllm serve`), let the function call its address, and set {enable}=False"
         done.refuse(enable, why, remedy)

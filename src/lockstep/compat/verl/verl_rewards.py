@@ -20,7 +20,7 @@ def reward_rules(version: str) -> dict[str, str]:
 
 def default_rules(done: Conversion) -> None:
     """Writes the rules of the command's verl version, and says how they differ from the rules of lockstep."""
-    version = done.settings.peer.rsplit(" ", 1)[-1]
+    version = done.version
     rules = reward_rules(version)
     sources: tuple[str, ...] = ()
     note = "the rules of this verl version; change it if your verl is another"

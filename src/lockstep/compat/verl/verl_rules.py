@@ -138,7 +138,8 @@ def schedule_rule(done: Conversion, group: str) -> None:
         done.write("optim.min_lr_ratio", done.number(floor) if done[floor] else 0.0, floor)
     steps = f"{group}.lr_warmup_steps"
     # In 0.9 the ratio applies instead of 0 steps.
-    fewest = 1 if done.version == "0.9" else 0
+    # The engines read 0 as "not set". SFT uses them since 0.6, PPO since 0.8.
+    fewest = 1 if done.since("0.6" if done.settings.program == "sft" else "0.8") else 0
     if done[steps] is not None and done.is_set(steps) and done.integer(steps) >= fewest:
         done.write("optim.warmup", done.integer(steps), steps, note=WARMUP_NOTE)
         return
