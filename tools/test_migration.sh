@@ -1,4 +1,4 @@
-# Updates of migrated commands against verl and OpenRLHF themselves, in the versions whose commands are understood.
+# Updates of migrated commands against verl, OpenRLHF and TRL themselves, in the versions whose commands are understood.
 # Arguments go to pytest: sh tools/test_migration.sh tests/migration/test_verl.py -k GSPO
 #
 # They have an environment of their own, and no dependency of theirs but the few that their losses import: neither a
@@ -35,6 +35,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         install --target "$venv/openrlhf-$version" --only-binary :all: --platform manylinux1_x86_64 \
             --python-version 3.11 "openrlhf==$version"
     done
+    # verl uses TRL where it finds it, so TRL is apart.
+    install --target "$venv/trl" -c constraints.txt trl datasets dill multiprocess pandas xxhash python-dateutil six
     printf '%s' "$wanted" >"$stamp"
 fi
 

@@ -36,6 +36,8 @@ CASES: dict[str, str] = {
     "GRPO, KL in the loss": f"{GRPO} {KL_LOSS} {A}.kl_loss_type=low_var_kl {A}.entropy_coeff=0.01",
     "GRPO, KL in the reward": f"{GRPO} {G}.use_kl_in_reward=True {G}.kl_penalty=low_var_kl {G}.kl_ctrl.kl_coef=0.1",
     "Dr. GRPO, two epochs": f"{GRPO} {G}.norm_adv_by_std_in_grpo=False {A}.ppo_epochs=2 {A}.clip_ratio_high=0.28",
+    "GRPO, mean of means, two epochs": f"{GRPO} {KL_LOSS} {A}.kl_loss_type=low_var_kl {A}.ppo_epochs=2 "
+    f"{A}.loss_agg_mode=seq-mean-token-mean {A}.clip_ratio_c=100.0",
     "GSPO": f"{GRPO} {A}.policy_loss.loss_mode=gspo {A}.clip_ratio_low=0.0003 {A}.clip_ratio_high=0.0004 "
     f"{A}.loss_agg_mode=seq-mean-token-mean",
     "CISPO": f"{GRPO} {A}.policy_loss.loss_mode=cispo {A}.clip_ratio_low=1.0 {A}.clip_ratio_high=0.28",
