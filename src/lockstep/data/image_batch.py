@@ -28,10 +28,10 @@ def image_inputs(examples: Sequence[Example], batch: MicroBatch, shares: Sequenc
 
 
 # The length of a sequence, its images, and the first and the last (exclusive) of its tokens that are in a forward pass.
-PixelChunk = tuple[int, Sequence[ImageSpan], int, int]
+PrefillSpan = tuple[int, Sequence[ImageSpan], int, int]
 
 
-def chunk_images(chunks: Sequence[PixelChunk]) -> ImageInputs | None:
+def chunk_images(chunks: Sequence[PrefillSpan]) -> ImageInputs | None:
     """Returns the images of a forward pass of the rollout engine over chunks of sequences. Returns None if no sequence
     has images. An image that is partly in a chunk runs through the tower as a whole."""
     if not any(images for _, images, *_ in chunks):
