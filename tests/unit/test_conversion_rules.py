@@ -130,6 +130,8 @@ PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
         # The engines since 0.8 read only `clip_grad`; for them, 0 steps of warm-up are no setting.
         ([f"{A}.grad_clip=0.7"], {"optim.clip": None, "optim.decay_all": True}),
         ([f"{A}.grad_clip=0.7", f"{A}.optim.clip_grad=0.5"], {"optim.clip": 0.5}),
+        (["trainer.remove_previous_ckpt_in_save=True"], {"checkpoint.keep_last": 1}),
+        (["trainer.remove_previous_ckpt_in_save=False"], {"checkpoint.keep_last": 1_000_000}),
         ([f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.2"], {"optim.warmup": 0.2}),
         (["custom_reward_function.path=r.py", "custom_reward_function.name=f"], {"reward.function": "r.py:f"}),
         (["custom_reward_function.path=r.py"], {"reward.rules": None}),

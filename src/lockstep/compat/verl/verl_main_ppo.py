@@ -254,6 +254,9 @@ def model_and_function_rule(done: Conversion) -> None:
 
 
 def ppo_keep_rule(done: Conversion) -> None:
+    if done["trainer.remove_previous_ckpt_in_save"]:
+        done.write("checkpoint.keep_last", 1, "trainer.remove_previous_ckpt_in_save")
+        return
     keep_rule(done, "trainer.max_actor_ckpt_to_keep")
 
 
