@@ -85,7 +85,10 @@ def clip_rule(done: Conversion) -> None:
         return
     done.write("optim.clip", 1.0, new)
     if done.is_set(old):
-        done.ignore("the engines of verl 0.8 and 0.9 read only actor.optim.clip_grad, which is 1.0", old)
+        why = (
+            "the engines of verl 0.8 and 0.9 read only actor.optim.clip_grad, which is 1.0; if your verl is older, use "
+        )
+        done.ignore(f"{why}`lockstep migrate --peer-version 0.7`", old)
 
 
 def batch_rule(done: Conversion) -> None:
