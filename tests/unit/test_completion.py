@@ -82,7 +82,7 @@ def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> Non
         "lockstep tr = train",
         "lockstep train grpo = grpo-arithmetic grpo-gsm8k-lora",
         "lockstep plan my = my-recipes/ my.yaml",
-        "lockstep data  = arithmetic preferences calculator guess-number seeds gsm8k show",
+        "lockstep data  = arithmetic preferences calculator guess-number seeds squares tiny-vlm gsm8k show",
     ]
     assert (tmp_path / "home" / ".bashrc").read_text().count("source ") == 1
 

@@ -346,7 +346,8 @@ def reading(root: Path, key: str) -> set[str]:
 
 
 TOUCHED = {
-    "grpo_passk": {"algorithms/advantage.py", "recipe/registry.py"},
+    # The last one has a key that only this estimator reads.
+    "grpo_passk": {"algorithms/advantage.py", "recipe/registry.py", "recipe/keys_online.py"},
     "geo_mean": {"algorithms/policy_loss.py", "recipe/registry.py"},
     # The fourth has its checks; the last two choose or replace the teacher model.
     "distill": {

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hang import HANG, wait_until
-from lockstep.environments import sandbox_process
+from lockstep.environments import sandbox, sandbox_process
 from lockstep.environments.sandbox import (
     BUBBLEWRAP,
     LIMITS,
@@ -67,6 +67,18 @@ def with_word(word: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.parametrize("isolation", ISOLATED)
+def test_a_visible_folder_below_tmp_is_read_only(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment may be there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)  # the program may run as another user
+        Path(folder, "word").write_text("seen")
+        monkeypatch.setattr(sandbox, "_SYSTEM", [*sandbox._SYSTEM, folder])
+        code = f"print(open('{folder}/word').read())\nopen('/tmp/own', 'w').close()\nopen('{folder}/other', 'w')"
+        done = run_python(code, UNHURRIED, isolation=isolation)
+        assert (done.stdout, "Read-only file system" in done.stderr) == ("seen\n", True)
 
 
 @pytest.mark.parametrize("isolation", EVERY)

@@ -202,15 +202,14 @@ def _bubblewrap(command: Sequence[str], visible: Sequence[str], folder: str) -> 
         "/proc",
         "--dev",
         "/dev",
-        "--tmpfs",
-        "/tmp",
         "--bind",
         folder,
         _HOME,
         "--chdir",
         _HOME,
     ]
-    return [program, *isolated, *shown, *places, "--", *command]
+    # /tmp comes first: a virtual environment of the user may be inside it.
+    return [program, *isolated, "--tmpfs", "/tmp", *shown, *places, "--", *command]
 
 
 def _shown(path: str) -> list[str]:

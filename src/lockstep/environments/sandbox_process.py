@@ -80,6 +80,9 @@ def enter_root(spec: dict[str, Any]) -> None:
     root = os.path.join(spec["base"], "root")
     size = f"size={spec['disk_mb']}m"
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    # /tmp comes first: a virtual environment of the user may be inside it.
+    os.mkdir(f"{root}/tmp")
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=1777")
     for path in spec["visible"]:
         _show(path, root)
     os.makedirs(f"{root}/proc")
@@ -87,8 +90,6 @@ def enter_root(spec: dict[str, Any]) -> None:
     with suppress(OSError):
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
     _make_devices(f"{root}/dev", size)
-    os.mkdir(f"{root}/tmp")
-    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=1777")
     os.makedirs(root + HOME)
     mount(spec["folder"], root + HOME, None, MS_BIND)
     set_mount_flags(root + HOME, MS_NOSUID | MS_NODEV)
