@@ -155,6 +155,7 @@ def test_a_metric_that_is_written_wrong_costs_one_step(recipe_file: Path) -> Non
         train(recipe_file, "run.name=b", "checkpoint.best=val/accuracy")
 
 
+@pytest.mark.slow
 def test_an_online_run_keeps_what_earned_most(online_file: Path, tmp_path: Path) -> None:
     questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(3))
     keep = ["checkpoint.every=1", "checkpoint.keep_last=1", "run.export=false"]

@@ -91,6 +91,7 @@ def test_other_micro_batches_and_half_precision_pass(grpo: Path) -> None:
     assert having(checked(grpo, None, "model.dtype=bf16", "batch.tokens=null", "batch.micro_batch_size=3"), False) == []
 
 
+@pytest.mark.slow
 def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(sft, run, ignore=shutil.ignore_patterns("weights_*", "replays", "checkpoints"))
@@ -133,6 +134,7 @@ def sampling(**changes: Any) -> Fault:
     return fault
 
 
+@pytest.mark.slow
 def test_other_noise_gives_other_first_tokens(grpo: Path) -> None:
     items = checked(grpo, sampling(seed=1))
     assert having(items, False) == ["first tokens"]
@@ -157,6 +159,7 @@ def test_another_reward_is_distinguished_from_other_faults(grpo: Path) -> None:
 # -- the update
 
 
+@pytest.mark.slow
 def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def doubled(original: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
@@ -171,6 +174,7 @@ def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
     assert "train loss and train gradient norm" in items["first loss and gradient"].means
 
 
+@pytest.mark.slow
 def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def norm(original: Any, scale: float = 1.0) -> Any:
@@ -213,6 +217,7 @@ def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
     assert "neither with the new weights" in items["weight sync"].means
 
 
+@pytest.mark.slow
 def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         wrap(
@@ -235,6 +240,7 @@ def test_weights_that_move_at_rate_0(sft: Path) -> None:
     assert "learning rate 0: master weights" in items["learning rate 0"].means
 
 
+@pytest.mark.slow
 def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def step(original: Any, lr: float, norm: Any) -> None:
@@ -283,6 +289,7 @@ def test_a_fault_of_prefill_is_named(grpo: Path) -> None:
     assert item.means.startswith("prefill differs")
 
 
+@pytest.mark.slow
 def test_a_decode_fault_is_distinguished_from_prefill(grpo: Path) -> None:
     item = checked(grpo, after_each("decode"))["prefill and decode"]
     assert item.passed is False

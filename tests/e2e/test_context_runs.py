@@ -104,9 +104,8 @@ def samples(run: Path) -> list[tuple[str, float]]:
     return [(sample["response"], sample["score"]) for sample in stored]
 
 
-@pytest.mark.parametrize(
-    ("method", "layout"), [("grpo", "zigzag"), pytest.param("ppo", "gather", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "layout"), [("grpo", "zigzag"), ("ppo", "gather")])
 def test_online_methods(tiny_folder: Path, tmp_path: Path, method: str, layout: str) -> None:
     """Both with several updates a step, so that old log-probs, and values, are asked for too."""
     recipe = write_online_recipe(tmp_path, tiny_folder)

@@ -48,6 +48,7 @@ def fill(disk: Path) -> Path:
     return filler
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small_disk: Path, tmp_path: Path) -> None:
     settings = ["optim.schedule=constant", "optim.warmup=0", "checkpoint.every=20", "run.export=false", "data.val=[]"]
     words = ["train", recipe_file, *settings, f"run.folder={small_disk}"]

@@ -70,6 +70,7 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
+@pytest.mark.slow
 def test_copies_of_ours_train_what_ours_do(online_file: Path, own: str) -> None:
     short: dict[str, Any] = {"run.steps": 2, "run.export": False, "algorithm.dual_clip": None}
     usual = lockstep.train(online_file, **short)

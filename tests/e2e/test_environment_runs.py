@@ -194,6 +194,7 @@ def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> 
         assert "0 of 4 responses diverge" in checks["generation"].what
 
 
+@pytest.mark.slow
 def test_a_forced_replay_after_dynamic_sampling(tiny_folder: Path, tmp_path: Path) -> None:
     """Dynamic sampling replaces groups whose trajectories have equal scores. The turns of the prompts that remain are
     sampled again with the noise of their own prompts."""

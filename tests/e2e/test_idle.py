@@ -184,6 +184,7 @@ def test_an_offline_run_whose_loss_is_flat_stops(
     assert all(norm > 0 for norm in gradients(tmp_path / "runs" / steep, "train"))
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_every_rank_stops_at_once(online_file: Path, tmp_path: Path) -> None:
     done = torchrun("train", online_file, *EQUAL, "run.steps=9", "run.max_idle_updates=2")

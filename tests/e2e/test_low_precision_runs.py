@@ -118,7 +118,8 @@ def test_validation_generates_with_the_trained_weights(online_file: Path, tmp_pa
     assert not any("precision" in sample for sample in samples_of(runs / "full"))
 
 
-@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_killed_and_resumed_is_bit_identical(online_file: Path, tmp_path: Path, precision: str) -> None:
     words = [f"rollout.precision={precision}", "checkpoint.every=2", "log.samples=8", "run.export=false"]
     runs = tmp_path / "runs"

@@ -59,6 +59,7 @@ step.Learner.optim_step = optim_step
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_the_run_goes_on(recipe_file: Path, tmp_path: Path) -> None:
     common = ["train", recipe_file, "run.export=false", "run.steps=4", "data.val=[]"]
     output, run, number = tmp_path / "output", tmp_path / "runs" / "stopped", tmp_path / "number"

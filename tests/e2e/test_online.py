@@ -195,6 +195,7 @@ def test_limits_and_engine_change_nothing(
     same_run(several_updates, tmp_path / "runs" / "run", step=2)
 
 
+@pytest.mark.slow
 def test_one_update_a_step_needs_no_old_log_probabilities(online_file: Path, tmp_path: Path) -> None:
     """Detached current ones are the old ones: forcing the extra pass changes nothing, and costs its time."""
     train(online_file, "run.name=a")
@@ -231,6 +232,7 @@ def test_the_divergence_in_the_reward_is_taken_off_it(online_file: Path, tmp_pat
         assert lost == pytest.approx(penalty, rel=1e-4, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_the_coefficient_adapts_to_its_target(online_file: Path, tmp_path: Path) -> None:
     """Far over the target each step multiplies by 1 + 0.2 x sequences / horizon."""
     words = ["algorithm.kl.target=1e-9", "algorithm.kl.horizon=12", "algorithm.kl.coefficient=0.1", "optim.lr=1e-2"]
@@ -394,6 +396,7 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
         assert any(0 < one["actor/filtered_share"] < 1 for one in metrics_of(single))
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_path: Path) -> None:
     """One response a step: the second process has none to generate, and none for the policy and for the critic."""

@@ -12,7 +12,8 @@ from commands import torchrun
 pytestmark = pytest.mark.torchrun
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_sharded_optimizers_update_as_one_process(tmp_path: Path, ranks: int) -> None:
     done = torchrun(tmp_path / "state", program=Path(optimizer_ranks.__file__), processes=ranks)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -171,6 +171,7 @@ def implicit_accuracy(made: Path, run: Path) -> float:
 # -- reward models -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reward_model_and_its_folder_in_plain_transformers(made: Path, small_scorer: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

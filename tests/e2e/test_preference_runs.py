@@ -103,7 +103,7 @@ def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teac
         pytest.param(*("distill", 2, ["distill.top_k=6"]), marks=pytest.mark.slow),
         # Fewer rows than processes: somebody's share is empty.
         pytest.param(*("kto", 3, ["batch.rows_per_update=2"]), marks=pytest.mark.slow),
-        ("rm", 2, ["batch.rows_per_update=1", "rm.ranking=plackett_luce"]),
+        pytest.param(*("rm", 2, ["batch.rows_per_update=1", "rm.ranking=plackett_luce"]), marks=pytest.mark.slow),
         pytest.param(*("dpo", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
         pytest.param(*("prm", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
         pytest.param(*("distill", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),

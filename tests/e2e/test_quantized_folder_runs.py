@@ -127,6 +127,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path, layout: tuple[str, ..
     assert difference(tmp_path / "runs" / "two", tmp_path / "runs" / "one", 3) == ""
 
 
+@pytest.mark.slow
 def test_plan_of_a_quantised_folder(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """The plan counts the weights of the model, not the bytes of the files."""
     texts = []

@@ -55,6 +55,7 @@ def test_the_run_has_two_parts(run: Path) -> None:
     assert [first.holds(step) for step in (1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_every_step_is_replayed_with_the_recipe_that_trained_it(run: Path) -> None:
     found = done(run, "forced")
     assert found.steps == [1, 2, 3, 4]

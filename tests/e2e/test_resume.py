@@ -146,6 +146,7 @@ def test_a_changed_recipe_is_refused_with_the_keys(recipe_file: Path) -> None:
     assert "0.002" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_last(recipe_file: Path, tmp_path: Path) -> None:
     train(recipe_file, "optim.schedule=constant")
     train(recipe_file, "optim.schedule=constant", "run.steps=9")
@@ -171,6 +172,7 @@ def test_a_finished_run_stays_as_it_is(recipe_file: Path, tmp_path: Path, other:
     assert evidence() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_other_keys_keeps_the_recipe_of_its_first_part(
     recipe_file: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +234,7 @@ def rates(run: Path) -> list[float]:
     return [told["train/lr"] for _, told in read_metrics(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_the_learning_rate_may_change_and_compare_shows_it(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +311,7 @@ def test_a_base_whose_weights_changed_is_refused(adapter_run: Path) -> None:
     assert "--accept-changed" in problem.remedy
 
 
+@pytest.mark.slow
 def test_a_changed_base_is_accepted_by_the_option_and_told(adapter_run: Path) -> None:
     folder = adapter_run.parent
     scale(folder / "base" / "model.safetensors", 1.1)
@@ -322,6 +326,7 @@ def test_a_changed_base_is_accepted_by_the_option_and_told(adapter_run: Path) ->
     assert re.search("run was resumed after step 3 .*model.path", " ".join(told))
 
 
+@pytest.mark.slow
 def test_a_model_may_move_and_its_content_is_compared(adapter_run: Path) -> None:
     base = adapter_run.parent / "base"
     moved = base.rename(base.with_name("elsewhere"))
@@ -332,6 +337,7 @@ def test_a_model_may_move_and_its_content_is_compared(adapter_run: Path) -> None
         train(adapter_run, *ADAPTER, "run.steps=5")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_fingerprints_resumes_with_a_note(
     adapter_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

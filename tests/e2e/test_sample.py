@@ -76,6 +76,7 @@ def test_every_question_gets_its_scored_responses(
     assert all(len(line) <= 80 for line in told.values() if "/" not in line)
 
 
+@pytest.mark.slow
 def test_chunks_and_what_stands_beside_a_question_change_nothing(home: Path, tiny_folder: Path) -> None:
     whole = sampled(home, tiny_folder, "whole.parquet", chunk=64)
     assert sampled(home, tiny_folder, "chunks.parquet", chunk=3) == whole
@@ -84,6 +85,7 @@ def test_chunks_and_what_stands_beside_a_question_change_nothing(home: Path, tin
     assert [row["response"] for row in other] != [row["response"] for row in whole]
 
 
+@pytest.mark.slow
 def test_slices_are_answered_as_in_the_whole(home: Path, tiny_folder: Path) -> None:
     whole = sampled(home, tiny_folder, "all.parquet")
     parts = [sampled(home, tiny_folder, f"{first}.parquet", first=first, rows=6) for first in (0, 6)]
@@ -147,6 +149,7 @@ def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: 
     assert not parts.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_says_so(home: Path, tiny_folder: Path) -> None:
     write_jsonl(home / "questions.jsonl", question_rows(20_000))
     first = home / "out.parquet.parts" / "00000.parquet"

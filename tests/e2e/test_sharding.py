@@ -90,6 +90,7 @@ def test_four_ranks_go_on_as_fewer(alone: Path, four: Path, tmp_path: Path, proc
     assert_same(run, alone.parent / "runs" / "one")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_goes_on_in_two(alone: Path, tmp_path: Path) -> None:
     run = shutil.copytree(alone.parent / "runs" / "one", tmp_path / "one")
     shutil.rmtree(checkpoint_of(run, 6))

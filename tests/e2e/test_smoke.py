@@ -77,6 +77,7 @@ def test_a_built_in_recipe_needs_nothing_but_itself(
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"], "nothing is left"
 
 
+@pytest.mark.slow
 def test_own_rows_and_a_model_of_another_family(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {
         "method": "dpo",

@@ -30,6 +30,7 @@ def assert_unharmed(whole: Outcome, struck: Outcome, apart: list[str], blows: in
     assert struck.shared_memory == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_trace(tmp_path: Path) -> None:
     """It is started again, from the last checkpoint. Stopped scorers are in test_reward_hostile.py for every day."""
     plan = Plan(blows=1, seed=0, kinds=("rank",), stops=False)

@@ -48,6 +48,7 @@ def assert_even(told: list[dict[str, dict[str, int]]]) -> None:
     assert min(own) >= 0.5 * max(own)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_one_place(tmp_path: Path) -> None:
     two = spread(tmp_path, 2)
     assert_even(two)

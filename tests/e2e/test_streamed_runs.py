@@ -81,6 +81,7 @@ def test_two_ranks_train_the_rows_of_one(recipe_file: Path, tmp_path: Path) -> N
         assert one[step]["train/loss"] == pytest.approx(two[step]["train/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_online_run_on_streamed_prompts_resumes(tmp_path: Path, tiny_folder: Path) -> None:
     recipe = write_online_recipe(tmp_path, tiny_folder)
     rows = shards(tmp_path / "prompts", question_rows(20))

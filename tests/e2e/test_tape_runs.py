@@ -374,8 +374,9 @@ def test_another_learning_rate_is_not_in_step(recorded: dict[str, Path], method:
 # -- two processes
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft lora", "ppo"))])
+@pytest.mark.parametrize("kind", ["sft", "sft lora", "ppo"])
 def test_two_processes_tape_what_one_does(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, kind.split()[0])
     words = ["tape=true", "tape.every=1", *(["model.lora.rank=4"] if "lora" in kind else [])]

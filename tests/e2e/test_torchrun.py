@@ -111,6 +111,7 @@ def test_greedy_answers_are_those_of_one_process(recipe_file: Path, tmp_path: Pa
     assert one_samples.count("\n") == 14
 
 
+@pytest.mark.slow
 def test_an_update_with_fewer_rows_than_ranks(recipe_file: Path, tmp_path: Path) -> None:
     common = ["optim.eps=1e-4", "batch.rows_per_update=1"]
     assert lockstep("train", recipe_file, "run.name=one", *common).returncode == 0
@@ -146,6 +147,7 @@ def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Pat
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_bad_input_is_told_once(recipe_file: Path, tmp_path: Path) -> None:
     """Also where rank 0, which tells it, comes seconds after the other, as on a busy machine."""
     change = (

@@ -331,6 +331,7 @@ def test_the_largest_and_smallest_numbers_are_drawn(page: Page) -> None:
     assert "0 or less" in page.text("[data-metric=zero] .odd-note")
 
 
+@pytest.mark.slow
 def test_curves_grow_while_a_run_is_going(page: Page, runs: Path) -> None:
     folder = RunFolder(write_run(runs / "live", 0, {}, planned=30))
     log = MetricsLog(folder.metrics)

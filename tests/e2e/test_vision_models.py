@@ -101,6 +101,7 @@ def test_an_adapter_fits_the_full_class(tmp_path: Path, tiny_folder: Path) -> No
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_export_trains_on_in_bf16_with_another_tower_dtype(tmp_path: Path, tiny_folder: Path) -> None:
     """The text is exported in the dtype of the recipe, and the tower keeps its own. The files have module names."""
     model = write_vision_model(tmp_path / "m", "llava", tiny_folder)

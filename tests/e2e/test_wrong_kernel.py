@@ -38,7 +38,8 @@ def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, scale
 
 
 @pytest.mark.usefixtures("nothing_remembered")
-@pytest.mark.parametrize("name", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "grpo"])
 def test_a_wrong_kernel_is_refused_in_training_and_named_in_a_replay(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_recipe_keeps_its_trajectory(seed: int, tmp_path: Path) -> None:
     assert not failures, explained(drawn, failures, file)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_two_ranks_keep_the_trajectory_of_one(tmp_path: Path) -> None:
     plan = daily_plan(RANKED, *RANKS_DAILY)

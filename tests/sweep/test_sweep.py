@@ -20,11 +20,9 @@ of_this_version = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was m
 SAMPLE = (
     "llama",
     "phi3+longrope",
-    "qwen2_moe+window",
     "gpt_oss",
     "granite+scaled_logits",
     "deepseek_v3",
-    "gemma4_text+shared_kv",
     "doge",
     "falcon",
     "bert",

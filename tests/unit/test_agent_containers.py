@@ -48,6 +48,7 @@ def test_a_container_gets_a_label() -> None:
         assert labelled_container(other) == (other, "")
 
 
+@pytest.mark.slow
 def test_a_container_that_hangs_is_removed(tiny_folder: Path, containers: Containers) -> None:
     before = notes()
     tokenizer: Any = load_tokenizer(str(tiny_folder))

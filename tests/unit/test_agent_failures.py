@@ -54,6 +54,7 @@ def test_a_bug_fails_its_trajectory_alone(tokenizer: Any) -> None:
     assert watched.left() == []
 
 
+@pytest.mark.slow
 def test_agents_that_hang_are_killed_and_named(tokenizer: Any) -> None:
     bugs = {"bad": "hangs"}
     keys = {"environment_args": {"bugs": bugs}, "step_timeout": 4.0}

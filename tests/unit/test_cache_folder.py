@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.daily("workers")
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["one process", "workers"])
 def test_no_cache_folder_is_left(tmp_path: Path, workers: list[str]) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

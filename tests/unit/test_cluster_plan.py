@@ -449,6 +449,7 @@ def test_activations_leave_where_nothing_else_makes_a_long_row_fit(checkpointing
     assert enough.keys == ({} if checkpointing else {"model.gradient_checkpointing": True})
 
 
+@pytest.mark.slow
 def test_where_no_keys_help_more_nodes_do_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices the state is small, and layers that are gathered for a moment still fit."""
     # Each doubling searches all keys again.
@@ -517,6 +518,7 @@ LLAMA_70B = LlamaConfig(
 )
 
 
+@pytest.mark.slow
 def test_tensor_groups_are_searched_where_nothing_else_fits() -> None:
     """GRPO of 70B numbers on 64 cards of 80 GiB: no card holds a whole copy in bf16 (141 GB) to generate with."""
     keys: dict[str, Any] = {"model__dtype": "bf16", "batch__prompts": 128, "batch__tokens": 4096, "rollout__n": 8}

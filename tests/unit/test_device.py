@@ -436,6 +436,7 @@ class npu:
         sys.modules.pop("torch_npu", None)
 
 
+@pytest.mark.slow
 def test_a_broken_torch_npu_does_not_break_the_other_devices(tmp_path: Path) -> None:
     """`import torch` alone fails where torch_npu cannot load; after `import lockstep.device` it does not."""
     _fake_torch_npu(

@@ -127,8 +127,11 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Its plug-ins are trained one after the other.
-LONG = ("docs/extending.md",)
+# Pages whose commands train several times.
+LONG = [
+    f"docs/{page}.md"
+    for page in ("extending", "environments", "compare", "checklist", "replay", "several-processes", "distillation")
+]
 
 
 @pytest.mark.parametrize(

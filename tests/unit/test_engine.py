@@ -366,6 +366,7 @@ def test_a_small_cache_is_kept_where_passes_are_recorded_over_it(
     assert caches[0]() is None
 
 
+@pytest.mark.slow
 def test_a_large_batch_that_shrinks_moves_into_smaller_passes(policy: Policy, folder: Path) -> None:
     """200 rows end one after another: their places are given to those behind them, and smaller passes are recorded."""
     requests = [Request([5 + key, 6, 7], key, 1, 0, 1 + key % 40) for key in range(200)]

@@ -85,6 +85,7 @@ def test_turns_are_those_of_transformers_and_only_new_tokens_are_computed(policy
     assert new_tokens(played) / 2 < counts.computed <= new_tokens(played)
 
 
+@pytest.mark.slow
 def test_turns_over_several_rounds_start_while_other_rows_decode(policy: Policy) -> None:
     """Rounds of eight passes on recorded graphs: the new tokens of a turn are computed between two rounds of others,
     before the first of them is read."""

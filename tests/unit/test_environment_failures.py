@@ -144,6 +144,7 @@ def test_methods_that_hang_are_named_and_their_host_is_replaced(tokenizer: Any) 
     assert len(hosts.started) == 2  # a thread cannot be cancelled
 
 
+@pytest.mark.slow
 def test_a_hanging_thread_blocks_no_trajectory_that_starts_later(tokenizer: Any) -> None:
     """The next trajectory starts as soon as the first has failed, and the host has a single thread."""
     bugs = {"0": ["step", "hangs"], "2": ["reset", "hangs"]}

@@ -464,6 +464,7 @@ def test_too_many_tool_calls_end_the_trajectory_before_they_run(caller: Any, too
     assert (found.stop, len(found.turns), found.info["calls"], made.stop) == ("max_tool_calls", 1, 0, "length")
 
 
+@pytest.mark.slow
 def test_stuck_tools_block_no_reset_and_no_score(caller: Any, tools_file: Path) -> None:
     """The first trajectory fills the threads of a small host with stuck tools. Other trajectories start and end."""
     tools = [f"{tools_file}:{name}" for name in ("add", "slow")]

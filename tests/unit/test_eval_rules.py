@@ -102,6 +102,7 @@ def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker
         evaluated(speaker, questions, None, max_new_tokens=2040, rules=["exact"])
 
 
+@pytest.mark.slow
 def test_a_model_that_the_built_in_engine_cannot_run_is_answered_by_transformers(
     tiny_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def test_an_action_space_without_a_text_form_is_refused() -> None:
     assert refused.value.problems[0].code == "unsupported-combination"
 
 
+@pytest.mark.slow
 def test_a_hung_game_fails_alone_and_is_killed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The game is in a module, which Gymnasium imports because the name says so."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))

@@ -117,6 +117,7 @@ def test_a_preempted_sequence_goes_on_from_the_state_of_its_prompt(
     assert engine.preempted > 0
 
 
+@pytest.mark.slow
 def test_a_module_that_ignores_its_state_on_several_tokens_runs_token_by_token() -> None:
     """Jamba's Mamba layers start anew when they get several tokens."""
     policy = build_miniature(hybrid_config("jamba"), "sdpa", CPU).policy

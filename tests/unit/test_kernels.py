@@ -215,6 +215,7 @@ def test_logprob_by_hand():
     assert token_scores(hidden, Head(weight), torch.tensor([0])).logprobs_K.item() == pytest.approx(-1.386294, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_large_vocabulary_never_holds_all_logits():
     """151,936 words x 512 positions are 297 MiB of fp32 logits; a chunk of 8 MiB must not let that appear."""
     import subprocess

@@ -198,6 +198,7 @@ def test_a_second_run_does_not_load_the_reference(recipe_of, tmp_path: Path, mon
         train_offline(recipe_of("dpo", *words, "run.name=fourth", "data.system=Be short."), Console.silent())
 
 
+@pytest.mark.slow
 def test_what_changes_the_numbers_makes_another_table(recipe_of, tiny_folder: Path, tmp_path: Path) -> None:
     changes = [
         [],

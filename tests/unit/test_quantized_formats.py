@@ -338,6 +338,7 @@ print(calls)
 """
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_kernel_with_other_results_is_not_used() -> None:
     right, wrong, calls = interpreted(TRIED).splitlines()

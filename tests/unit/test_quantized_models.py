@@ -47,6 +47,7 @@ def moved(module: Any) -> dict[str, torch.Tensor]:
 # Loading
 
 
+@pytest.mark.slow
 def test_the_original_model_is_never_in_memory(tmp_path: Path, tiny_folder: Path) -> None:
     """A load needs the codes, the rest of the model, and a few tensors at a time. The largest tensor has 0.5 MB."""
     config = LlamaConfig(

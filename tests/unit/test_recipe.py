@@ -413,6 +413,7 @@ def test_a_hint_names_what_was_meant_or_all_there_is(tmp_path: Path, key: str, r
     assert remedy in problem.remedy
 
 
+@pytest.mark.slow
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
     deep = "[" * 3000 + "]" * 3000
     (tmp_path / "deep.yaml").write_text(f"method: sft\nmodel: {deep}\n", encoding="utf-8")

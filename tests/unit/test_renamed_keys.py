@@ -250,6 +250,7 @@ def setup(a: Path, b: Path) -> list[str]:
     return [one.key for one in setup_differences(read_evidence(a), read_evidence(b))[0]]
 
 
+@pytest.mark.slow
 def test_an_old_run_resumes_and_compares_without_a_difference(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], silent: None
 ) -> None:

@@ -107,6 +107,7 @@ except ImportError:
 """
 
 
+@pytest.mark.slow
 def test_a_script_needs_only_torch(tmp_path: Path) -> None:
     """In a process that cannot import lockstep."""
     script = write_reproducer(culprit_of(FAULTS["constant"][0]), tmp_path / "reproduce.py", "eps is off")

@@ -237,6 +237,7 @@ def test_answers_for_votes(user) -> None:
         assert scorer.answer_of(question("unruled"), "#### 5") is None
 
 
+@pytest.mark.slow
 def test_math_is_judged_in_a_process_that_can_be_killed() -> None:
     pytest.importorskip("math_verify")
     with opened(["m"], rules={"m": "math"}, time_limit=5.0, memory_limit_gb=1.0) as scorer:

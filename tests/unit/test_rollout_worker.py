@@ -137,6 +137,7 @@ def test_a_response_goes_on_under_new_weights_and_every_token_names_its_own(work
         torch.testing.assert_close(own, torch.tensor(one.logprobs), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_was_asked_ahead_and_what_was_not_come_together(worker: WorkerEngine) -> None:
     ahead, now = Request([5, 6, 7], 3, 2, max_tokens=5), Request([5, 6], 9, 1, max_tokens=3)
     worker.hand_over(next(VERSIONS), [ahead], SAMPLING)

@@ -262,6 +262,7 @@ def test_a_missing_package_stops_only_what_needs_it(tmp_path, monkeypatch) -> No
         Scorer.open(Reward(), ["lighteval/MATH"], torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_built_in_rules_that_may_never_end_are_not_checked_at_once() -> None:
     import torch
 

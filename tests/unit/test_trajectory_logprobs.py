@@ -169,6 +169,7 @@ def test_the_trainer_computes_the_log_probs_of_conversations_with_tools(
     assert check_family(name, 1, policy, folder, hosts_of(name, request), monkeypatch, keep=True) == 2
 
 
+@pytest.mark.slow
 def test_so_it_does_for_the_rows_of_a_template_that_drops_reasoning(
     folder: Path, policy: Policy, tool_hosts: EnvironmentHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,10 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
 
 EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | quantized_checks.CHECKS | recurrent_checks.CHECKS
 # Whole models whose kernels are checked one by one too: by the interpreter they take longest.
-LONG = {"generating_engine", "generating_in_low_precision", "models", "recurrent_models"}
+LONG = {
+    *("generating", "generating_engine", "generating_in_low_precision", "generating_models", "hooked", "models"),
+    "recurrent_models",
+}
 
 
 def _parameter(name: str) -> object:
