@@ -18,7 +18,7 @@ from lockstep.recipe.loader import checked_recipe, resolved
 from real_scripts import RealScript, real_scripts, recorded
 
 REWARD = """
-def score(data_source, solution_str, ground_truth, extra_info=None):
+def score(data_source, solution_str, ground_truth, extra_info=None, **arguments):
     return float(any(sign.isdigit() for sign in solution_str))
 """
 # Keys that change only sizes, rates, names and places.

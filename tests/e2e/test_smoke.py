@@ -132,6 +132,18 @@ def test_what_shapes_the_updates_stays(place: Path, tmp_path: Path) -> None:
     assert Path(small.run.folder).is_relative_to(tmp_path)
 
 
+def test_lengths_fit_the_context_of_the_small_model(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "method": "grpo",
+        "device": "cpu",
+        "model": {"path": "nobody/long-context"},
+        "data": {"train": "none.parquet", "max_prompt_tokens": 20480, "template_arguments": {"enable_thinking": False}},
+        "reward": {"rules": {"openai/gsm8k": "gsm8k"}},
+    }
+    small = Smoke(checked_recipe(values), tmp_path).recipe()
+    assert (small.data.max_prompt_tokens, small.data.template_arguments) == (2048 - 16, {})
+
+
 def test_bad_input_is_refused_as_in_training(place: Path) -> None:
     values = {"device": "cpu", "model": {"path": str(place / "tiny")}, "data": {"train": str(place / "pairs.jsonl")}}
     with pytest.raises(Refusal, match=r"pairs\.jsonl"):

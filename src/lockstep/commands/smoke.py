@@ -143,6 +143,7 @@ class Smoke:
     def recipe(self) -> Recipe:
         self._models()
         self._rows()
+        self._lengths()
         self._sizes()
         self._one_process()
         run = self.values["run"]
@@ -271,6 +272,18 @@ class Smoke:
         data.setdefault("reader", None)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def _lengths(self) -> None:
+        """Reduces lengths to the context of the replaced model, and removes arguments of another chat template."""
+        data, model = self.values["data"], self.values["model"]["path"]
+        context = getattr(text_config(load_config(model)), "max_position_embeddings", None)
+        for key, room in (("max_tokens", 0), ("max_prompt_tokens", RESPONSE_TOKENS)):
+            if context is not None and data.get(key) is not None and data[key] > context - room:
+                self.changes.append((f"data.{key}", f"{context - room}, because the small model has no more context"))
+                data[key] = context - room
+        if data.get("template_arguments") and local_folder(self.given.model.path) is None:
+            self.changes.append(("data.template_arguments", "none, because the template of the tiny model has none"))
+            data["template_arguments"] = {}
 
     def _sizes(self) -> None:
         values = self.values
