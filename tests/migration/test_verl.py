@@ -107,7 +107,7 @@ def test_means_of_means_are_what_0_4_differs_by(tiny_folder: Path, batch: Batch)
 def test_sums_over_a_constant_are_added_up_in_0_4(tiny_folder: Path, batch: Batch) -> None:
     """By as many times as a micro-batch has sequences, and the report says so."""
     words = words_of(f"{GRPO} {KL_LOSS} {A}.loss_agg_mode=seq-mean-token-sum-norm")
-    done = convert_verl("main_ppo", words)
+    done = convert_verl("main_ppo", words, version="0.4")
     (found,) = [found for found in done.outcomes if found.key == f"{A}.loss_agg_mode"]
     assert found.outcome == "changed"
     assert "larger by the number of sequences" in found.note
