@@ -167,9 +167,9 @@ def test_the_folder_of_the_script() -> None:
     script = (
         'DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\n' + MAIN + " custom_reward_function.path=$DIR/r.py"
     )
-    found, problems, _ = migrated(script, (), "/work/jobs/run.sh")
+    found, problems, _ = migrated(script, (), "/jobs/jobs/run.sh")
     assert not problems
-    assert checked(found[0].done).reward.function == "/work/r.py:compute_score"
+    assert checked(found[0].done).reward.function == "/jobs/r.py:compute_score"
 
 
 def test_job_scripts_set_variables() -> None:

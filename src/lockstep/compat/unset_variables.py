@@ -22,7 +22,7 @@ _UNREAD = {"use_wandb", "use_tensorboard", "ckpt_path", "trainer.nnodes", "train
 
 @dataclass
 class KnownWords:
-    """The words of a command that can be converted, and what is said about the others."""
+    """The words of a command with known values, remarks on words that were left out, and the missing variables."""
 
     words: list[Word] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
