@@ -234,7 +234,12 @@ def _fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_scale(rows: Tensor, format: str) -> Tensor:
-    return (rows.abs().amax(-1, keepdim=True) / _LARGEST[format]).clamp(min=_SMALLEST_SCALE)
+    return divided(rows.abs().amax(-1, keepdim=True), _LARGEST[format]).clamp(min=_SMALLEST_SCALE)
+
+
+def divided(values: Tensor, by: float) -> Tensor:
+    """`values / by`, rounded once on every device. CUDA multiplies by 1 / by if `by` is a number of the host."""
+    return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
 def _normalized(blocks: Tensor, absmax: Tensor) -> Tensor:
@@ -264,7 +269,7 @@ def _mean(values: Tensor) -> Tensor:
     while total.shape[-1] > 1:
         half = total.shape[-1] // 2
         total = total[..., :half] + total[..., half:]
-    return total[..., 0] / count
+    return divided(total[..., 0], count)
 
 
 def _pieces(shape: torch.Size) -> Iterator[slice]:

@@ -68,7 +68,9 @@ def token_codes_triton(
     if rows:
         tile = min(TILE, triton.next_power_of_2(columns))
         bits = codes if dtype is torch.int8 else codes.view(torch.uint8)
+        # A fused multiply-add would round the product and the sum together, so ties would get other codes.
         _codes[(rows,)](
-            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, dtype is torch.int8, tile, num_warps=4
-        )
+            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, dtype is torch.int8, tile, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return codes, scales

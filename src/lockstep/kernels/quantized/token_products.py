@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from lockstep.kernels.npu_limits import quant_problem
-from lockstep.kernels.quantized.formats import Quantized
+from lockstep.kernels.quantized.formats import Quantized, divided
 from lockstep.kernels.quantized.int8_npu import npu_int8_product
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -35,7 +35,7 @@ def token_codes(x_TK: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Te
         codes, scale = token_codes_triton(flat, CODES[format], LARGEST[format], _SMALLEST_SCALE)
         return codes.view(x_TK.shape), scale.view(*x_TK.shape[:-1], 1)
     wide = x_TK.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / LARGEST[format]).clamp(min=_SMALLEST_SCALE)
+    scale = divided(wide.abs().amax(-1, keepdim=True), LARGEST[format]).clamp(min=_SMALLEST_SCALE)
     if format == "int8":
         codes = torch.round(wide * (1.0 / scale)).clamp(-LARGEST[format], LARGEST[format])
         return codes.to(torch.int8), scale
