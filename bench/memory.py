@@ -9,6 +9,7 @@ python bench/memory.py --cases qwen3.5-2b --out bench/results/memory_qwen3.5_2b.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -104,6 +105,8 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
     device = select(device_name)
     recipe = recipe_of(case, folder)
     plan = planned(recipe, load_config(str(folder)), device)
+    # Hooks of a model refer to the model, so only the collector frees it.
+    gc.collect()
     torch.cuda.empty_cache()
     before = device.memory().allocated
     if before > LEFT_OVER:

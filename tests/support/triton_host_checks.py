@@ -100,4 +100,59 @@ def tanh_near_0_and_far_from_it() -> None:
     torch.testing.assert_close(tanh_of(x).double(), x.double().tanh(), rtol=1e-6, atol=0)
 
 
-CHECKS = {check.__name__: check for check in (rows_of_logits, drawing_tokens, decoding, tanh_near_0_and_far_from_it)}
+def kept_by_recurrent_layers() -> None:
+    """The numbers that autograd keeps for a layer of Qwen3.5 and of Bamba, beside those that the memory plan counts."""
+    import transformers
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from lockstep.device.select import select
+    from lockstep.kernels.attention.interface import ATTENTION, register_attention
+    from lockstep.kernels.fused import fuse
+    from lockstep.model.check import packed_row
+    from lockstep.model.policy import Policy
+    from lockstep.preflight import state_sizes
+    from lockstep.preflight.model_sizes import LayerKernels, activation_bytes
+    from recurrent_checks import small_chunks
+
+    register_attention()
+    common = {
+        "vocab_size": 100, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "pad_token_id": 0, "attn_implementation": ATTENTION,
+    }  # fmt: skip
+    delta = transformers.Qwen3_5TextConfig(
+        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=32, layer_types=["linear_attention"], **common,
+    )  # fmt: skip
+    mamba = transformers.BambaConfig(
+        mamba_n_heads=3, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_expand=2, attn_layer_indices=[],
+        attn_rotary_emb=8, **common,
+    )  # fmt: skip
+    tokens, chunk = 64, state_sizes.CHUNK
+    with small_chunks("cpu"):
+        state_sizes.CHUNK = 16
+        try:
+            for config in (delta, mamba):
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).train()
+                fuse(model, "flash_varlen")
+                policy = Policy(model, type(select("cpu")).attention)
+                kept: dict[int, int] = {}
+                weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+                def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+                    storage = tensor.untyped_storage()
+                    kept[storage.data_ptr()] = storage.nbytes()
+                    return tensor
+
+                with saved_tensors_hooks(keep, lambda tensor: tensor):
+                    policy.decoder(packed_row([list(range(1, tokens + 1))], torch.device("cpu")))
+                found = sum(size for address, size in kept.items() if address not in weights)
+                counted = activation_bytes(config, tokens, 4, False, LayerKernels(True, True))
+                assert 0.93 < counted / found < 1.07, (config.model_type, counted / found)
+        finally:
+            state_sizes.CHUNK = chunk
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (rows_of_logits, drawing_tokens, decoding, tanh_near_0_and_far_from_it, kept_by_recurrent_layers)
+}

@@ -20,7 +20,7 @@ from lockstep.model.check import build_miniature
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.policy import Policy
 from lockstep.model.trials import Unfit
-from lockstep.preflight.state_sizes import state_bytes
+from lockstep.preflight.state_sizes import recurrent_activations, state_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import check_engine_architecture
 from lockstep.rollout.hf import HfEngine
@@ -234,6 +234,18 @@ def test_the_memory_plan_counts_states() -> None:
     two groups of 16 x 128 keys and one of 32 x 128 values in bf16."""
     layer = 4 * 32 * 128 * 128 + 2 * 4 * (2 * 16 * 128 + 32 * 128)
     assert state_bytes(hybrid_config("qwen3_next"), torch.bfloat16) == 36 * layer
+
+
+def test_the_plan_counts_the_activations_of_recurrent_layers() -> None:
+    """By hand for Qwen3-Next: 32 heads of 128 x 128, and 8,192 channels of the convolution."""
+    found = recurrent_activations(hybrid_config("qwen3_next"))
+    assert len(found) == 48
+    assert [one is None for one in found[:4]] == [False, False, False, True]
+    assert found[0] is not None
+    assert not found[0].with_attention
+    assert found[0].kept(2, lean=True) == 2 * (8192 + 10 * 4096 + 32 * 64)
+    assert found[0].kept(2, lean=False) == 2 * (8192 + 3 * 4096) + 4 * (10 * 4096 + 5 * 32 * 64)
+    assert recurrent_activations(hybrid_config("falcon_h1"))[0].with_attention  # type: ignore[union-attr]
     assert state_bytes(LlamaConfig(), torch.bfloat16) == 0
 
 

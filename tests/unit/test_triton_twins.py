@@ -35,7 +35,7 @@ EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | quantized_checks.CHECK
 # Whole models whose kernels are checked one by one too: by the interpreter they take longest.
 LONG = {
     *("generating", "generating_engine", "generating_in_low_precision", "generating_models", "hooked", "models"),
-    "recurrent_models",
+    *("recurrent_models", "kept_by_recurrent_layers"),
 }
 
 

@@ -32,6 +32,7 @@ from lockstep.optimizers.roles import roles_of
 from lockstep.optimizers.rule_table import scratch_bytes_of, state_bytes_of
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
+from lockstep.preflight.state_sizes import recurrent_activations
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
@@ -306,20 +307,33 @@ def activation_bytes(
     once. A feed-forward in tiles keeps only its input; one tile of one layer is computed again at a time.
     """
     kernels, layers = kernels or LayerKernels(), text_sizes(config).layers
-    narrow = _narrow_bytes(config, tokens, size, kernels, tensor)
+    narrow = _narrow_by_layer(config, tokens, size, kernels, tensor)
     wide = feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
     if checkpointing:
-        return layers * tokens * text_sizes(config).hidden * size + narrow + wide
-    return layers * narrow + (1 if kernels.tiles(tokens) else layers) * wide
+        scratch = max((one.scratch for one in recurrent_activations(config) if one), default=0)
+        once = max(max(narrow), min(narrow) + tokens * size * scratch if kernels.lean else 0)
+        return layers * tokens * text_sizes(config).hidden * size + once + wide
+    return sum(narrow) + (1 if kernels.tiles(tokens) else layers) * wide
 
 
 def _narrow_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, tensor: int) -> int:
-    """Returns the bytes that a layer keeps outside its feed-forward, with the input of the feed-forward."""
+    """Returns the bytes that a layer with attention keeps outside its feed-forward, with the feed-forward's input."""
     hidden, _, heads, key_heads, head_size, _, _ = text_sizes(config)
     attention = (1 if kernels.lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
     copies = 0 if kernels.lean else 2 * 2 * 4 * hidden
     # Tensor parallelism divides attention heads and feed-forward, but not the residual stream.
     return tokens * (size * (4 * hidden + attention // tensor) + copies)
+
+
+def _narrow_by_layer(config: Any, tokens: int, size: int, kernels: LayerKernels, tensor: int) -> list[int]:
+    """Returns the bytes that each layer keeps outside its feed-forward."""
+    whole = _narrow_bytes(config, tokens, size, kernels, tensor)
+    bare = tokens * text_sizes(config).hidden * (4 * size + (0 if kernels.lean else 2 * 2 * 4))
+    sizes = []
+    for one in recurrent_activations(config) or [None] * text_sizes(config).layers:
+        recurrent = tokens * one.kept(size, kernels.lean) if one else 0
+        sizes.append(recurrent + (whole if one is None or one.with_attention else bare))
+    return sizes
 
 
 def feed_forward_bytes(config: Any, tokens: int, size: int, kernels: LayerKernels, *, tensor: int = 1) -> int:
@@ -369,12 +383,13 @@ def tile_sums(config: Any, size: int, kernels: LayerKernels, tokens: int, traine
 def kept_by_layer(
     config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels, *, tensor: int = 1
 ) -> int:
-    """Returns the bytes that one layer keeps until its backward pass. With checkpointing, the layer keeps only its
-    input."""
+    """Returns the bytes that one layer keeps until its backward pass, on average. With checkpointing, the layer keeps
+    only its input."""
     if checkpointing:
         return tokens * text_sizes(config).hidden * size
     wide = 0 if kernels.tiles(tokens) else feed_forward_bytes(config, tokens, size, kernels, tensor=tensor)
-    return _narrow_bytes(config, tokens, size, kernels, tensor) + wide
+    narrow = _narrow_by_layer(config, tokens, size, kernels, tensor)
+    return sum(narrow) // len(narrow) + wide
 
 
 # Config keys of models that select tokens by scores. They run on right-padded rows with dense masks (`rows.py`).
