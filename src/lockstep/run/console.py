@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,9 @@ from rich.text import Text
 from lockstep.errors import Refusal
 from lockstep.run.output import OFFLINE_COLUMNS, WIDTH, Column, clock, fit, fit_rows, show, task_summary, visible, write
 from lockstep.run.screen import Screen
+
+# Seconds without output after which the console names the current stage.
+SILENCE = 1.5
 
 
 class Pace:
@@ -99,6 +103,26 @@ class Console:
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
         """Shows the progress of a task. The body of the `with` block calls `advance` on the yielded object."""
         yield TaskProgress()
+
+    @contextlib.contextmanager
+    def waiting(self, description: str) -> Iterator[None]:
+        """Names a stage of the run that is usually short. The console prints the name only if the stage takes longer
+        than `SILENCE`, so that the user never waits without knowing what for."""
+        pace, named = Pace(None), threading.Event()
+
+        def name() -> None:
+            named.set()
+            self.say(f"{description} ...")
+
+        timer = threading.Timer(SILENCE, name)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if named.is_set():
+            self.say(task_summary(description, None, 0, pace.elapsed))
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         """Reports that training starts after `done` finished steps. The caller must call `end` later, also after an

@@ -230,9 +230,7 @@ class Training:
         if self.keeps and (planned or stopping or idle):
             rows_seen = prepared.rows_seen(step, self.carried)
             self.tape.flush()
-            self.checkpointer.save(self.position, rows_seen, metrics)
-            if last or stopping or idle:
-                self.checkpointer.settle()
+            self.checkpointer.save(self.position, rows_seen, metrics, waits=last or stopping or idle)
         self.checkpointer.print_messages()
         self.tape.leave(step)
         if idle and not last:
@@ -241,12 +239,14 @@ class Training:
             raise Interrupted(f"stopped after step {step} and saved a checkpoint; run the same command to resume")
 
     def _should_stop(self) -> tuple[bool, bool]:
-        """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps. All
-        ranks must call this function."""
+        """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps.
+        Raises if the last checkpoint could not be written. All ranks must call this function."""
         if (warning := self.idle.observe()) and self.keeps:
             self.run.console.warn(warning)
-        ranks = self.run.world.gather((len(self._interrupt), self.idle.count))
-        return any(interrupts for interrupts, _ in ranks), self.idle.reached(ranks[0][1])
+        ranks = self.run.world.gather((len(self._interrupt), self.idle.count, self.checkpointer.failed))
+        if any(failed for *_, failed in ranks):
+            self.checkpointer.settle()
+        return any(interrupts for interrupts, *_ in ranks), self.idle.reached(ranks[0][1])
 
     def finish(self) -> None:
         """Exports the model and prints a summary."""
