@@ -3,6 +3,7 @@ links stored tensors."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -87,6 +88,40 @@ def _write(
             assert tensor.shape == shapes[name], name
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor
+
+
+# A file with the right tensors is shared instead of written again. Larger files are not: the Hugging Face hub takes
+# files of up to 50 GB.
+LINKED_BYTES = 50 * 10**9
+# The ioctl of Linux that makes a file share the blocks of another file (linux/fs.h).
+FICLONE = 0x40049409
+
+
+def link_model(
+    folder: Path, files: Sequence[Path], shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
+) -> bool:
+    """Makes a stored file the weights of a Hugging Face folder, if it has exactly the named tensors. The folder gets a
+    reflink of the file, or a hard link if the file system has no reflinks. Returns False if neither is possible."""
+    if len(files) != 1 or files[0].stat().st_size > LINKED_BYTES:
+        return False
+    with files[0].open("rb") as file:
+        entries, _ = _header(file)
+        found = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+        if found != {name: (NAMES[dtypes[name]], list(shape)) for name, shape in shapes.items()}:
+            return False
+        target = folder / ALONE
+        try:
+            with target.open("wb") as copy:
+                fcntl.ioctl(copy.fileno(), FICLONE, file.fileno())
+        except OSError:
+            target.unlink()
+        else:
+            return True
+    try:
+        target.hardlink_to(files[0])
+    except OSError:  # another file system, or one without hard links
+        return False
+    return True
 
 
 # Copies of stored tensors, byte by byte.

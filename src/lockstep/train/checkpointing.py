@@ -319,7 +319,8 @@ class Checkpointer:
                 run.console.say(f"the best checkpoint is step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
+        with run.console.waiting("Exporting the model and comparing its outputs"):
+            messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
         for line in messages:
             run.console.say(line)
         (run.console.say if verified.done else run.console.warn)(f"{run.folder.export}: {verified.sentence}")

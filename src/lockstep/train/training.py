@@ -171,7 +171,8 @@ class Training:
         self._set_progress(step)
         if self._generator is not None:
             self._generator.after(step)
-        metrics, answers = self.validator.validate(step)
+        with self.run.console.waiting(f"Validation after step {step}"):
+            metrics, answers = self.validator.validate(step)
         if self._generator is not None:
             self._generator.sleep()
         self.run.store(step, "val", answers)
@@ -291,9 +292,12 @@ def open_training(
     ):
         run = Run(prepared, folder, runtime.device, world, console)
         try:
-            models = load_models(run)
-            checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
-            training = _start_training(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps, plays=plays)
+            with console.waiting("Preparing the first step"):
+                models = load_models(run)
+                checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
+                training = _start_training(
+                    run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps, plays=plays
+                )
         except BaseException:
             run.close(ok=False)
             raise
