@@ -19,6 +19,7 @@ from lockstep.model.gguf import dequantize_rows, import_gguf  # noqa: E402
 KINDS = [kind for kind in gguf.GGMLQuantizationType if kind in gguf.quants._type_traits]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("rows", [1, 37])
 def test_threads_dequantise_to_the_same_bits(kind: object, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

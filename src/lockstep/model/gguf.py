@@ -206,11 +206,11 @@ def _fast_reader() -> Callable[[Path], Any]:
                 return super()._get_field_parts(orig_offs, raw_type)
             view, place = memoryview(self.data), orig_offs + 12
             number, count = struct.unpack_from("<IQ", view, orig_offs)
-            kind, parts = GGUFValueType(number), []
+            kind, parts = GGUFValueType(number), list[Any]()
             if kind == GGUFValueType.STRING:
                 for _ in range(count):
                     (length,) = struct.unpack_from("<Q", view, place)
-                    parts.append(bytes(view[place + 8 : place + 8 + length]))
+                    parts.append(view[place + 8 : place + 8 + length])
                     place += 8 + length
             elif kind in self.gguf_scalar_to_np:
                 values = np.asarray(self._get(place, self.gguf_scalar_to_np[kind], count))
