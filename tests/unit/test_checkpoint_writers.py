@@ -192,6 +192,11 @@ def test_without_memory_for_a_copy_training_waits(
     assert writer._writing is not None
     writer.settle()
     assert len(said) == 1
+    needy = LocalWriter(tmp_path, torch.device("cpu"), landed.append, said.append, needed=2)
+    needy.begin(state(3), tensors(), copies=True)
+    assert len(landed) == 3
+    assert len(said) == 2
+    needy.close()
 
 
 KILLED = """

@@ -79,19 +79,25 @@ class CheckpointWriter:
 
 class LocalWriter(CheckpointWriter):
     """Writes the checkpoints of a run of one process. `device` is the device of the tensors. `say` prints a message if
-    training has to wait for a write, because host memory is too small for a copy of the tensors."""
+    training has to wait for a write, because host memory is too small for a copy of the tensors. `needed` is the host
+    memory that the next step needs beside the copy, in bytes."""
 
     def __init__(
-        self, checkpoints: Path, device: torch.device, landed: Callable[[Path], None], say: Callable[[str], None]
+        self,
+        checkpoints: Path,
+        device: torch.device,
+        landed: Callable[[Path], None],
+        say: Callable[[str], None],
+        needed: int = 0,
     ):
         super().__init__(checkpoints, landed)
-        self._device, self._say = device, say
+        self._device, self._say, self._needed = device, say, needed
         self._reserving: Thread | None = None
 
     def reserve(self, size: int) -> None:
         """Allocates pinned memory for the first copy in the background, because that takes seconds. Torch keeps the
         freed memory for the next copy."""
-        if self._device.type != "cpu" and copy_fits(size, host_memory().free):
+        if self._device.type != "cpu" and copy_fits(size, self._free()):
             self._reserving = Thread(target=lambda: HostRoom(self._device).reserve(size), daemon=True)
             self._reserving.start()
 
@@ -107,7 +113,7 @@ class LocalWriter(CheckpointWriter):
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
-        if copies and not copy_fits(size, free := host_memory().free):
+        if copies and not copy_fits(size, free := self._free()):
             copies = False
             self._say(
                 f"training waits for the checkpoint of step {state.step}: a copy of its {size / 2**20:,.0f} MiB does "
@@ -122,6 +128,9 @@ class LocalWriter(CheckpointWriter):
             self._writing = self._thread.submit(self._write, target, text, copied)
         else:
             self._write(target, text, tensors)
+
+    def _free(self) -> int:
+        return max(0, host_memory().free - self._needed)
 
     def _write(self, target: Path, state: str, tensors: Tensors) -> None:
         self.landed(write(target, state, tensors))

@@ -118,9 +118,11 @@ class Checkpointer:
         if run.world.size > 1:
             self._writer = ShardedWriter(self.folder, run.world, self._on_saved)
         else:
-            self._writer = LocalWriter(self.folder, models.device, self._on_saved, run.console.say)
+            memory, on_host = run.prepared.memory, models.device.type == "cpu"
+            needed = max(phase.activations + phase.gradients for phase in memory.phases) if on_host else 0
+            self._writer = LocalWriter(self.folder, models.device, self._on_saved, run.console.say, needed)
             if keeps and run.recipe.checkpoint.asynchronous and run.recipe.checkpoint.every is not None:
-                self._writer.reserve(run.prepared.memory.checkpoint_bytes)
+                self._writer.reserve(memory.checkpoint_bytes)
         self._messages: list[tuple[Callable[[str], None], str]] = []
         """Messages of the checkpoint writer thread, each with the console method that prints it."""
 
