@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import killed_writer
+from commands import warm_python
 from hang import HANG
 from lockstep.device.base import Memory
 from lockstep.errors import Refusal
@@ -199,45 +200,11 @@ def test_without_memory_for_a_copy_training_waits(
     needy.close()
 
 
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from lockstep.run import checkpoint, files, tensor_file
-from lockstep.run.checkpoint_writers import LocalWriter
-
-folder, last = Path(sys.argv[1]), int(sys.argv[2])
-files.BLOCK = tensor_file.BLOCK = checkpoint.BLOCK = 64
-calls = 0
-
-def counted(name):
-    real = getattr(os, name)
-    def call(*words, **more):
-        global calls
-        calls += 1
-        if calls == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*words, **more)
-    return call
-
-writer = LocalWriter(folder, torch.device("cpu"), lambda path: None, print)
-weights = lambda step: {"w": torch.full((100,), float(step))}
-content = lambda step: {checkpoint.MODEL: weights(step), checkpoint.OPTIMIZER: {"m": torch.arange(99)}}
-state = lambda step: checkpoint.State(step=step, rows_seen=0, recipe={}, data={}, world_size=1)
-writer.begin(state(1), content(1), copies=True)
-writer.settle()
-for name in ("pwrite", "fdatasync", "fsync", "replace", "open", "rename"):
-    setattr(os, name, counted(name))
-writer.begin(state(2), content(2), copies=True)
-writer.settle()
-print(calls)
-"""
-
-
 @pytest.mark.parametrize("moments", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_kill_in_the_background_write_leaves_a_complete_checkpoint(tmp_path: Path, moments: int) -> None:
     def run(folder: Path, last: int) -> subprocess.CompletedProcess[str]:
         folder.mkdir()
-        words = [sys.executable, "-c", KILLED, str(folder), str(last)]
+        words = [*warm_python(), killed_writer.__file__, str(folder), str(last)]
         return subprocess.run(words, capture_output=True, text=True, timeout=HANG, check=False)
 
     whole = run(tmp_path / "whole", 0)
