@@ -5,7 +5,8 @@ python bench/checkpoint.py [--parameters 1.2e9] [--device cuda] [--repeats 3] [-
 The tensors are those of full training with AdamW and master weights: bf16 weights, fp32 master weights and two fp32
 moments, 14 bytes a parameter. The disk's own time is that of the same number of bytes in files of the same sizes,
 written and flushed, or read, by the same number of threads without checksums. Before each reading the files are dropped
-from the page cache. Checkpoint and disk take turns; the ratio is taken within a repeat, and its median is printed.
+from the page cache. Checkpoint and disk take turns; the ratio is taken within a repeat, and its median is printed. A
+first repeat is not counted, because it imports modules.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def main() -> None:
     tensors = made(int(words.parameters), kind.torch_device(0))
     size = sum(map(checkpoints.bytes_of, tensors.values()))
     with tempfile.TemporaryDirectory(dir=words.folder) as temporary:
-        found = [repeat(Path(temporary), step, tensors, kind.torch_device(0)) for step in range(words.repeats)]
+        found = [repeat(Path(temporary), step, tensors, kind.torch_device(0)) for step in range(words.repeats + 1)][1:]
     results = {name: statistics.median(one[name] for one in found) for name in found[0]}
     print(f"{size / 1e9:.2f} GB on {kind.chip()}, median of {words.repeats}")
     for name, value in results.items():
