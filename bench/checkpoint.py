@@ -84,8 +84,7 @@ def repeat(
     folder: Path, step: int, tensors: dict[str, dict[str, torch.Tensor]], device: torch.device
 ) -> dict[str, float]:
     writer = LocalWriter(folder, device, lambda path: None, print)
-    size = sum(map(checkpoints.bytes_of, tensors.values()))
-    writer.reserve(size)
+    writer.reserve([tensor.nbytes for part in tensors.values() for tensor in part.values()])
     if writer._reserving is not None:
         writer._reserving.join()
     state = checkpoints.State(step=step, rows_seen=0, recipe={}, data={}, world_size=1)

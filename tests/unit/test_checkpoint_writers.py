@@ -200,6 +200,19 @@ def test_without_memory_for_a_copy_training_waits(
     needy.close()
 
 
+def test_memory_that_cannot_be_allocated_makes_training_wait(
+    writer: LocalWriter, landed: list[Path], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise RuntimeError("cannot allocate memory")
+
+    monkeypatch.setattr(checkpoint_writers.HostRoom, "copy", full)
+    writer.begin(state(1), tensors(), copies=True)
+    assert len(said) == 1
+    assert landed == [checkpoint.folder_of(tmp_path, 1)]
+    assert_stored(landed[0])
+
+
 @pytest.mark.parametrize("moments", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_kill_in_the_background_write_leaves_a_complete_checkpoint(tmp_path: Path, moments: int) -> None:
     def run(folder: Path, last: int) -> subprocess.CompletedProcess[str]:

@@ -58,11 +58,6 @@ class HostRoom:
             return tensor.detach().clone()
         return self.empty(tensor.shape, tensor.dtype, pinned=True).copy_(tensor)
 
-    def reserve(self, size: int) -> None:
-        """Allocates the blocks for `size` bytes."""
-        for _ in range(0, size, self._block):
-            self._blocks.append(_Block(torch.empty(self._block, dtype=torch.uint8, pin_memory=True)))
-
     def empty(self, shape: torch.Size, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         size = shape.numel() * dtype.itemsize
         block = next((one for one in self._blocks if one.free >= size), None)

@@ -9,8 +9,9 @@ when all ranks are done.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
@@ -93,13 +94,23 @@ class LocalWriter(CheckpointWriter):
         super().__init__(checkpoints, landed)
         self._device, self._say, self._needed = device, say, needed
         self._reserving: Thread | None = None
+        self._pinned = 0
+        """The bytes of pinned memory that torch keeps for the next copy. They are not free memory of the host."""
 
-    def reserve(self, size: int) -> None:
-        """Allocates pinned memory for the first copy in the background, because that takes seconds. Torch keeps the
-        freed memory for the next copy."""
-        if self._device.type != "cpu" and copy_fits(size, self._free()):
-            self._reserving = Thread(target=lambda: HostRoom(self._device).reserve(size), daemon=True)
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocates pinned memory for a copy of tensors of these sizes (in bytes) in the background, because that takes
+        seconds. Torch keeps the freed memory for the first checkpoint."""
+        if self._device.type != "cpu" and copy_fits(sum(sizes), self._free()):
+            self._reserving = Thread(target=self._reserve, args=(sizes,), daemon=True)
             self._reserving.start()
+
+    def _reserve(self, sizes: Sequence[int]) -> None:
+        room = HostRoom(self._device)
+        # If the memory cannot be pinned, the checkpoint says so.
+        with suppress(RuntimeError):
+            for size in sizes:
+                room.empty(torch.Size([size]), torch.uint8, pinned=True)
+            self._pinned = sum(sizes)
 
     def begin(self, state: State, tensors: Tensors, *, copies: bool) -> None:
         """Waits for the previous checkpoint, copies the tensors and starts to write the copies. Without `copies`, or if
@@ -113,24 +124,34 @@ class LocalWriter(CheckpointWriter):
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
-        if copies and not copy_fits(size, free := self._free()):
-            copies = False
-            self._say(
-                f"training waits for the checkpoint of step {state.step}: a copy of its {size / 2**20:,.0f} MiB does "
-                f"not fit into the {free / 2**20:,.0f} MiB of free host memory"
-            )
-        if copies:
-            room = HostRoom(self._device)
-            copied = {
-                part: {name: room.copy(one.detach()) for name, one in content.items()}
-                for part, content in tensors.items()
-            }
-            self._writing = self._thread.submit(self._write, target, text, copied)
-        else:
+        copied = self._copied(tensors, size, state.step) if copies else None
+        if copied is None:
             self._write(target, text, tensors)
+        else:
+            self._writing = self._thread.submit(self._write, target, text, copied)
+
+    def _copied(self, tensors: Tensors, size: int, step: int) -> Tensors | None:
+        """Returns a copy of the tensors in host memory, or None if host memory is too small."""
+        why = f"{self._free() / 2**20:,.0f} MiB of host memory are free"
+        if copy_fits(size, self._free()):
+            room = HostRoom(self._device)
+            try:
+                copied = {
+                    part: {name: room.copy(one.detach()) for name, one in content.items()}
+                    for part, content in tensors.items()
+                }
+                self._pinned = max(self._pinned, size if self._device.type != "cpu" else 0)
+                return copied
+            except RuntimeError as error:  # torch has no other error for host memory that cannot be allocated
+                why = first_line(error)
+        self._say(
+            f"training waits for the checkpoint of step {step}, because its {size / 2**20:,.0f} MiB cannot be copied "
+            f"to host memory: {why}"
+        )
+        return None
 
     def _free(self) -> int:
-        return max(0, host_memory().free - self._needed)
+        return max(0, host_memory().free + self._pinned - self._needed)
 
     def _write(self, target: Path, state: str, tensors: Tensors) -> None:
         self.landed(write(target, state, tensors))

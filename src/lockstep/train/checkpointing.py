@@ -122,7 +122,7 @@ class Checkpointer:
             needed = max(phase.activations + phase.gradients for phase in memory.phases) if on_host else 0
             self._writer = LocalWriter(self.folder, models.device, self._on_saved, run.console.say, needed)
             if keeps and run.recipe.checkpoint.asynchronous and run.recipe.checkpoint.every is not None:
-                self._writer.reserve(memory.checkpoint_bytes)
+                self._writer.reserve(self._sizes(memory.checkpoint_bytes))
         self._messages: list[tuple[Callable[[str], None], str]] = []
         """Messages of the checkpoint writer thread, each with the console method that prints it."""
 
@@ -294,6 +294,15 @@ class Checkpointer:
             tensors[checkpoints.CRITIC] = held_weights(critic.module)
             tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.local_state()
         return tensors
+
+    def _sizes(self, total: int) -> list[int]:
+        """Returns the approximate sizes of the tensors of a checkpoint of `total` bytes, of which the optimizer state
+        does not exist before the first step: fp32 tensors with the shapes of the parameters."""
+        weights = [tensor for one in self.models.learners for tensor in held_weights(_stored(one.module)).values()]
+        elements = [tensor.numel() for tensor in weights]
+        stored = sum(tensor.nbytes for tensor in weights)
+        copies = round((total - stored) / (4 * sum(elements)))
+        return [tensor.nbytes for tensor in weights] + [4 * count for count in elements] * max(0, copies)
 
     def _on_saved(self, path: Path) -> None:
         """Called when a checkpoint is complete. Deletes old checkpoints."""
