@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.errors import Refusal, first_line, missing_extra, unwritten
 from lockstep.run.files import written_aside
@@ -155,34 +156,38 @@ def _fast_reading(reader: Any) -> Iterator[None]:
     """Inside the `with` block, transformers uses the opened `reader`, parses its metadata once, and dequantises in
     threads."""
     import gguf
-    from transformers import modeling_gguf_pytorch_utils as loading
+    from transformers import modeling_gguf_pytorch_utils
 
-    parse, parsed = loading.load_gguf_checkpoint, {}
+    package: Any = gguf
+    loading: Any = modeling_gguf_pytorch_utils
+    parse, parsed = loading.load_gguf_checkpoint, dict[str, Any]()
 
     def load(path: str, return_tensors: bool = False, **options: Any) -> dict[str, Any]:
         if return_tensors:
-            return parse(path, return_tensors=True, **options)
+            found: dict[str, Any] = parse(path, return_tensors=True, **options)
+            return found
         if not parsed:
             parsed.update(parse(path, return_tensors=False, **options))
         return {name: dict(values) for name, values in parsed.items()}
 
-    originals = gguf.GGUFReader, gguf.dequantize, parse
+    originals = package.GGUFReader, package.dequantize, parse
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        gguf.GGUFReader, loading.load_gguf_checkpoint = (lambda *_: reader), load
-        gguf.dequantize = lambda data, kind: dequantize_rows(data, kind, threads)
+        package.GGUFReader, loading.load_gguf_checkpoint = (lambda *_: reader), load
+        package.dequantize = lambda data, kind: dequantize_rows(data, kind, threads)
         try:
             yield
         finally:
-            gguf.GGUFReader, gguf.dequantize, loading.load_gguf_checkpoint = originals
+            package.GGUFReader, package.dequantize, loading.load_gguf_checkpoint = originals
 
 
-def dequantize_rows(data: np.ndarray, kind: Any, threads: ThreadPoolExecutor) -> np.ndarray:
+def dequantize_rows(data: NDArray[Any], kind: Any, threads: ThreadPoolExecutor) -> NDArray[Any]:
     """Returns the same values as `gguf.dequantize`. Threads dequantise blocks of rows at the same time."""
     from gguf import quants
 
     traits: Any = quants._type_traits.get(kind)
     if traits is None or data.ndim < 2:
-        return quants.dequantize(data, kind)
+        plain: NDArray[Any] = quants.dequantize(data, kind)
+        return plain
     traits.init_grid()
     rows = data.reshape(-1, data.shape[-1])
     found = np.empty(quants.quant_shape_from_byte_shape(data.shape, kind), dtype=np.float32)

@@ -9,6 +9,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -210,7 +211,8 @@ def write_files(contents: Mapping[Path, Mapping[str, torch.Tensor]]) -> dict[Pat
         for descriptor in descriptors.values():
             opened.callback(os.close, descriptor)
         opened.callback(threads.shutdown, cancel_futures=True)  # after an error, before the files are closed
-        jobs, sizes = {}, {}
+        jobs: dict[Path, list[Future[bytes]]] = {}
+        sizes: dict[Path, int] = {}
         for path, tensors in contents.items():
             parts = _parts(tensors)
             begins = list(accumulate(map(len, parts), initial=0))
@@ -243,7 +245,7 @@ def _write_block(descriptor: int, parts: Sequence[torch.Tensor], begins: Sequenc
     while position < end:
         number = bisect_right(begins, position) - 1
         part = parts[number][position - begins[number] : end - begins[number]]
-        rest = memoryview(part.cpu().numpy())
+        rest = part.cpu().numpy().data
         digest.update(rest)
         while rest:
             written = os.pwrite(descriptor, rest, position)
