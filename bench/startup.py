@@ -1,9 +1,15 @@
 """How long a verb takes to answer: processor seconds until its first line, and in all, beside `import torch`.
 
 python bench/startup.py [--starts 5] [--out bench/results/startup.json]
+python bench/startup.py --parameters 1.2e9 --device cuda [--out result.json]
 
 Processor seconds of the command and its threads, so that a busy machine tells the same as an idle one. The first start
 of each is not counted: it may compile modules. `train` is stopped after its first line.
+
+With `--parameters`: `lockstep train` with a random Qwen2 model of about this size, three steps of SFT, in seconds of
+the clock. The model is dropped from the page cache before the start. `load_to_disk` is the time of loading it, relative
+to the time in which the disk reads its bytes. The first run compiles kernels and runs the trials; the second finds both
+in their caches.
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 COMMANDS: dict[str, list[str]] = {
     "python -c pass": ["-c", "pass"],
@@ -59,30 +68,127 @@ def start(words: list[str], folder: Path) -> tuple[float | None, float | None]:
     return first, None if stops else used.ru_utime + used.ru_stime
 
 
+HIDDEN, FEED, TOKENS = 2048, 5632, 151_936
+LINES = {"first_line": "", "loading": "Loading ", "loaded": "Loading ", "first_step": "step 1/", "saved": "saved "}
+
+
+def write_model(folder: Path, tokenizer: Path, parameters: float) -> list[Path]:
+    """A random model with the tokenizer of the tiny model; returns its weight files."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    wide = parameters > 5e8
+    hidden, feed, tokens = (HIDDEN, FEED, TOKENS) if wide else (HIDDEN // 4, FEED // 4, TOKENS // 8)
+    layers = max(1, round((parameters - hidden * tokens) / (hidden * (2.5 * hidden + 3 * feed))))
+    config = Qwen2Config(
+        vocab_size=tokens,
+        hidden_size=hidden,
+        intermediate_size=feed,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 256,
+        tie_word_embeddings=True,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
+    Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def disk_seconds(files: list[Path]) -> float:
+    """The time in which the disk reads the files, which are then dropped from the page cache again."""
+    drop(files)
+    began = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(2**24):
+                pass
+    found = time.perf_counter() - began
+    drop(files)
+    return found
+
+
+def drop(files: list[Path]) -> None:
+    """Drops the files from the page cache."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[str, float]:
+    disk = disk_seconds(files)
+    keys = [f"device={device}", f"run.name={name}", "run.steps=3", "optim.warmup=0", "model.path=model"]
+    keys += ["model.dtype=bf16", "val.questions=null", "data.val=[]", "val.every=null", "val.at_start=false"]
+    keys += ["checkpoint.keep_best=0", "checkpoint.every=2", "batch.tokens=512", "batch.rows_per_update=4"]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", "sft-arithmetic", *keys],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    lines = [(time.perf_counter() - began, line) for line in process.stdout]
+    assert process.wait() == 0, "".join(line for _, line in lines)
+    found = {f"{name}_s": [at for at, line in lines if line.startswith(start)] for name, start in LINES.items()}
+    moments = {name: times[1 if name == "loaded_s" else 0] for name, times in found.items()}
+    until = [0.0, *(at for at, _ in lines if at <= moments["first_step_s"])]
+    silence = max(later - earlier for earlier, later in pairwise(until))
+    loading = moments.pop("loaded_s") - moments.pop("loading_s")
+    end = time.perf_counter() - began
+    size = sum(file.stat().st_size for file in files)
+    return {
+        **moments,
+        "end_s": end,
+        "longest_silence_s": silence,
+        "load_s": loading,
+        "disk_read_s": disk,
+        "load_to_disk": loading / disk,
+        "model_bytes": size,
+    }
+
+
 def told(seconds: list[float | None]) -> dict[str, float] | None:
     known = [one for one in seconds if one is not None]
     return {"best_s": min(known), "median_s": statistics.median(known)} if known else None
 
 
+def verbs(folder: Path, starts: int) -> dict[str, Any]:
+    results = {}
+    print(f"{'processor seconds, best (median)':34}{'first line':>16}{'in all':>16}")
+    for name, command in COMMANDS.items():
+        start(command, folder)
+        found = [start(command, folder) for _ in range(starts)]
+        columns = [told([one[at] for one in found]) for at in (0, 1)]
+        results[name] = dict(zip(("first_line", "in_all"), columns, strict=True))
+        cells = ["-" if one is None else f"{one['best_s']:.2f} ({one['median_s']:.2f})" for one in columns]
+        print(f"{name:34}{cells[0]:>16}{cells[1]:>16}", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--parameters", type=float, help="time a run of a model of about this size instead")
+    parser.add_argument("--device", default="cpu", help="device of that run")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
-    results = {}
-    print(f"{'processor seconds, best (median)':34}{'first line':>16}{'in all':>16}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         lockstep = [sys.executable, "-m", "lockstep"]
         for prepared in (["data", "arithmetic", "quickstart/data"], ["tiny", "quickstart/model"]):
             subprocess.run([*lockstep, *prepared], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        for name, command in COMMANDS.items():
-            start(command, folder)
-            found = [start(command, folder) for _ in range(words.starts)]
-            columns = [told([one[at] for one in found]) for at in (0, 1)]
-            results[name] = dict(zip(("first_line", "in_all"), columns, strict=True))
-            cells = ["-" if one is None else f"{one['best_s']:.2f} ({one['median_s']:.2f})" for one in columns]
-            print(f"{name:34}{cells[0]:>16}{cells[1]:>16}", flush=True)
+        results = verbs(folder, words.starts) if words.parameters is None else {}
+        if words.parameters is not None:
+            files = write_model(folder / "model", folder / "quickstart" / "model", words.parameters)
+            results = {name: timed_run(folder, files, words.device, name) for name in ("first", "second")}
+            for name, run in results.items():
+                print(name, *(f"{key} {value:,.2f}" for key, value in run.items()), sep="\n  ")
     if words.out:
         facts = {"python": platform.python_version(), "machine": platform.machine(), "results": results}
         words.out.write_text(json.dumps(facts, indent=2) + "\n")

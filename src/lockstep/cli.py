@@ -19,6 +19,7 @@ from lockstep.commands.arguments import (
 )
 from lockstep.commands.data import data_app
 from lockstep.launch.launcher import LAUNCHER, adopt_slurm
+from lockstep.run.files import prefetch_model
 from lockstep.run.output import never_fail_to_encode, write
 
 _python_warning = warnings.showwarning
@@ -92,6 +93,9 @@ def train(
         options = ["--accept-changed"] if accept_changed else []
         raise typer.Exit(start_ranks(checked, ["train", recipe, *options, *words]))
 
+    if os.environ.get("RANK", "0") == "0":
+        write(f"{checked.method} run {checked.run.name}: loading libraries ...")
+    prefetch_model(checked.model.path)
     from lockstep.train.start import run_recipe
 
     run_recipe(checked, accept_changed=accept_changed)

@@ -13,7 +13,11 @@ import pytest
 
 from commands import warm_python
 from conftest import question_rows, run, write_jsonl
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import MetricsLog, append_text, read_metrics
+from lockstep.train.offline import train_offline
 from refusals import refuses
 from runs import facts
 
@@ -76,6 +80,33 @@ def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small
     assert run(*words, f"run.steps={last + 2}") == 0
     assert run("train", recipe_file, *settings, f"run.steps={last + 2}") == 0
     assert facts(folder) == facts(tmp_path / "runs" / "run")
+
+
+def test_a_background_write_that_fails_stops_the_run_and_the_run_resumes(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, settings = os.pwrite, ["run.steps=8", "checkpoint.every=2", "run.export=false", "model.lora.rank=2"]
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if ".writing-step_4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data, offset)
+
+    def train(name: str) -> None:
+        train_offline(load_recipe(str(recipe_file), [f"run.name={name}", *settings]), Console.silent())
+
+    train("whole")
+    folder = tmp_path / "runs" / "full"
+    with monkeypatch.context() as change:
+        change.setattr(os, "pwrite", full)
+        with pytest.raises(Refusal) as refused:
+            train("full")
+    problem = refused.value.problems[0]
+    assert (problem.code, Path(problem.where)) == ("disk-full", folder / "checkpoints" / "step_4")
+    assert read_metrics(folder / "metrics.jsonl")[-1][0] <= 6
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_2"]
+    train("full")
+    assert facts(folder) == facts(tmp_path / "runs" / "whole")
 
 
 def test_a_line_that_does_not_fit_is_taken_back(small_disk: Path) -> None:

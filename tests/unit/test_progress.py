@@ -1,11 +1,13 @@
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 from rich.console import Console as Screen
 
+from hang import HANG
 from lockstep.errors import Problem, Refusal
 from lockstep.run import console as pace_module
 from lockstep.run import console as plain_module
@@ -233,3 +235,27 @@ def test_pace_of_many_quick_ticks_is_their_mean(clock_at: Clock) -> None:
         clock_at.now += 0.003 if done % 2 else 0.001
         pace.reach(done)
     assert pace.left() == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_silent_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, named = [], threading.Event()
+    console = PlainConsole(OFFLINE_COLUMNS)
+    monkeypatch.setattr(console, "say", lambda text: (said.append(text), named.set()))
+    monkeypatch.setattr(plain_module, "SILENCE", 0.01)
+    with console.waiting("Planning"):
+        assert named.wait(HANG)
+    assert said[0] == "Planning ..."
+    assert said[1].startswith("Planning: done in ")
+    monkeypatch.setattr(plain_module, "SILENCE", HANG)
+    with console.waiting("Planning"):
+        pass
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "live"])
+def test_a_task_that_is_shown_is_no_silence(kind: str) -> None:
+    plain = PlainConsole(OFFLINE_COLUMNS)
+    console = plain if kind == "plain" else LiveConsole(OFFLINE_COLUMNS, Screen(file=io.StringIO()))
+    with console.task("Loading", None):
+        assert console.shows_task
+    assert not console.shows_task

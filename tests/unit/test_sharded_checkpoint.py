@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.parallel import sharded_files as stored
 from lockstep.parallel.world import World
 from lockstep.run import checkpoint as checkpoints
-from lockstep.run.checkpoint import ShardedWriter
+from lockstep.run.checkpoint_writers import ShardedWriter
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from rich.table import Table
 from lockstep.data.dataset import Dataset
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.device.base import Device
-from lockstep.device.cpu import Cpu
+from lockstep.device.cpu import Cpu, host_memory
 from lockstep.device.select import DEVICES, explain
 from lockstep.device.serving import serving_on
 from lockstep.doctor.engine_packages import engines_here, packages_in
@@ -36,6 +36,7 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.servers.adapter import ServerNeeds
 from lockstep.rollout.servers.server_process import server_adapter_of
 from lockstep.rollout.servers.weight_transports import by_collective, by_memory
+from lockstep.run.checkpoint_writers import copy_fits
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
@@ -302,6 +303,18 @@ def _refuse_streamed(recipe: Recipe) -> None:
         )
 
 
+def _checkpoint_line(recipe: Recipe, memory: MemoryPlan, device: Device) -> str:
+    """Describes the size of a checkpoint on disk and, if training continues while it is written, in host memory."""
+    mebibytes = f"{memory.checkpoint_bytes / 2**20:,.1f} MiB"
+    if recipe.checkpoint.every is None or not recipe.checkpoint.asynchronous:
+        return f"{mebibytes} on disk"
+    free = max(0, host_memory().free - (memory.peak.total if isinstance(device, Cpu) else 0))
+    if not copy_fits(memory.checkpoint_bytes, free):
+        room = f"{free / 2**20:,.1f} MiB of host memory are free for a copy"
+        return f"{mebibytes} on disk; training waits while it is written: {room}"
+    return f"{mebibytes} on disk, and {mebibytes} of host memory for a copy while it is written"
+
+
 def show_plan(recipe: Recipe, devices: int) -> None:
     """`lockstep plan`: prints batches and memory, then fails if the run does not fit."""
     _refuse_streamed(recipe)
@@ -322,7 +335,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             *prepared.batches.lines(),
             ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
             *_quantized_lines(recipe, prepared.memory.coded),
-            ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
+            ("checkpoint", _checkpoint_line(recipe, prepared.memory, device)),
             *(engine_lines(recipe, device) if generates else []),
         ],
     )

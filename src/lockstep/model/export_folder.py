@@ -39,11 +39,11 @@ from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.towers.tower import add_towers
 from lockstep.model.towers.vision_model import exported_kind
 from lockstep.model.weights import refuse_other_weights, restore_weights
-from lockstep.parallel.sharded_files import shapes_of
+from lockstep.parallel.sharded_files import StoredTensors, shapes_of
 from lockstep.recipe.schema import Lora, Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
-from lockstep.run.tensor_file import write_model
+from lockstep.run.tensor_file import link_model, write_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +61,8 @@ class SavedNames:
     model: Any
     shapes: Mapping[str, torch.Size]
     parameters: Mapping[str, str]
+    unchanged: bool
+    """Whether each tensor of the files is a parameter of the model with the same name and the same values."""
 
     def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
         """Returns a function that returns a tensor by its name in the file. The function calls `read` once per
@@ -82,13 +84,15 @@ def saved_names(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> Sav
     parameters_on_meta = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
     found: dict[str, torch.Size] = {}
     parameters: dict[str, str] = {}
+    unchanged = True
     for parameter, tensor in parameters_on_meta.items():
         for name, part in _reverted(model, {parameter: tensor}).items():
             if name in found:
                 return None
             found[name], parameters[name] = part.shape, parameter
+            unchanged = unchanged and part is tensor and name == parameter
     at_once = {name: part.shape for name, part in _reverted(model, parameters_on_meta).items()}
-    return SavedNames(model, found, parameters) if at_once == found else None
+    return SavedNames(model, found, parameters, unchanged) if at_once == found else None
 
 
 def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -262,6 +266,13 @@ def _write_by_tensor(
     model.config.save_pretrained(folder)
     save_generation(model, folder)
     buffers = _buffers(model)
+    dtypes = dict.fromkeys(names.shapes, DTYPES[settings.dtype])
+    if (
+        names.unchanged
+        and isinstance(weights, StoredTensors)
+        and link_model(folder, weights.files, names.shapes, dtypes)
+    ):
+        return
     read = names.reader(lambda name: buffers[name] if name in buffers else weights[name])
     kept = {name: buffers[source].dtype for name, source in names.parameters.items() if source in buffers}
     write_model(folder, names.shapes, DTYPES[settings.dtype], read, kept)
@@ -366,8 +377,9 @@ def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path
             tokenizer.save_pretrained(aside)
             # Weight files were written with owner-only permissions. All files get the mode of the tokenizer's file.
             mode = (aside / "tokenizer_config.json").stat().st_mode
+            # A file that the export shares with its checkpoint is read-only, because a change would damage both.
             for file in aside.iterdir():
-                file.chmod(mode)
+                file.chmod(mode & 0o444 if file.stat().st_nlink > 1 else mode)
     except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(out, error, "run `lockstep export` again; checkpoints are unchanged") from error
 

@@ -34,7 +34,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
         from lockstep.parallel.slice_reader import SliceReader
 
-        self._reader = SliceReader(sorted(files))
+        self.files = sorted(files)
+        self._reader = SliceReader(self.files)
         self._prefix = prefix
         metadata = self._reader.read_metadata().state_dict_metadata
         self._metadata: dict[str, TensorStorageMetadata] = {

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+CHECKING, PLANNING = "Checking the recipe, the model and the data", "Planning the memory"
 _NOT_COMPARED = "{}: it is not known whether these rows are also in data.train, whose rows are streamed"
 
 
@@ -36,7 +37,8 @@ def prepare_offline(
     """Runs all checks of an offline run, and plans its batches and memory. `plans` is true for `lockstep plan`. `local`
     is true if the run would use the devices of this machine."""
     context = Context(recipe, device, devices, console, plans, local)
-    _check(context)
+    with console.waiting(CHECKING):
+        _check(context)
     train, val = context.train, context.val
     remarks = [*train.warnings, *(val.warnings if val is not None else ()), *repeated_rows(recipe, train)]
     if val is not None and train.streamed:
@@ -45,7 +47,9 @@ def prepare_offline(
         remarks += seen_in_training(train.items, val.items, "data.val")
     context.batches = batches = plan_batches(recipe, train, devices)
     longest = longest_row(recipe, train)
-    context.memory = plan_memory(recipe, context.config, devices, longest, recipe.batch.rows_per_update, device=device)
+    rows = recipe.batch.rows_per_update
+    with console.waiting(PLANNING):
+        context.memory = plan_memory(recipe, context.config, devices, longest, rows, device=device)
     refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *remarks, *context.memory.remarks]
     tokenizer, config, questions = context.tokenizer, context.config, context.questions
@@ -65,10 +69,12 @@ def prepare_online(
     """Runs all checks of an online run, and plans its batches and memory. The arguments are those of
     `prepare_offline`. With `plays` False, environments are not called."""
     context = Context(recipe, device, devices, console, plans, local, plays)
-    _check(context)
+    with console.waiting(CHECKING):
+        _check(context)
     train, questions = context.prompts, context.questions
     context.batches = batches = plan_online(recipe, train, devices)
-    context.memory = _online_memory(context, batches)
+    with console.waiting(PLANNING):
+        context.memory = _online_memory(context, batches)
     refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *train.warnings, *repeated_rows(recipe, train), *context.memory.remarks]
     if questions and train.streamed:

@@ -337,8 +337,9 @@ class CheckpointSettings(Section):
     )
     asynchronous: bool = Field(
         True,
-        description="With several processes: continue training while a checkpoint is written. Before training "
-        "continues, each process copies its shards to host memory.",
+        description="Continue training while a checkpoint is written. Before training continues, each process copies "
+        "its tensors to host memory. A run of one process waits for the write if host memory is too small for the "
+        "copy.",
     )
 
 

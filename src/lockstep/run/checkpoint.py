@@ -4,7 +4,8 @@ A run of one process writes `model.safetensors` (all trained weights, or only th
 (moments, master weights, random states). If the run trains a critic, the checkpoint also has a model file and an
 optimizer file of the critic. A run of several ranks writes the same tensors as shards in the folder `shards/`. Every
 checkpoint also has `state.json` and `manifest.json`. The manifest is written last and has the size and SHA-256 of each
-file. A run with any number of processes can read sharded and unsharded checkpoints.
+file (for a large file, the SHA-256 of the digests of its blocks). A run with any number of processes can read sharded
+and unsharded checkpoints.
 """
 
 from __future__ import annotations
@@ -13,23 +14,20 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from lockstep.errors import Refusal, first_line
-from lockstep.parallel.sharded_files import StoredTensors, files_of, writer_of
-from lockstep.parallel.world import World
+from lockstep.errors import Refusal
+from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.recipe.measure import Measure
 from lockstep.recipe.renamed_keys import stored_recipe
-from lockstep.run.files import aside_of, checksum, cleared_aside, take_name, write_private, written_aside
+from lockstep.run.files import BLOCK, block_checksum, checksum, write_private, written_aside
 from lockstep.run.folder import read_object
+from lockstep.run.tensor_file import write_files
 
 VERSION, SHARDED_VERSION = 1, 2
 SHARDS = "shards"
@@ -96,28 +94,35 @@ def steps_in(checkpoints: Path) -> list[int]:
     return sorted(int(step) for step in found if step.isdigit())
 
 
-def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
+def save(checkpoints: Path, state: State, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
     """Writes a checkpoint atomically. `tensors` maps file names to their tensors. Existing checkpoints are not
     changed."""
-    target = folder_of(checkpoints, state.step)
     require_disk(checkpoints, sum(map(bytes_of, tensors.values())), "a checkpoint")
+    return write(folder_of(checkpoints, state.step), json.dumps(asdict(state), indent=2), tensors)
+
+
+def write(target: Path, state: str, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
+    """Writes the folder of a checkpoint, with `state` as the text of its state.json."""
     try:
         with written_aside(target) as aside:
             aside.mkdir(parents=True)
-            for name, content in tensors.items():
-                save_file(_contiguous(content), aside / name)
-            write_private(aside / STATE, json.dumps(asdict(state), indent=2))
-            write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
-    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
+            files = write_files({aside / name: content for name, content in tensors.items()})
+            write_private(aside / STATE, state)
+            entries = {file.name: entry for file, entry in files.items()}
+            write_manifest(aside, {**entries, **told_of(aside, [aside / STATE])})
+    except OSError as error:
         raise unwritten_checkpoint(target, str(error)) from error
     return target
 
 
 def told_of(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
     """Returns the manifest entries (size and checksum) of files in the folder."""
-    return {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in files
-    }
+    entries = {}
+    for file in files:
+        size = file.stat().st_size
+        large = {"block": BLOCK, "sha256_blocks": block_checksum(file, BLOCK)} if size > BLOCK else None
+        entries[file.relative_to(folder).as_posix()] = {"bytes": size, **(large or {"sha256": checksum(file)})}
+    return entries
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
@@ -258,10 +263,16 @@ def _damage_of_manifest(manifest: dict[str, Any], path: Path) -> str:
         if (
             Path(name).name != name.removeprefix(f"{SHARDS}/")
             or not isinstance(entry, dict)
-            or not {"bytes", "sha256"} <= entry.keys()
+            or not ({"bytes", "sha256"} <= entry.keys() or _has_blocks(entry))
         ):
             return f"has no size and checksum of {name!r}"
     return ""
+
+
+def _has_blocks(entry: dict[str, Any]) -> bool:
+    """Returns whether the manifest entry has the checksum of the blocks of a file."""
+    block = entry.get("block")
+    return {"bytes", "sha256_blocks"} <= entry.keys() and type(block) is int and block > 0
 
 
 def _damage_of_file(file: Path, entry: dict[str, Any]) -> str:
@@ -269,7 +280,9 @@ def _damage_of_file(file: Path, entry: dict[str, Any]) -> str:
         return f"{file.name} is missing"
     if file.stat().st_size != entry["bytes"]:
         return f"{file.name} has {file.stat().st_size} bytes instead of {entry['bytes']}"
-    if checksum(file) != entry["sha256"]:
+    blocks = _has_blocks(entry)
+    found = block_checksum(file, entry["block"]) if blocks else checksum(file)
+    if found != entry["sha256_blocks" if blocks else "sha256"]:
         return f"{file.name} has a wrong checksum"
     return ""
 
@@ -349,93 +362,6 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "measured": {} if loss is None else {"val/loss": loss}}
 
 
-def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Returns the size of the unsharded tensors in bytes, even if this rank has only shards."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-# Sharded, asynchronous checkpoints: each rank writes its shards while training continues. The tensors are copied first,
-# so the next step may change them. On each rank, a thread writes and checksums the files and synchronises with the
-# other ranks over a separate process group. When all ranks are done, the thread of rank 0 renames the folder. If a
-# process is killed before the rename, the earlier checkpoints stay intact.
-
-
-class ShardedWriter:
-    """Writes sharded checkpoints, one at a time. All ranks must create their writer at the same time. The writer thread
-    of rank 0 calls `landed` when a checkpoint is complete."""
-
-    def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
-        self.checkpoints, self.world, self.landed = checkpoints, world, landed
-        self._group = world.new_gloo_group()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-
-    def begin(self, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Waits for the previous checkpoint, copies the tensors of this rank and starts to write the copies. `tensors`
-        maps the parts (model, optimizer, critic) to their tensors."""
-        # The import is here, because it takes a second and only runs of several processes need it.
-        from torch.distributed.checkpoint import async_save
-
-        self.settle()
-        target = folder_of(self.checkpoints, state.step)
-        parts = {part_prefix(part) + name: one for part, content in tensors.items() for name, one in content.items()}
-        state.version = SHARDED_VERSION
-        folder = aside_of(target)
-        if self.world.main:
-            require_disk(self.checkpoints, bytes_of(parts), "a checkpoint")
-            (cleared_aside(target) / SHARDS).mkdir(parents=True)
-        every = self.world.gather({name: bytes_of({name: one}) for name, one in parts.items()})
-        writer = writer_of(folder / SHARDS, {name: size for share in every for name, size in share.items()}, len(every))
-        saving: Any = async_save(parts, storage_writer=writer, process_group=self._group)
-        self._writing = self._thread.submit(self._finish, saving, state, folder, target)
-
-    def settle(self) -> None:
-        """Waits until the current checkpoint is complete. Raises if the write failed."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def close(self) -> None:
-        """Finishes the current checkpoint after an error, if possible."""
-        if self._writing is not None:
-            self._writing.exception()
-        self._thread.shutdown()
-
-    def _finish(self, saving: Future[Any], state: State, folder: Path, target: Path) -> None:
-        from torch.distributed.checkpoint import CheckpointException
-
-        result: dict[str, Any] | str
-        try:
-            saving.result()
-            result = told_of(folder, files_of(folder / SHARDS, self.world.rank))
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # the other ranks wait for a result
-            result = _reason(error)
-        every: list[Any] = [None] * self.world.size
-        dist.all_gather_object(every, result, group=self._group)
-        failed = [f"rank {rank}: {one}" for rank, one in enumerate(every) if isinstance(one, str)]
-        if failed:
-            raise unwritten_checkpoint(target, failed[0])
-        if self.world.main:
-            try:
-                self._land(state, folder, target, every)
-            except OSError as error:
-                raise unwritten_checkpoint(target, str(error)) from error
-
-    def _land(self, state: State, folder: Path, target: Path, every: list[dict[str, Any]]) -> None:
-        write_private(folder / STATE, json.dumps(asdict(state), indent=2))
-        manifest = {name: facts for files in every for name, facts in files.items()}
-        write_manifest(folder, {**manifest, **told_of(folder, [folder / STATE])})
-        take_name(folder, target)
-        self.landed(target)
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the first line of the error message. If torch reports errors of several ranks, the first error is
-    used."""
-    if failures := getattr(error, "failures", None):
-        error = next(iter(failures.values()))[0]
-    return first_line(error) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,9 @@ from rich.text import Text
 from lockstep.errors import Refusal
 from lockstep.run.output import OFFLINE_COLUMNS, WIDTH, Column, clock, fit, fit_rows, show, task_summary, visible, write
 from lockstep.run.screen import Screen
+
+# Seconds without output after which the console names the current stage.
+SILENCE = 1.5
 
 
 class Pace:
@@ -65,8 +69,11 @@ class Console:
     """The console interface. This base class prints nothing; ranks above 0 use it. `Console.open` returns a console
     that prints.
 
-    Output goes to stdout, except the errors that the method `problems` prints to stderr.
+    Output goes to stdout, except the errors that the method `problems` prints to stderr. `spoke` is the time of the
+    last output.
     """
+
+    spoke = 0.0
 
     @staticmethod
     def open(
@@ -99,6 +106,34 @@ class Console:
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
         """Shows the progress of a task. The body of the `with` block calls `advance` on the yielded object."""
         yield TaskProgress()
+
+    @contextlib.contextmanager
+    def waiting(self, description: str) -> Iterator[None]:
+        """Names a stage of the run. The console prints the name only if nothing was printed for `SILENCE` seconds, so
+        that the user always knows what the run is doing."""
+        pace, done, named = Pace(None), threading.Event(), threading.Event()
+
+        def watch() -> None:
+            left = SILENCE
+            while not done.wait(max(left, 0.1)):
+                left = SILENCE - (time.monotonic() - max(pace.began, self.spoke))
+                if left <= 0 and not self.shows_task:
+                    named.set()
+                    self.say(f"{description} ...")
+                    return
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+        if named.is_set():
+            self.say(task_summary(description, None, 0, pace.elapsed))
+
+    @property
+    def shows_task(self) -> bool:
+        """Whether a bar or a line shows a task that is not finished."""
+        return False
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         """Reports that training starts after `done` finished steps. The caller must call `end` later, also after an
@@ -227,7 +262,12 @@ class LiveConsole(Console):
     def _width(self) -> int:
         return min(self._screen.width, 100)
 
+    @property
+    def shows_task(self) -> bool:
+        return bool(self._progress.tasks)
+
     def _print(self, text: str, style: str = "") -> None:
+        self.spoke = time.monotonic()
         for line in fit(text, self._width):
             self._screen.print(Text(line, style=style), soft_wrap=True)
 
@@ -271,24 +311,29 @@ class PlainConsole(Console):
         self._pace: Pace | None = None
         self._pending = ""
         self._eta_printed = float("-inf")
+        self._tasks = 0
 
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        _print(title)
+        self._print(title)
         for key, value in fit_rows(rows, WIDTH - 2):
             write(f"  {key}{value}".rstrip())
 
     def say(self, text: str) -> None:
-        _print(text)
+        self._print(text)
 
     def warn(self, text: str) -> None:
-        _print(f"warning: {text}")
+        self._print(f"warning: {text}")
 
     @contextlib.contextmanager
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
-        _print(f"{description} ..." if total is None else f"{description}: {total:,} to do")
+        self._print(f"{description} ..." if total is None else f"{description}: {total:,} to do")
         task = _PlainTask(description, total)
-        yield task
-        _print(task_summary(description, total, task.pace.done, task.pace.elapsed))
+        self._tasks += 1
+        try:
+            yield task
+        finally:
+            self._tasks -= 1
+        self._print(task_summary(description, total, task.pace.done, task.pace.elapsed))
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         self._pace = Pace(total_steps, done)
@@ -302,7 +347,7 @@ class PlainConsole(Console):
         head = f"step {step:>{len(str(total))}}/{total}  "
         line = head + show(self._columns, metrics, WIDTH - len(head))
         if step in (self._first, total) or step % self._every == 0:
-            _print(line + self._eta(line, step))
+            self._print(line + self._eta(line, step))
             self._pending = ""
         else:
             self._pending = line
@@ -323,18 +368,26 @@ class PlainConsole(Console):
         return f"\n  {tail}"
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        _print(f"validation after step {step}: {validation_rows(metrics)}")
+        self._print(f"validation after step {step}: {validation_rows(metrics)}")
 
     def end(self) -> None:
         # If a run stops early, the line of its last step is still printed.
         if self._pending:
-            _print(self._pending)
+            self._print(self._pending)
         self._pending = ""
         self._pace = None
 
     def problems(self, refusal: Refusal) -> None:
         self.end()
         print_problems(refusal, colour=False)
+
+    @property
+    def shows_task(self) -> bool:
+        return self._tasks > 0
+
+    def _print(self, text: str) -> None:
+        self.spoke = time.monotonic()
+        _print(text)
 
 
 class _PlainTask(TaskProgress):

@@ -6,8 +6,11 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import unwritten
 
@@ -106,3 +109,51 @@ def checksum(path: Path) -> str:
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
+
+
+# SHA-256 takes longer than the disk on one core. So the checksum of a large file is the SHA-256 of the SHA-256 digests
+# of its blocks, which several threads compute at the same time.
+
+# Size of a block in bytes, the number of bytes that are read at once, and the largest number of threads.
+BLOCK, PIECE, THREADS = 2**26, 2**22, 8
+
+
+def file_threads() -> ThreadPoolExecutor:
+    """Returns threads that read, write and checksum the blocks of files."""
+    return ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="files")
+
+
+def checksum_entry(size: int, digests: Sequence[bytes]) -> dict[str, Any]:
+    """Returns the size and the checksum of a file from the SHA-256 digests of its blocks. A file of one block has the
+    plain SHA-256 of its content."""
+    if size > BLOCK:
+        return {"bytes": size, "block": BLOCK, "sha256_blocks": hashlib.sha256(b"".join(digests)).hexdigest()}
+    return {"bytes": size, "sha256": digests[0].hex()}
+
+
+def block_checksum(path: Path, block: int) -> str:
+    """Returns the checksum `sha256_blocks` of a file, for blocks of `block` bytes."""
+    with path.open("rb") as file, file_threads() as threads:
+        starts = range(0, path.stat().st_size, block)
+        digests = threads.map(lambda start: _block_digest(file.fileno(), start, start + block), starts)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _block_digest(descriptor: int, start: int, end: int) -> bytes:
+    digest = hashlib.sha256()
+    for offset in range(start, end, PIECE):
+        digest.update(os.pread(descriptor, min(PIECE, end - offset), offset))
+    return digest.digest()
+
+
+def prefetch_model(path: str) -> None:
+    """Asks the operating system to read the weights of a model folder into its cache in the background, so that the
+    disk works while Python imports libraries. Has no effect for other paths, such as names of the hub."""
+    if hasattr(os, "posix_fadvise"):
+        threading.Thread(target=_prefetch, args=(Path(path),), daemon=True).start()
+
+
+def _prefetch(folder: Path) -> None:
+    for file in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import best_measure
 from lockstep.reward.model import STATS
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.checkpoint_writers import LocalWriter, ShardedWriter
 from lockstep.run.folder import RunFolder
 from lockstep.run.model_card import card_files
 from lockstep.run.runtime import generator_states, restore_generators, seed_generators, seed_of
@@ -42,9 +43,6 @@ from lockstep.train.resume import (
     weight_decay_changes,
 )
 from lockstep.train.run_writer import Run
-
-if TYPE_CHECKING:
-    from lockstep.run.checkpoint import ShardedWriter
 
 
 def model_kind(recipe: Recipe) -> str:
@@ -116,11 +114,15 @@ class Checkpointer:
         self.folder = run.folder.checkpoints
         self.measure = best_measure(run.recipe)
         self.saved_at: int | None = None
-        self._writer: ShardedWriter | None = None
+        self._writer: LocalWriter | ShardedWriter
         if run.world.size > 1:
-            from lockstep.run.checkpoint import ShardedWriter
-
             self._writer = ShardedWriter(self.folder, run.world, self._on_saved)
+        else:
+            memory, on_host = run.prepared.memory, models.device.type == "cpu"
+            needed = max(phase.activations + phase.gradients for phase in memory.phases) if on_host else 0
+            self._writer = LocalWriter(self.folder, models.device, self._on_saved, run.console.say, needed)
+            if keeps and run.recipe.checkpoint.asynchronous and run.recipe.checkpoint.every is not None:
+                self._writer.reserve(self._sizes(memory.checkpoint_bytes))
         self._messages: list[tuple[Callable[[str], None], str]] = []
         """Messages of the checkpoint writer thread, each with the console method that prints it."""
 
@@ -215,25 +217,32 @@ class Checkpointer:
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
-    def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> None:
-        """Saves a checkpoint. In a run of several processes, the checkpoint is complete only after `settle`."""
-        run, world = self.run, self.run.world
-        with world.stage(f"checkpoint of step {position.step}"):
+    def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float], *, waits: bool) -> None:
+        """Saves a checkpoint. With `waits`, the checkpoint is complete when the function returns, otherwise only after
+        `settle`."""
+        run, writer = self.run, self._writer
+        waits = waits or not run.recipe.checkpoint.asynchronous
+        with run.world.stage(f"checkpoint of step {position.step}"):
             state, tensors = self._state(position, rows_seen, metrics), self._tensors()
-            if self._writer is None:
-                self._on_saved(checkpoints.save(self.folder, state, tensors))
-                self.print_messages()
+            if isinstance(writer, LocalWriter):
+                with run.console.waiting(f"Writing the checkpoint of step {position.step}"):
+                    writer.begin(state, tensors, copies=not waits)
             else:
-                self._writer.begin(state, tensors)
-                if not run.recipe.checkpoint.asynchronous:
-                    self.settle()
+                writer.begin(state, tensors)
+            if waits:
+                self.settle()
+        self.print_messages()
         self.saved_at = position.step
 
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written. `settle` then raises the reason."""
+        return self._writer.failed
+
     def settle(self) -> None:
-        """Waits until the checkpoint that is being written is complete."""
-        if self._writer is not None:
-            with self.run.world.stage("the checkpoint that is being written"):
-                self._writer.settle()
+        """Waits until the checkpoint that is being written is complete. Raises if it could not be written."""
+        with self.run.world.stage("the checkpoint that is being written"):
+            self._writer.settle()
         self.print_messages()
 
     def print_messages(self) -> None:
@@ -243,8 +252,7 @@ class Checkpointer:
             show(text)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
         self.print_messages()
 
     def _state(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> checkpoints.State:
@@ -287,6 +295,15 @@ class Checkpointer:
             tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.local_state()
         return tensors
 
+    def _sizes(self, total: int) -> list[int]:
+        """Returns the approximate sizes of the tensors of a checkpoint of `total` bytes, of which the optimizer state
+        does not exist before the first step: fp32 tensors with the shapes of the parameters."""
+        weights = [tensor for one in self.models.learners for tensor in held_weights(_stored(one.module)).values()]
+        elements = [tensor.numel() for tensor in weights]
+        stored = sum(tensor.nbytes for tensor in weights)
+        copies = round((total - stored) / (4 * sum(elements)))
+        return [tensor.nbytes for tensor in weights] + [4 * count for count in elements] * max(0, copies)
+
     def _on_saved(self, path: Path) -> None:
         """Called when a checkpoint is complete. Deletes old checkpoints."""
         settings, console = self.run.recipe.checkpoint, self.run.console
@@ -313,7 +330,8 @@ class Checkpointer:
                 run.console.say(f"the best checkpoint is step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
+        with run.console.waiting("Exporting the model and comparing its outputs"):
+            messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
         for line in messages:
             run.console.say(line)
         (run.console.say if verified.done else run.console.warn)(f"{run.folder.export}: {verified.sentence}")

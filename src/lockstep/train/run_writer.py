@@ -235,7 +235,11 @@ class Run:
             if self.fallbacks is not None:
                 yield
                 return
-            with self.device.watched(allow_fallback=self.recipe.run.allow_fallback) as counts:
+            # The first step takes longer, because libraries load and compile kernels.
+            with (
+                self.console.waiting(f"Step {step}"),
+                self.device.watched(allow_fallback=self.recipe.run.allow_fallback) as counts,
+            ):
                 yield
             self.fallbacks = dict(counts)
 

@@ -171,7 +171,8 @@ class Training:
         self._set_progress(step)
         if self._generator is not None:
             self._generator.after(step)
-        metrics, answers = self.validator.validate(step)
+        with self.run.console.waiting(f"Validation after step {step}"):
+            metrics, answers = self.validator.validate(step)
         if self._generator is not None:
             self._generator.sleep()
         self.run.store(step, "val", answers)
@@ -230,9 +231,7 @@ class Training:
         if self.keeps and (planned or stopping or idle):
             rows_seen = prepared.rows_seen(step, self.carried)
             self.tape.flush()
-            self.checkpointer.save(self.position, rows_seen, metrics)
-            if last or stopping or idle:
-                self.checkpointer.settle()
+            self.checkpointer.save(self.position, rows_seen, metrics, waits=last or stopping or idle)
         self.checkpointer.print_messages()
         self.tape.leave(step)
         if idle and not last:
@@ -241,12 +240,14 @@ class Training:
             raise Interrupted(f"stopped after step {step} and saved a checkpoint; run the same command to resume")
 
     def _should_stop(self) -> tuple[bool, bool]:
-        """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps. All
-        ranks must call this function."""
+        """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps.
+        Raises if the last checkpoint could not be written. All ranks must call this function."""
         if (warning := self.idle.observe()) and self.keeps:
             self.run.console.warn(warning)
-        ranks = self.run.world.gather((len(self._interrupt), self.idle.count))
-        return any(interrupts for interrupts, _ in ranks), self.idle.reached(ranks[0][1])
+        ranks = self.run.world.gather((len(self._interrupt), self.idle.count, self.checkpointer.failed))
+        if any(failed for *_, failed in ranks):
+            self.checkpointer.settle()
+        return any(interrupts for interrupts, *_ in ranks), self.idle.reached(ranks[0][1])
 
     def finish(self) -> None:
         """Exports the model and prints a summary."""
@@ -291,9 +292,12 @@ def open_training(
     ):
         run = Run(prepared, folder, runtime.device, world, console)
         try:
-            models = load_models(run)
-            checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
-            training = _start_training(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps, plays=plays)
+            with console.waiting("Preparing the first step"):
+                models = load_models(run)
+                checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
+                training = _start_training(
+                    run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps, plays=plays
+                )
         except BaseException:
             run.close(ok=False)
             raise

@@ -11,6 +11,7 @@ change only which adapter runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,8 +24,16 @@ from torch import nn
 TRAINED, INITIAL, START, FIRST = "default", "initial", "start", "first"
 
 
+def _peft_is_used() -> bool:
+    """Returns whether this process has imported PEFT. Otherwise, no model has layers of PEFT, and the import, which
+    takes a second, is not needed."""
+    return "peft" in sys.modules
+
+
 def adapter_layers(model: nn.Module) -> list[Any]:
     """Returns the modules of PEFT inside a model: layers with LoRA matrices, and wrappers of `modules_to_save`."""
+    if not _peft_is_used():
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -33,6 +42,8 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Returns the layers that have LoRA matrices, with their names."""
+    if not _peft_is_used():
+        return []
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]

@@ -1,0 +1,70 @@
+"""Reading GGUF files: the values of the package gguf, read and dequantised in threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+gguf = pytest.importorskip("gguf")
+
+from gguf_files import write_gguf  # noqa: E402
+from lockstep.errors import Refusal  # noqa: E402
+from lockstep.model import gguf as importing  # noqa: E402
+from lockstep.model.gguf import dequantize_rows, import_gguf  # noqa: E402
+
+KINDS = [kind for kind in gguf.GGMLQuantizationType if kind in gguf.quants._type_traits]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("rows", [1, 37])
+def test_threads_dequantise_to_the_same_bits(kind: object, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of block, from random bytes: also infinities and NaN must be the same bits."""
+    monkeypatch.setattr(importing, "ROWS_BYTES", 2048)
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (2, rows, 3 * size), dtype=np.uint8)
+    with ThreadPoolExecutor(3) as threads, np.errstate(all="ignore"):
+        found, wanted = dequantize_rows(data, kind, threads), gguf.dequantize(data, kind)
+    assert found.dtype == wanted.dtype == np.float32
+    assert found.shape == wanted.shape
+    assert found.tobytes() == wanted.tobytes()
+
+
+def test_plain_numbers_are_not_changed() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        for kind, dtype in ((gguf.GGMLQuantizationType.F32, np.float32), (gguf.GGMLQuantizationType.F16, np.float16)):
+            data = np.arange(6, dtype=dtype).reshape(2, 3)
+            assert dequantize_rows(data, kind, threads).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_reader_finds_the_same_fields(tiny_folder: Path, tmp_path: Path) -> None:
+    file = write_gguf(tiny_folder, tmp_path / "tiny.gguf")
+    found, wanted = importing._fast_reader()(file), gguf.GGUFReader(file)
+    assert found.fields.keys() == wanted.fields.keys()
+    for name, field in wanted.fields.items():
+        assert found.fields[name].types == field.types, name
+        assert found.fields[name].contents() == field.contents(), name
+    assert [(one.name, one.data.tobytes()) for one in found.tensors] == [
+        (one.name, one.data.tobytes()) for one in wanted.tensors
+    ]
+
+
+def test_every_truncation_of_the_header_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    content = write_gguf(tiny_folder, tmp_path / "tiny.gguf").read_bytes()
+    for size in (8, 30, 200, 700, 5000, len(content) // 2):
+        (tmp_path / "cut.gguf").write_bytes(content[:size])
+        with pytest.raises(Refusal) as refused:
+            importing._opened(tmp_path / "cut.gguf")
+        assert refused.value.problems[0].code == "damaged-file"
+
+
+def test_an_imported_model_has_the_values_of_the_file(tiny_folder: Path, tmp_path: Path) -> None:
+    reader, function = gguf.GGUFReader, gguf.dequantize
+    import_gguf(write_gguf(tiny_folder, tmp_path / "tiny.gguf"), tmp_path / "out")
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny_folder))
+    assert all(bool((found[name] == tensor).all()) for name, tensor in wanted.items())
+    assert (gguf.GGUFReader, gguf.dequantize) == (reader, function)
