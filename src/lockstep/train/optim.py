@@ -21,8 +21,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def learning_rate(step: int, total: int, settings: Optim) -> float:
     """Returns the learning rate of update `step` (counted from 0) of `total` updates. The learning rate rises linearly
     in the warm-up, from lr/warmup or from the fraction `warmup_start` of lr, and then follows the schedule. The first
-    update after the warm-up has the peak learning rate. `cosine` and `linear` would reach the minimum one update after the last update, so no update has a
-    learning rate of zero. `wsd` stays at the peak and falls linearly in the last fraction `decay` of the updates."""
+    update after the warm-up has the peak learning rate. `cosine` and `linear` would reach the minimum one update after
+    the last update, so no update has a learning rate of zero. `wsd` stays at the peak and falls linearly in the last
+    fraction `decay` of the updates."""
     warmup = warmup_steps(total, settings)
     if step < warmup:
         start = settings.warmup_start
