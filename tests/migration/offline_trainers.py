@@ -1,19 +1,22 @@
-"""Five updates by OpenRLHF's offline programs: `train` of train_sft, train_dpo, train_kto and train_rm.
+"""Five updates by OpenRLHF's offline programs (`train` of train_sft, train_dpo, train_kto, train_rm) and by the SFT
+trainer of verl 0.4.1.
 
 A program of its own, as the other trainers are. Reading, shuffling and saving are left out: batches come encoded, in
-their order. All else is OpenRLHF's, down to the optimizer and the schedule; DeepSpeed's engine is that of
-`openrlhf_trainer`.
+their order. All else is theirs, down to the optimizer and the schedule; DeepSpeed's engine is that of
+`openrlhf_trainer`, and verl has FSDP2 with gloo, in fp32.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from . import openrlhf_trainer, peers
 from .openrlhf_trainer import Engine, noted, stand_ins, started
@@ -104,14 +107,67 @@ def _distributed(self: Any, *_: Any, **__: Any) -> None:
     self.accumulated_gradient = self.train_batch_size // self.micro_train_batch_size
 
 
+class EagerModels:
+    """Loads with the attention that a CPU has."""
+
+    @staticmethod
+    def from_pretrained(path: str, *, config: Any, torch_dtype: torch.dtype, **_: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch_dtype, attn_implementation="eager", trust_remote_code=False
+        )
+        model._no_split_modules = list(model._no_split_modules)  # a set since transformers 5
+        return model
+
+
+def verl_trained(job: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """`training_step` of verl's SFT trainer, with the optimizer and the schedule that it builds."""
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+
+    vars(importlib.import_module("verl"))["DataProto"] = importlib.import_module("verl.protocol").DataProto
+    module = importlib.import_module("verl.trainer.fsdp_sft_trainer")
+    wide = module.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    own: dict[str, Any] = {
+        "log_gpu_memory_usage": lambda *_, **__: None,
+        "AutoModelForCausalLM": EagerModels,
+        "MixedPrecisionPolicy": lambda **_: wide,
+        "get_init_weight_context_manager": lambda **_: nullcontext,
+        "fsdp2_load_full_state_dict": lambda *_: None,  # the weights are loaded, not on the meta device
+    }
+    vars(module).update(own)
+    torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment,misc]
+    file = peers.FOLDER / f"verl-{job['version']}" / "verl" / "trainer" / "config" / "sft_trainer.yaml"
+    trainer = object.__new__(module.FSDPSFTTrainer)
+    trainer.config = OmegaConf.merge(OmegaConf.load(file), OmegaConf.from_dotlist(job["words"]))
+    trainer.config.ulysses_sequence_parallel_size = 1
+    trainer.use_remove_padding, trainer.device_name = False, "cpu"
+    trainer.device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    trainer.train_dataloader = job["batches"]
+    trainer._build_model_optimizer()
+    weights = [whole(trainer.fsdp_model)]
+    for ids, attended, mask in job["batches"]:
+        places = (attended.cumsum(1) - 1).clamp(min=0)
+        names = {"input_ids": ids, "attention_mask": attended, "position_ids": places, "loss_mask": mask}
+        trainer.training_step(TensorDict(names, batch_size=len(ids)))
+        weights.append(whole(trainer.fsdp_model))
+    return weights
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}  # type: ignore[operator]
+
+
 def main(folder: Path) -> None:
     jobs, done = torch.load(folder / "jobs.pt", weights_only=True), {}
     started()
-    torch.distributed.all_reduce = lambda *_, **__: None  # there is one rank
     openrlhf_trainer.Engine = NotingEngine  # type: ignore[misc]
+    reduced = torch.distributed.all_reduce
     for name, job in jobs.items():
-        with peers._entered("openrlhf", job["version"]):
-            done[name] = {"actor": trained(job)}
+        peer = job.get("peer", "openrlhf")
+        # One of OpenRLHF's losses asks all ranks for their mean, of which there is one.
+        torch.distributed.all_reduce = (lambda *_, **__: None) if peer == "openrlhf" else reduced
+        with peers._entered(peer, job["version"]):
+            done[name] = {"actor": trained(job) if peer == "openrlhf" else verl_trained(job)}
     torch.save(done, folder / "weights.pt")
 
 

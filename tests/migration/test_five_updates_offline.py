@@ -1,4 +1,5 @@
-"""Commands of OpenRLHF's offline programs: five updates by the program and by the migrated recipe, on the same tokens.
+"""Commands of OpenRLHF's offline programs and of verl's SFT trainer: five updates by the program and by the migrated
+recipe, on the same tokens.
 
 The warm-up is a quarter of five updates, so that its start and its rounding count.
 """
@@ -14,6 +15,7 @@ import torch
 from conftest import write_jsonl
 from lockstep.compat.conversion_output import checked
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.recipe import Recipe
 
 from .batch import adapted
@@ -22,7 +24,7 @@ from .openrlhf_rows import Padded, prompt_length
 
 pytestmark = pytest.mark.peers
 
-ROWS = 8
+ROWS, VERL_VERSION = 8, "0.4.1"
 FLAT = (
     f"--pretrain MODEL --dataset FOLDER/rows.jsonl --train_batch_size {ROWS} --micro_train_batch_size {ROWS} "
     "--max_len 128 --learning_rate 1e-3 --max_epochs 1 --save_path FOLDER/out --lr_warmup_ratio 0.25 "
@@ -31,6 +33,13 @@ DOTTED = (
     f"--model.model_name_or_path MODEL --data.dataset FOLDER/rows.jsonl --train.batch_size {ROWS} "
     f"--train.micro_batch_size {ROWS} --data.max_len 128 --adam.lr 1e-3 --train.max_epochs 1 "
     "--ckpt.output_dir FOLDER/out --lr_warmup_ratio 0.25 "
+)
+VERL = (
+    f"data.train_files=FOLDER/rows.jsonl data.train_batch_size={ROWS} data.micro_batch_size_per_gpu={ROWS} "
+    "data.max_length=128 data.prompt_key=question data.response_key=answer model.partial_pretrain=MODEL "
+    "model.strategy=fsdp2 model.enable_gradient_checkpointing=False optim.lr=1e-3 optim.warmup_steps_ratio=0.5 "
+    "trainer.total_epochs=1 trainer.default_local_dir=FOLDER/out trainer.project_name=p trainer.experiment_name=e "
+    "trainer.logger=[console] "
 )
 PAIRS = "--prompt_key question --chosen_key answer --rejected_key wrong"
 NEW_PAIRS = "--data.prompt_key question --data.chosen_key answer --data.rejected_key wrong"
@@ -42,6 +51,7 @@ CASES: dict[str, tuple[str, str]] = {
     "0.7.5 RM": ("train_rm", f"{PAIRS} --value_head_prefix score"),
     "0.11.2 SFT": ("train_sft", "--data.input_key question --data.output_key answer --adam.weight_decay 0.1"),
     "0.11.2 DPO": ("train_dpo", f"{NEW_PAIRS} --model.beta 0.2"),
+    "verl SFT": ("fsdp_sft_trainer", ""),
     "0.11.2 RM": ("train_rm", f"{NEW_PAIRS} --ds.value_head_prefix score"),
 }
 # The same rows, but another setting on OpenRLHF's side.
@@ -67,21 +77,24 @@ def words_of(name: str, more: str, model: Path, folder: Path) -> list[str]:
         for a in range(ROWS * STEPS)
     ]
     write_jsonl(folder / "rows.jsonl", made)
-    text = (FLAT if name.startswith("0.7.5") else DOTTED) + f"{CASES[name][1]} {more}"
+    common = FLAT if name.startswith("0.7.5") else VERL if name.startswith("verl") else DOTTED
+    text = f"{common} {CASES[name][1]} {more}"
     return text.replace("MODEL", str(model)).replace("FOLDER", str(folder)).split()
 
 
 def migrated(program: str, words: list[str], model: Path) -> Recipe:
+    if program == "fsdp_sft_trainer":
+        return adapted(checked(convert_verl(program, words, version=VERL_VERSION)), model)
     return adapted(checked(convert_openrlhf(program, words)), model)
 
 
 def batch_of(program: str, items: list[Any]) -> list[Any]:
     """The rows of an update as the program's loader gives them."""
-    if program == "train_sft":
+    if program in ("train_sft", "fsdp_sft_trainer"):
         padded = Padded.of(items)
         mask = torch.zeros_like(padded.ids)  # it stands at the position that predicts
         for row, item in enumerate(items):
-            mask[row, padded.prompts[row] - 1 : len(item.ids) - 1] = 1
+            mask[row, : len(item.ids) - 1] = torch.tensor(list(item.loss_mask[1:]))
         return [padded.ids, padded.attended, mask]
     if program == "train_kto":
         return _judged(items)
@@ -116,8 +129,10 @@ def runs(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: py
         if name not in ours:
             ours[name] = train_offline(migrated(program, words, model))
         batches = [batch_of(program, step) for step in ours[name].steps]
-        version = name.partition(" ")[0]
-        return {"version": version, "program": program, "words": words, "batches": batches, "rows": ROWS * STEPS}
+        peer = "verl" if name.startswith("verl") else "openrlhf"
+        version = VERL_VERSION if peer == "verl" else name.partition(" ")[0]
+        made = {"peer": peer, "version": version, "program": program, "words": words}
+        return {**made, "batches": batches, "rows": ROWS * STEPS}
 
     wanted = chosen(request)
     jobs = {name: job(name) for name in wanted if name in CASES}
@@ -129,8 +144,8 @@ def runs(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_five_updates_are_openrlhfs(name: str, runs: Runs) -> None:
-    found = compared(f"OpenRLHF {name}", *runs[name])
+def test_five_updates_are_theirs(name: str, runs: Runs) -> None:
+    found = compared(f"offline {name}", *runs[name])
     assert max(found["actor"]) <= WITHIN, found
 
 
