@@ -46,8 +46,8 @@ def warmup_steps(total: int, settings: Optim) -> int:
     """Returns the number of warm-up updates. If `settings.warmup` is below 1, it is a fraction of all updates."""
     if settings.warmup >= 1:
         return int(settings.warmup)
-    rounded = {"nearest": round, "down": math.floor, "up": math.ceil}[settings.warmup_rounding]
-    return rounded(settings.warmup * total)
+    share = settings.warmup * total
+    return {"nearest": round(share), "down": math.floor(share), "up": math.ceil(share)}[settings.warmup_rounding]
 
 
 def update_rates(step: int, steps: int, updates: int, settings: Optim, critic_lr: float) -> list[tuple[float, float]]:
