@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
@@ -142,6 +143,20 @@ def test_lengths_fit_the_context_of_the_small_model(tmp_path: Path) -> None:
     }
     small = Smoke(checked_recipe(values), tmp_path).recipe()
     assert (small.data.max_prompt_tokens, small.data.template_arguments) == (2048 - 16, {})
+
+
+def test_generated_rows_have_a_prompt_column_for_a_prompt_format(tmp_path: Path) -> None:
+    data = {"train": "none.jsonl", "shape": "prompt_response", "prompt_key": "problem", "response_key": "solution"}
+    values: dict[str, Any] = {
+        "method": "sft",
+        "device": "cpu",
+        "model": {"path": "nobody/here"},
+        "data": {**data, "template": "none", "prompt_format": "User: {}\nAssistant: "},
+    }
+    small = Smoke(checked_recipe(values), tmp_path).recipe().data
+    assert (small.shape, small.prompt_key) == ("prompt_response", "extra_info.question")
+    row = pq.read_table(small.train[0].path).to_pylist()[0]  # type: ignore[union-attr]
+    assert row["extra_info"].keys() >= {"question", "answer"}
 
 
 def test_bad_input_is_refused_as_in_training(place: Path) -> None:

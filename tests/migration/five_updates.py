@@ -158,7 +158,13 @@ def deviations(ours: list[Weights], theirs: list[Weights]) -> list[float]:
     assert ours[0].keys() <= theirs[0].keys(), "a weight is trained here only"
     assert _norm(ours[0], theirs[0]) == 0.0, "the two sides start from other weights"
     pairs = zip(ours[1:], theirs[1:], strict=True)
-    return [_norm(mine, other) / max(_norm(other, theirs[0]), _norm(mine, ours[0])) for mine, other in pairs]
+    return [_deviation(mine, other, theirs[0]) for mine, other in pairs]
+
+
+def _deviation(mine: Weights, other: Weights, first: Weights) -> float:
+    """A learning rate of 0 moves no weight on either side."""
+    moved = max(_norm(other, first), _norm(mine, first))
+    return _norm(mine, other) / moved if moved else 0.0
 
 
 def _norm(left: Weights, right: Weights) -> float:

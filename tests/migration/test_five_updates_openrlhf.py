@@ -61,6 +61,10 @@ CASES: dict[str, tuple[str, str]] = {
         "--advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 0.1 --adam_betas 0.8 0.9 "
         "--max_norm 0.1",
     ),
+    "0.7.5 REINFORCE++, warm-up, two epochs": (
+        "0.7.5",
+        "--advantage_estimator reinforce --init_kl_coef 0.1 --max_epochs 2 --lr_warmup_ratio 0.25",
+    ),
     "0.11.2 PPO": ("0.11.2", "--algo.advantage.gamma 0.99 --algo.advantage.lambd 0.95 --algo.kl.init_coef 0.1"),
     "0.11.2 REINFORCE++": ("0.11.2", "--algo.advantage.estimator reinforce --algo.kl.init_coef 0.1"),
     "0.11.2 GRPO": (

@@ -43,6 +43,7 @@ CASES: dict[str, str] = {
     "CISPO": f"{GRPO} {A}.policy_loss.loss_mode=cispo {A}.clip_ratio_low=1.0 {A}.clip_ratio_high=0.28",
     "REINFORCE++": f"{G}.adv_estimator=reinforce_plus_plus {G}.gamma=0.95 {KL_LOSS} {A}.kl_loss_type=mse",
     "RLOO, cosine": f"{G}.adv_estimator=rloo {A}.optim.lr_scheduler_type=cosine {A}.optim.min_lr_ratio=0.1",
+    "GRPO, warm-up": f"{GRPO} {A}.optim.lr_warmup_steps_ratio=0.5 {A}.optim.lr_scheduler_type=cosine",
     "optimizer": f"{GRPO} {A}.optim.weight_decay=0.3 {A}.optim.betas=[0.8,0.9] {A}.optim.clip_grad=0.1",
     "a bound that is not read": f"{GRPO} {A}.optim.betas=[0.9,0.99] {A}.grad_clip=0.1",
     "PPO": f"{G}.adv_estimator=gae {G}.gamma=0.99 {G}.lam=0.95 critic.cliprange_value=0.2",

@@ -173,11 +173,11 @@ def test_the_tokens_of_ulysses_count_all_devices_of_a_sequence(key: str) -> None
     assert checked(convert_verl("main_ppo", [*BASE[:-1], *words])).batch.tokens == 2048
 
 
-def test_a_warmup_that_starts_above_zero_is_refused() -> None:
+def test_a_warmup_may_start_above_zero() -> None:
     start = f"{A}.optim.lr_warmup_init=1e-7"
-    assert recipe(start).optim.warmup == 0
-    with pytest.raises(Refusal, match="lr_warmup_init"):
-        recipe(start, f"{A}.optim.lr_warmup_steps=3")
+    assert (recipe(start).optim.warmup, recipe(start).optim.warmup_start) == (0, None)
+    made = recipe(start, f"{A}.optim.lr_warmup_steps=3", f"{A}.optim.lr=2e-6").optim
+    assert (made.warmup, made.warmup_start, made.warmup_rounding) == (3, pytest.approx(0.05), "down")
 
 
 def test_a_schedule_that_ends_before_the_run_is_refused() -> None:

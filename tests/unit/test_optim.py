@@ -7,14 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+    get_scheduler,
+)
 
 from lockstep.model.weights import biases_and_norms
 from lockstep.parity.replay.optimizer_checks import formula_error
 from lockstep.recipe.keys_optim import Optim
 from lockstep.run.checkpoint import State
 from lockstep.tape.tape_format import StepRecord
-from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps
+from lockstep.train.optim import LossScale, Optimizer, learning_rate, update_rates, warmup_steps
 from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.resume import weight_decay_changes
 
@@ -32,6 +40,37 @@ def test_schedules_by_hand():
     assert rates(10, schedule="wsd", decay=0.4) == pytest.approx([1] * 7 + [0.75, 0.5, 0.25])
     assert warmup_steps(200, Optim(warmup=0.1)) == 20
     assert warmup_steps(200, Optim(warmup=7)) == 7
+    assert rates(6, schedule="constant", warmup=4, warmup_start=0.2) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+    lengths = [warmup_steps(45, Optim(warmup=0.1, warmup_rounding=how)) for how in ("nearest", "down", "up")]
+    assert lengths == [4, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "more"),
+    [
+        ("constant_with_warmup", {"schedule": "constant"}, {}),
+        ("linear", {"schedule": "linear"}, {}),
+        ("cosine", {"schedule": "cosine"}, {}),
+        ("cosine_with_min_lr", {"schedule": "cosine", "min_lr_ratio": 0.1}, {"min_lr_rate": 0.1}),
+    ],
+)
+def test_a_warmup_from_zero_is_that_of_transformers(name: str, ours: dict, more: dict) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=10, scheduler_specific_kwargs=more)
+    theirs = []
+    for _ in range(10):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates(10, warmup=0.25, warmup_rounding="up", warmup_start=0.0, **ours) == pytest.approx(theirs)
+
+
+def test_the_updates_of_a_step_share_a_rate_or_follow_the_schedule() -> None:
+    settings = Optim(lr=1.0, schedule="linear", warmup=0.5, warmup_start=0.0)
+    assert update_rates(1, 2, 2, settings, 3.0) == [(1.0, 3.0), (1.0, 3.0)]
+    each = settings.model_copy(update={"schedule_unit": "update"})
+    assert update_rates(0, 2, 2, each, 3.0) == [(0.0, 0.0), (0.5, 1.5)]
+    assert update_rates(1, 2, 2, each, 3.0) == [(1.0, 3.0), (0.5, 1.5)]
 
 
 def parameters(seed: int = 0, dtype=torch.float32):

@@ -31,6 +31,12 @@ def test_the_collection_is_large_and_diverse() -> None:
     assert set(recorded()) == set(SCRIPTS)
 
 
+def test_three_quarters_of_three_hundred_scripts_with_released_keys_convert() -> None:
+    released = [name for name, script in SCRIPTS.items() if script.group == "released"]
+    assert len(released) >= 300
+    assert sum(recorded()[name] == "converted" for name in released) >= 0.75 * len(released)
+
+
 def test_the_files_hold_no_foreign_paths_hosts_or_keys() -> None:
     for peer in ("verl", "openrlhf"):
         file = FOLDER / f"real_{peer}.json"

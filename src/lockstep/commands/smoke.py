@@ -262,6 +262,10 @@ class Smoke:
             write_arithmetic(folder, train_rows=ROWS, val_rows=8)
             names = ("train", None) if self.online else ("sft_train", "sft_val")
             val["questions"] = str(folder / "val.parquet")
+            if not self.online and data["prompt_format"] is not None:
+                # A format applies to a prompt in a column of its own.
+                names = ("train", "val")
+                data.update(shape="prompt_response", prompt_key="extra_info.question", response_key="extra_info.answer")
         else:
             write_preferences(folder, train_rows=ROWS, val_rows=8)
             kind = "steps" if columns == STEP_COLUMNS else "pairs"

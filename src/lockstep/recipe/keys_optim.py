@@ -115,6 +115,28 @@ class Optim(Section):
         effect=RATE,
         resumable=True,
     )
+    warmup_start: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Learning rate of the first warm-up step, as a fraction of `lr`. By default one divided by the "
+        "number of warm-up steps. With 0, as in transformers, verl and OpenRLHF, the first step changes no weight.",
+        effect=RATE,
+        resumable=True,
+    )
+    warmup_rounding: Literal["nearest", "down", "up"] = Field(
+        "nearest",
+        description="Rounding of the number of warm-up steps if `warmup` is a fraction: verl rounds down, OpenRLHF up.",
+        effect=RATE,
+        resumable=True,
+    )
+    schedule_unit: Literal["step", "update"] = Field(
+        "step",
+        description="What the warm-up and the schedule of an online method count. With `step`, all updates of a step "
+        "have the same learning rate, as in verl; with `update`, each has its own, as in OpenRLHF.",
+        effect=RATE,
+        resumable=True,
+    )
     min_lr_ratio: float = Field(
         0.0,
         ge=0,

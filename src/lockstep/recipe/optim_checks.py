@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ def optim_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{optim.warmup} is neither a fraction below 1 nor an integer number of steps",
             code="invalid-value",
         )
-    if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
+    if optim.schedule_unit == "step" and optim.warmup >= max(1, run.steps or math.inf):
         yield Problem(
             "optim.warmup",
             f"all {run.steps} steps of the run would be warm-up steps, because optim.warmup is {optim.warmup}",

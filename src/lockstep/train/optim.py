@@ -20,12 +20,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def learning_rate(step: int, total: int, settings: Optim) -> float:
     """Returns the learning rate of update `step` (counted from 0) of `total` updates. The learning rate rises linearly
-    from lr/warmup in the warm-up and then follows the schedule. The first update after the warm-up has the peak
-    learning rate. `cosine` and `linear` would reach the minimum one update after the last update, so no update has a
-    learning rate of zero. `wsd` stays at the peak and falls linearly in the last fraction `decay` of the updates."""
+    in the warm-up, from lr/warmup or from the fraction `warmup_start` of lr, and then follows the schedule. The first
+    update after the warm-up has the peak learning rate. `cosine` and `linear` would reach the minimum one update after
+    the last update, so no update has a learning rate of zero. `wsd` stays at the peak and falls linearly in the last
+    fraction `decay` of the updates."""
     warmup = warmup_steps(total, settings)
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        start = settings.warmup_start
+        return settings.lr * ((step + 1) / warmup if start is None else start + (1 - start) * step / warmup)
     low = settings.min_lr_ratio
     done = (step - warmup) / max(1, total - warmup)
     if settings.schedule == "constant":
@@ -42,7 +44,19 @@ def learning_rate(step: int, total: int, settings: Optim) -> float:
 
 def warmup_steps(total: int, settings: Optim) -> int:
     """Returns the number of warm-up updates. If `settings.warmup` is below 1, it is a fraction of all updates."""
-    return round(settings.warmup * total) if settings.warmup < 1 else int(settings.warmup)
+    if settings.warmup >= 1:
+        return int(settings.warmup)
+    share = settings.warmup * total
+    return {"nearest": round(share), "down": math.floor(share), "up": math.ceil(share)}[settings.warmup_rounding]
+
+
+def update_rates(step: int, steps: int, updates: int, settings: Optim, critic_lr: float) -> list[tuple[float, float]]:
+    """Returns the learning rates of policy and critic for each of the `updates` updates of step `step`."""
+    critic = settings.model_copy(update={"lr": critic_lr})
+    places = [(step, steps)] * updates
+    if settings.schedule_unit == "update":
+        places = [(step * updates + number, steps * updates) for number in range(updates)]
+    return [(learning_rate(*place, settings), learning_rate(*place, critic)) for place in places]
 
 
 class LossScale:

@@ -12,7 +12,7 @@ from lockstep.train import update_terms as terms
 from lockstep.train.advantages import TrainBatch
 from lockstep.train.experience import UpdatePlan
 from lockstep.train.models import Models
-from lockstep.train.optim import learning_rate
+from lockstep.train.optim import update_rates
 
 
 def update(
@@ -26,12 +26,12 @@ def update(
     phases: PhaseTimer,
 ) -> dict[str, float]:
     """Runs all updates of a step. Metrics are means over the updates; names that end in `_max` have the maximum."""
-    rate = learning_rate(step, steps, recipe.optim)
-    critic_rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
+    rates = update_rates(step, steps, recipe.algorithm.epochs * len(plans), recipe.optim, recipe.critic.lr)
     done: list[dict[str, float]] = []
     for epoch in range(recipe.algorithm.epochs):
         for number, plan in enumerate(plans):
             metrics: dict[str, float] = {}
+            rate, critic_rate = rates[len(done)]
             if models.critic is not None:
                 with phases("update_critic"):
                     metrics |= terms.update_critic(plan, batch, models, recipe, critic_rate)

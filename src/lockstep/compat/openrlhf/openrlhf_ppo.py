@@ -226,6 +226,8 @@ def data_and_model_rule(done: Conversion) -> None:
         why = "the critic of lockstep uses the optimizer of the policy; the critic of OpenRLHF uses adam"
         done.refuse("actor.optim", why, "remove the key, or use an advantage_estimator without a critic")
     schedule_rule(done)
+    if "optim.warmup_start" in done.recipe or done["lr_scheduler"] not in ("constant", "constant_with_warmup"):
+        done.write("optim.schedule_unit", "update", "lr_scheduler")
     done.write_number("rollout.top_p", "top_p")
     if done.number("top_p") < 1:
         note = "as in OpenRLHF: the trainer uses log-probs of the untruncated distribution, so ratios are inexact"

@@ -12,7 +12,6 @@ from lockstep.compat.verl.verl_rules import run_name
 
 _FILES = re.compile(r"\.(jsonl?|parquet|csv)$")
 _OVERLONG = "lockstep truncates the end of longer answers; OpenRLHF drops rows if the prompt alone fills max_len"
-_WARMUP = "lockstep starts the warmup at lr / warmup steps; OpenRLHF starts at 0"
 
 
 def is_dotted_command(done: Conversion) -> bool:
@@ -56,8 +55,15 @@ def run_rule(done: Conversion) -> None:
 def schedule_rule(done: Conversion) -> None:
     if done.write_lookup("optim.schedule", "lr_scheduler") is None:
         return
-    note = _WARMUP if done.is_set("lr_warmup_ratio") else ""
-    done.write("optim.warmup", done.number("lr_warmup_ratio"), "lr_warmup_ratio", note=note)
+    share = done.number("lr_warmup_ratio")
+    if done["lr_scheduler"] == "constant":
+        done.ignore("the scheduler constant has no warmup; constant_with_warmup has one", "lr_warmup_ratio")
+        share = 0.0
+    else:
+        done.write("optim.warmup", share, "lr_warmup_ratio")
+    if share:
+        done.write("optim.warmup_start", 0.0, "lr_warmup_ratio")
+        done.write("optim.warmup_rounding", "up", "lr_warmup_ratio")
     if done["lr_scheduler"] == "cosine_with_min_lr":
         done.write_number("optim.min_lr_ratio", "min_lr_ratio")
 

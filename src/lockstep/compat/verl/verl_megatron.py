@@ -15,7 +15,6 @@ STRATEGY = f"{A}.strategy"
 _MARK = "use_distributed_optimizer"
 _SHARDED = "lockstep shards the weights over all devices instead, which gives the same results"
 _PIPELINE = f"lockstep has no pipeline parallelism; {_SHARDED}. parallel.offload saves more device memory"
-_WARMUP = "lockstep starts the warmup at lr / warmup steps; Megatron starts at 0"
 
 
 def is_megatron(done: Conversion, group: str = ACTOR, strategy: str = STRATEGY) -> bool:
@@ -189,14 +188,15 @@ def _schedule(done: Conversion, group: str) -> None:
             done.ignore("the schedule ends with the last step of the run", steps)
     count, ratio = f"{group}.lr_warmup_steps", f"{group}.lr_warmup_steps_ratio"
     if done[count] is not None and done.integer(count) > 0:
-        done.write("optim.warmup", done.integer(count), count, note=_WARMUP)
+        done.write("optim.warmup", done.integer(count), count)
         done.ignore("lr_warmup_steps takes precedence", ratio)
     else:
         share = done.number(ratio) if done[ratio] else 0.0
-        done.write("optim.warmup", share, ratio, note=_WARMUP if share else "")
+        done.write("optim.warmup", share, ratio)
         done.ignore("a value that is not over 0 selects lr_warmup_steps_ratio", count)
     start = f"{group}.lr_warmup_init"
-    if done[start] and done.recipe["optim.warmup"].value:
-        done.refuse(start, "lockstep's warmup starts at lr / warmup steps", "remove the key, or set its value to 0")
+    if done.recipe["optim.warmup"].value:
+        done.write("optim.warmup_start", (done[start] or 0.0) / done.number(f"{group}.lr"), start)
+        done.write("optim.warmup_rounding", "down", ratio)
     else:
-        done.ignore("there is no warmup" if done[start] else "this is Megatron's default", start)
+        done.ignore("there is no warmup", start)

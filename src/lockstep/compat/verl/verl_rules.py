@@ -13,7 +13,6 @@ from lockstep.compat.verl.verl_megatron import is_megatron, layout_rule, megatro
 KEEP_ALL = 1_000_000
 _TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _CONSOLE = ("console", "file")
-WARMUP_NOTE = "lockstep starts the warmup at lr / warmup steps; verl starts at 0"
 
 
 def files(value: Any) -> list[str]:
@@ -141,12 +140,21 @@ def schedule_rule(done: Conversion, group: str) -> None:
     # The engines read 0 as "not set". SFT uses them since 0.6, PPO since 0.8.
     fewest = 1 if done.since("0.6" if done.settings.program == "sft" else "0.8") else 0
     if done[steps] is not None and done.is_set(steps) and done.integer(steps) >= fewest:
-        done.write("optim.warmup", done.integer(steps), steps, note=WARMUP_NOTE)
+        _write_warmup(done, done.integer(steps), steps)
         return
     ratios = [f"{group}.lr_warmup_steps_ratio", f"{group}.warmup_steps_ratio"]
     set_here = [key for key in ratios if done.is_set(key)]
     ratio = next(iter([*set_here, *(key for key in ratios if done[key] is not None)]), ratios[0])
-    done.write("optim.warmup", done.number(ratio), ratio, note=WARMUP_NOTE if done[ratio] else "")
+    _write_warmup(done, done.number(ratio), ratio)
+
+
+def _write_warmup(done: Conversion, length: float, key: str) -> None:
+    """Writes verl's warm-up: the first learning rate is 0. With a cosine schedule of 0.4 and 0.5 it is the minimum."""
+    done.write("optim.warmup", length, key)
+    if length:
+        low = done.recipe.get("optim.min_lr_ratio") if done.since("0.4") and not done.since("0.6") else None
+        done.write("optim.warmup_start", 0.0 if low is None else low.value, key)
+        done.write("optim.warmup_rounding", "down", key)
 
 
 # The optimizers of verl that lockstep has, by class name.
