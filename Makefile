@@ -10,10 +10,10 @@ WORKERS ?= 3
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-ray test-recorder test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-ray test-recorder test-slow dist test-dist lock lint format docs models bench clean
 
 quickstart: $(VENV)/.core
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" lockstep quickstart
 
 # All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them.
 # In a fresh clone all modules are compiled before the workers start, so that not every worker compiles them.
@@ -59,6 +59,16 @@ test-environments: $(VENV)/.test
 test-slow: $(VENV)/.test
 	LOCKSTEP_EXAMPLES=deep $(BIN)/python -m pytest -m "slow or hypothesis"
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh tests/ascend -m slow
+
+# The wheel is built from the sdist, so it proves that the sdist is complete.
+dist: $(VENV)/.test
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	@ls dist
+
+# Not part of `make test`: each Python gets an environment of its own, with gigabytes of torch.
+test-dist: dist
+	@VENV="$(VENV)" sh tools/test_dist.sh
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

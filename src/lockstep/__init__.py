@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 # The next import must run before any import of torch: otherwise a device plug-in that torch loads automatically could
 # break the import of torch.
 import lockstep.device  # noqa: F401
-from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep.api.front_door import Comparison, compare, load
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from lockstep.errors import Refusal
     from lockstep.recipe.schema import Recipe
     from lockstep.train.start import train
+
+    __version__: str
 
 __all__ = ["Comparison", "Datum", "Handle", "Recipe", "Refusal", "Response", "compare", "load", "train"]
 
@@ -43,6 +44,10 @@ def __getattr__(name: str) -> Any:
     if name == "train":
         # `lockstep.train` is a package that can also be called like a function; see lockstep/train/__init__.py.
         return import_module("lockstep.train")
+    if name == "__version__":
+        from lockstep.version import package_version
+
+        return package_version()
     if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
