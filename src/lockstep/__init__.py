@@ -22,11 +22,25 @@ if TYPE_CHECKING:
     from lockstep.api.losses import Datum, Response
     from lockstep.errors import Refusal
     from lockstep.recipe.schema import Recipe
+    from lockstep.train.callbacks import Callback, TrainControl, TrainState
     from lockstep.train.start import train
 
     __version__: str
 
-__all__ = ["Comparison", "Datum", "Handle", "Recipe", "Refusal", "Response", "compare", "load", "train"]
+__all__ = [
+    "Callback",
+    "Comparison",
+    "Datum",
+    "Handle",
+    "Recipe",
+    "Refusal",
+    "Response",
+    "TrainControl",
+    "TrainState",
+    "compare",
+    "load",
+    "train",
+]
 
 _MODULES = {
     "Comparison": "lockstep.api.front_door",
@@ -37,6 +51,9 @@ _MODULES = {
     "load": "lockstep.api.front_door",
     "Refusal": "lockstep.errors",
     "Recipe": "lockstep.recipe.schema",
+    "Callback": "lockstep.train.callbacks",
+    "TrainControl": "lockstep.train.callbacks",
+    "TrainState": "lockstep.train.callbacks",
 }
 
 

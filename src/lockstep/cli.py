@@ -93,9 +93,10 @@ def train(
         options = ["--accept-changed"] if accept_changed else []
         raise typer.Exit(start_ranks(checked, ["train", recipe, *options, *words]))
 
+    from lockstep.train.callbacks import StartOptions
     from lockstep.train.start import run_recipe
 
-    run_recipe(checked, accept_changed=accept_changed)
+    run_recipe(checked, StartOptions(accept_changed))
 
 
 @app.command()
