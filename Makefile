@@ -10,7 +10,7 @@ WORKERS ?= 3
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-ray test-recorder test-slow dist test-dist lock lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-notebooks test-ray test-recorder test-slow dist test-dist lock lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" lockstep quickstart
@@ -55,6 +55,10 @@ test-engines: $(VENV)/.test
 test-environments: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_environments.sh
 
+# Not part of `make test`: the notebooks need a kernel.
+test-notebooks: $(VENV)/.notebook
+	$(BIN)/python -m pytest tests/e2e/test_notebooks.py
+
 # Property tests run again with more examples.
 test-slow: $(VENV)/.test
 	LOCKSTEP_EXAMPLES=deep $(BIN)/python -m pytest -m "slow or hypothesis"
@@ -69,6 +73,10 @@ dist: $(VENV)/.test
 # Not part of `make test`: each Python gets an environment of its own, with gigabytes of torch.
 test-dist: dist
 	@VENV="$(VENV)" sh tools/test_dist.sh
+
+# After a change of pyproject.toml or of the constraints.
+lock: $(VENV)/.test
+	$(BIN)/python tools/lock.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -117,6 +125,10 @@ $(VENV)/.test: $(BIN)/pip pyproject.toml $(CONSTRAINTS)
 # Includes the packages that Ray jobs need.
 $(VENV)/.ray: $(VENV)/.test
 	$(PIP_INSTALL) -e ".[ray]" "ray[default]"
+	@touch $@
+
+$(VENV)/.notebook: $(VENV)/.test
+	$(PIP_INSTALL) -e ".[notebook]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test

@@ -92,6 +92,26 @@ def test_the_extra_for_ascend_resolves_within_its_own_constraints(others: tuple[
     assert not resolved("npu", *others, constraints=ROOT / "constraints-npu.txt")
 
 
+def test_the_lock_file_has_the_versions_of_the_constraints() -> None:
+    """`make lock` writes it. Only the extras with a torch of their own may add other versions."""
+    locked = re.findall(r'^name = "([^"]+)"\nversion = "([^"]+)"', (ROOT / "uv.lock").read_text(), flags=re.MULTILINE)
+    names = {name for name, _ in locked}
+    lines = [line for name in ("constraints.txt", "constraints-common.txt") for line in (ROOT / name).open()]
+    pins = [re.match(r"([\w.-]+)==([^\s;]+)", line) for line in lines]
+    pairs = {(re.sub(r"[-_.]+", "-", pin[1]).lower(), pin[2]) for pin in pins if pin}
+    wanted = {(name, version) for name, version in pairs if name in names}
+    assert len(wanted) > 150
+    assert not wanted - set(locked)
+
+
+@pytest.mark.slow
+def test_the_lock_file_is_current() -> None:
+    done = subprocess.run([find_uv_bin(), "lock", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode and OFFLINE.search(done.stderr):
+        pytest.skip("the package index cannot be reached")
+    assert not done.returncode, done.stderr
+
+
 @pytest.mark.slow
 def test_a_conflict_is_found(tmp_path: Path) -> None:
     """The pin that once made `[track]` impossible to install."""

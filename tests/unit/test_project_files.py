@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,22 @@ def test_hooks_before_a_commit_call_tools_of_the_environment() -> None:
     for hook in hooks:
         assert hook["entry"].startswith(".venv/bin/")
         assert not [word for word in hook["entry"].split() if word.startswith("tests/") and not (ROOT / word).is_file()]
+
+
+def test_the_first_change_of_the_guide_works(tmp_path: Path) -> None:
+    """Applies the two code blocks to copies of the files, and runs the new test."""
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## A first change")[1].split("\n## ")[0]
+    row, test = (textwrap.dedent(block) for block in re.findall(r"   ```python\n(.*?)   ```", guide, re.DOTALL))
+    rules = (ROOT / "src/lockstep/reward/rules.py").read_text(encoding="utf-8")
+    before = '        Rule("exact", exact_score, _exact_answer, str),\n'
+    assert before in rules
+    (tmp_path / "changed_rules.py").write_text(
+        rules.replace(before, f"{before}        {row.strip()},\n"), encoding="utf-8"
+    )
+    code = f"from changed_rules import rule_for\n{test}\ntest_case_is_ignored()\n"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_citation_names_the_license_and_no_person() -> None:
