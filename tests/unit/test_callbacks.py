@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 import lockstep
+from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.run.metrics import read_metrics
 from lockstep.train.callbacks import Callback, Callbacks, TrainControl, TrainState
@@ -89,6 +92,34 @@ def test_an_online_run_calls_them_too(online_file: Path) -> None:
 
     train(online_file, [first])
     assert len(seen) == 1
+
+
+SCRIPT = """
+import os, sys, lockstep
+
+def stop_by_the_last_rank(state, control):
+    state.metrics["own/rank"] = int(os.environ["RANK"])
+    control.should_training_stop = os.environ["RANK"] == "1" and state.step == 2
+
+lockstep.train(sys.argv[1], callbacks=[stop_by_the_last_rank], run={"steps": 4, "export": False}, device="cpu")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_a_stop_of_one_rank_counts_for_all(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(recipe_file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+    )
+    assert done.returncode == 0, done.stderr
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    assert [(step, logged["own/rank"]) for step, logged in read_metrics(metrics)] == [(1, 0.0), (2, 0.0)]
 
 
 def set_metric(value: Any) -> Callable[[TrainState, TrainControl], None]:
