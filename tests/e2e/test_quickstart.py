@@ -1,4 +1,4 @@
-"""`lockstep quickstart` in an empty folder: its commands, in order. `make test-dist` runs it as an installed command."""
+"""`lockstep quickstart` in an empty folder: its commands, in order. `make test-dist` runs it when installed."""
 
 from __future__ import annotations
 
