@@ -10,10 +10,10 @@ WORKERS ?= 3
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-ray test-recorder test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-environments test-migration test-notebooks test-ray test-recorder test-slow dist test-dist lock lint format docs models bench clean
 
 quickstart: $(VENV)/.core
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" lockstep quickstart
 
 # All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them.
 # In a fresh clone all modules are compiled before the workers start, so that not every worker compiles them.
@@ -55,10 +55,28 @@ test-engines: $(VENV)/.test
 test-environments: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_environments.sh
 
+# Not part of `make test`: the notebooks need a kernel.
+test-notebooks: $(VENV)/.notebook
+	$(BIN)/python -m pytest tests/e2e/test_notebooks.py
+
 # Property tests run again with more examples.
 test-slow: $(VENV)/.test
 	LOCKSTEP_EXAMPLES=deep $(BIN)/python -m pytest -m "slow or hypothesis"
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh tests/ascend -m slow
+
+# The wheel is built from the sdist, so it proves that the sdist is complete.
+dist: $(VENV)/.test
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	@ls dist
+
+# Not part of `make test`: each Python gets an environment of its own, with gigabytes of torch.
+test-dist: dist
+	@VENV="$(VENV)" sh tools/test_dist.sh
+
+# After a change of pyproject.toml or of the constraints.
+lock: $(VENV)/.test
+	$(BIN)/python tools/lock.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -107,6 +125,10 @@ $(VENV)/.test: $(BIN)/pip pyproject.toml $(CONSTRAINTS)
 # Includes the packages that Ray jobs need.
 $(VENV)/.ray: $(VENV)/.test
 	$(PIP_INSTALL) -e ".[ray]" "ray[default]"
+	@touch $@
+
+$(VENV)/.notebook: $(VENV)/.test
+	$(PIP_INSTALL) -e ".[notebook]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test

@@ -1,11 +1,21 @@
-"""`TARGET_DEVICE=NPU pip install ...` installs the extra [npu] too. Everything else is in pyproject.toml."""
+"""The parts of the build that pyproject.toml cannot express: the version from git, and `TARGET_DEVICE`.
+
+`TARGET_DEVICE=NPU pip install ...` installs the extra [npu] too.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
+from pathlib import Path
 from typing import Any
 
 from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+PACKAGE = Path(__file__).parent / "src" / "lockstep"
+VERSION = runpy.run_path(str(PACKAGE / "version.py"))
 
 
 class ForTarget(Distribution):
@@ -19,4 +29,27 @@ class ForTarget(Distribution):
             self._finalize_requires()  # the metadata has its own copy, taken from the file above
 
 
-setup(distclass=ForTarget)
+def store_version(folder: Path) -> None:
+    """Writes version and commit into a built package, which has no git repository."""
+    text = f'VERSION = "{VERSION["package_version"]()}"\nCOMMIT = "{VERSION["own_commit"]() or ""}"\n'
+    (folder / VERSION["BUILD"]).write_text(text, encoding="utf-8")
+
+
+class BuildWithVersion(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            store_version(Path(self.build_lib) / "lockstep")
+
+
+class SourcesWithVersion(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        store_version(Path(base_dir) / "src" / "lockstep")
+
+
+setup(
+    distclass=ForTarget,
+    version=VERSION["package_version"](),
+    cmdclass={"build_py": BuildWithVersion, "sdist": SourcesWithVersion},
+)

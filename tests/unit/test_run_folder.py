@@ -12,7 +12,7 @@ import pytest
 import lockstep
 from lockstep.errors import Refusal
 from lockstep.run.files import atomic_write_text
-from lockstep.run.folder import RunFolder, checkout_commit
+from lockstep.run.folder import RunFolder
 from refusals import refuses
 
 HOLDER = """
@@ -142,27 +142,6 @@ def test_env_imports_none_of_what_it_describes(folder: RunFolder) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_commit_is_that_of_our_own_checkout_only(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        command = ["git", "-C", str(tmp_path), *identity, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    package, foreign = tmp_path / "src" / "package", tmp_path / ".venv" / "package"
-    for place in (package, foreign):
-        place.mkdir(parents=True)
-        (place / "__init__.py").write_text("")
-    assert checkout_commit(package) is None
-    git("init", "-q")
-    git("add", "src")
-    git("commit", "-q", "-m", "start")
-    git("tag", "-a", "v1", "-m", "first")
-    assert checkout_commit(package) == git("rev-parse", "HEAD")
-    assert checkout_commit(foreign) is None
-    (package / "__init__.py").write_text("changed = True")
-    assert checkout_commit(package) == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_lock_can_be_taken_again_after_it_was_given_back(folder: RunFolder) -> None:

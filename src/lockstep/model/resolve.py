@@ -30,7 +30,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.caches import FOLDERS, MadeFolder, cache_home, folders_bound, make_room
 from lockstep.run.files import aside_of, checksum, written_aside
 from lockstep.run.output import write
-from lockstep.version import __version__
+from lockstep.version import package_version
 
 # A hub id has the form `owner/name`, or is a name without owner.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -349,7 +349,7 @@ VERSION = 2
 def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
     """Returns the folder that `convert` wrote, from the cache if possible. `facts` is the cache key. `what` names the
     source in messages."""
-    text = json.dumps([VERSION, __version__, facts], sort_keys=True, default=str)
+    text = json.dumps([VERSION, package_version(), facts], sort_keys=True, default=str)
     try:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
     except RuntimeError as error:

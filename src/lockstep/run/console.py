@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -79,9 +81,11 @@ class Console:
     def open(
         columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1, lines: bool = False
     ) -> Console:
-        """Returns a live console on a terminal, otherwise a plain console that prints every `every`-th step. `plain`
-        selects the plain (True) or the live console (False) explicitly. With `lines`, the live console also prints a
-        line for every step."""
+        """Returns a live console on a terminal, a console with a progress bar in a notebook, otherwise a plain console
+        that prints every `every`-th step. `plain` selects the plain (True) or the live console (False) explicitly. With
+        `lines`, the live console also prints a line for every step."""
+        if plain is None and in_notebook():
+            return NotebookConsole(columns, every)
         if plain is None:
             plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
         if plain:
@@ -407,6 +411,50 @@ class _PlainTask(TaskProgress):
         left = self.pace.left()
         of = "" if self.pace.total is None else f" of {self.pace.total:,}"
         _print(f"{self._description}: {self.pace.done:,}{of}" + ("" if left is None else f", eta {clock(left)}"))
+
+
+def in_notebook() -> bool:
+    """Returns whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookConsole(PlainConsole):
+    """Console for a notebook: a progress bar below the cell instead of a line per step. The bar is plain HTML, so the
+    notebook needs no widgets."""
+
+    # Seconds between updates of the bar.
+    INTERVAL = 0.2
+
+    def begin(self, total_steps: int, done: int = 0) -> None:
+        super().begin(total_steps, done)
+        self._drawn = float("-inf")
+        self._last = ""
+        self._bar = self._draw("", new=True)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self._pace is None:
+            raise RuntimeError("step before begin")
+        self._pace.reach(step)
+        left = self._pace.left()
+        self._last = f"step {step}/{self._pace.total}  {show(self._columns, metrics)}"
+        if step == self._pace.total or time.monotonic() - self._drawn >= self.INTERVAL:
+            self._draw(self._last + ("" if left is None else f"  eta {clock(left)}"))
+
+    def end(self) -> None:
+        if self._pace is not None and self._last:
+            self._draw(f"{self._last}  {clock(self._pace.elapsed)}")
+        self._pace = None
+
+    def _draw(self, text: str, *, new: bool = False) -> Any:
+        from IPython.display import HTML, display
+
+        assert self._pace is not None
+        self._drawn = time.monotonic()
+        bar = f'<progress max="{self._pace.total}" value="{self._pace.done}" style="width: 24em"></progress>'
+        shown = HTML(f"{bar} <code>{html.escape(visible(text))}</code>")
+        return display(shown, display_id=True) if new else self._bar.update(shown)
 
 
 def _print(text: str) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import yaml
 from lockstep.errors import Refusal, unwritten
 from lockstep.masking import masked_tree, masked_words
 from lockstep.run.files import atomic_write_text
-from lockstep.version import PACKAGE_FOLDER, __version__
+from lockstep.version import own_commit, package_version
 
 if TYPE_CHECKING:
     from lockstep.recipe import Recipe
@@ -48,7 +47,7 @@ PACKAGES = (
 def describe_environment() -> dict[str, Any]:
     """Returns versions, platform and command line. The host name is omitted, because run folders may be shared."""
     return {
-        "lockstep": __version__,
+        "lockstep": package_version(),
         "git_commit": own_commit(),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := installed_version(name))},
@@ -65,31 +64,6 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-@cache
-def own_commit() -> str | None:
-    """Returns the git commit of this package. The commit is cached, because a later checkout does not change imported
-    code."""
-    return checkout_commit(PACKAGE_FOLDER)
-
-
-def checkout_commit(folder: Path) -> str | None:
-    """Returns the git commit of `folder`, with `-dirty` if files were changed, or None outside a checkout."""
-    # If the package is installed in a virtual environment inside another git repository, the function must not return
-    # the commit of that repository.
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None  # no git, or not a repository
-    return answer.stdout.strip()
 
 
 @dataclass(frozen=True)

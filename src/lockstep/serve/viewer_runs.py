@@ -21,7 +21,7 @@ from lockstep.run.files import replace_text
 from lockstep.run.folder import RunFolder
 from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS
 from lockstep.serve.viewer_log import Missing, inside, last_line, open_inside, parsed, read_small
-from lockstep.version import __version__
+from lockstep.version import package_version
 
 MAX_DEPTH = 3
 MAX_RUNS = 2_000
@@ -217,7 +217,7 @@ class RunIndex:
             self._file = cache_home() / RUNS / f"{name}.json"
         # An index of another lockstep version is not used, because that version may summarize the same files
         # differently.
-        self._version = hashlib.sha256(json.dumps([__version__, first_metrics()]).encode()).hexdigest()
+        self._version = hashlib.sha256(json.dumps([package_version(), first_metrics()]).encode()).hexdigest()
         if self._file is not None:
             self.cache = self._read(self._file)
             self._written = dict(self.cache)

@@ -31,7 +31,7 @@ from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
 from lockstep.train.reference_logprobs import add_cache
 from lockstep.train.run_writer import record_rows
-from lockstep.train.training import Training, open_training
+from lockstep.train.training import PLAIN_START, StartOptions, Training, open_training
 from lockstep.types import Item
 
 # Before the first update, the policy and the reference are the same model, so the initial loss is known. If the loss
@@ -114,8 +114,8 @@ def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, m
     return False
 
 
-def train_offline(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
-    with open_offline(recipe, console, accept_changed=accept_changed) as offline:
+def train_offline(recipe: Recipe, console: Console, options: StartOptions = PLAIN_START) -> None:
+    with open_offline(recipe, console, options=options) as offline:
         training = offline.training
         training.validate_at_start()
         for step in training.steps():
@@ -138,7 +138,7 @@ class Offline:
 
 @contextmanager
 def open_offline(
-    recipe: Recipe, console: Console, *, keeps: bool = True, accept_changed: bool = False
+    recipe: Recipe, console: Console, *, keeps: bool = True, options: StartOptions = PLAIN_START
 ) -> Iterator[Offline]:
     """Checks the recipe, and loads data and models. A replay of a tape sets `keeps` to False."""
     with open_runtime(recipe, console) as runtime:
@@ -148,7 +148,7 @@ def open_offline(
         torch_device = device.torch_device(runtime.world.local_rank)
         with (
             judged_by(recipe.val.rules, sources, torch_device) as judge,
-            open_training(prepared, runtime, judge, keeps=keeps, accept_changed=accept_changed) as training,
+            open_training(prepared, runtime, judge, keeps=keeps, options=options) as training,
         ):
             loader, models = make_loader(recipe, prepared.train, training.carried), training.models
             objective = METHODS[recipe.method].objective(recipe)

@@ -25,13 +25,13 @@ from lockstep.train.experience import (
 from lockstep.train.monitor import Warnings, failure_warning, find_idle_cause
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.train.run_writer import record_rollouts, store_samples
-from lockstep.train.training import Training, open_training
+from lockstep.train.training import PLAIN_START, StartOptions, Training, open_training
 from lockstep.train.update import update
 from lockstep.types import Prompt
 
 
-def train_online(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
-    with open_online(recipe, console, accept=accept_changed) as online:
+def train_online(recipe: Recipe, console: Console, options: StartOptions = PLAIN_START) -> None:
+    with open_online(recipe, console, options=options) as online:
         training = online.training
         training.validate_at_start()
         for step in training.steps():
@@ -62,14 +62,14 @@ class Online:
 
 @contextmanager
 def open_online(
-    recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False, plays: bool = True
+    recipe: Recipe, console: Console, *, keeps: bool = True, options: StartOptions = PLAIN_START, plays: bool = True
 ) -> Iterator[Online]:
     """Loads data and models. A replay of a tape sets `keeps` to False, and `plays` too if it calls no environments."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console, plays=plays)
         with (
             open_scorer(prepared, runtime) as scorer,
-            open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept, plays=plays) as training,
+            open_training(prepared, runtime, scorer, keeps=keeps, options=options, plays=plays) as training,
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = start | training.carried

@@ -23,13 +23,14 @@ from lockstep.rollout.collect import AskedAhead
 from lockstep.rollout.engine import training_sampling
 from lockstep.rollout.worker.worker_engine import WorkerEngine
 from lockstep.run.console import Console
+from lockstep.train.callbacks import PLAIN_START, StartOptions
 from lockstep.train.online import Online, open_online, train_step
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Request
 
 
-def train_online_async(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
-    with open_online(recipe, console, accept=accept_changed) as online, open_worker(online) as ahead:
+def train_online_async(recipe: Recipe, console: Console, options: StartOptions = PLAIN_START) -> None:
+    with open_online(recipe, console, options=options) as online, open_worker(online) as ahead:
         training = online.training
         training.validate_at_start()
         for step in training.steps():

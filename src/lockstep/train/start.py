@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,33 @@ from lockstep.recipe.loader import recipe_with
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.output import ONLINE_COLUMNS
+from lockstep.train.callbacks import PLAIN_START, Callback, Callbacks, StartOptions, StepFunction
 
 
-def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overrides: Any) -> Path:
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    accept_changed: bool = False,
+    callbacks: Sequence[Callback | StepFunction] = (),
+    **overrides: Any,
+) -> Path:
     """Trains with a recipe, or resumes the run. `recipe` is a file, the name of a built-in recipe or a
     `lockstep.Recipe`.
 
     `overrides` are recipe keys as groups (`optim={"lr": 1e-4}`) or as dotted keys (`**{"optim.lr": 1e-4}`). Where a
     recipe has `path/to/file.py:name`, an override may be the Python function itself. With `accept_changed`, a run
-    resumes even if the files of its models have changed since the checkpoint. Returns the run folder.
+    resumes even if the files of its models have changed since the checkpoint. `callbacks` are objects of
+    `lockstep.Callback`, or functions f(state, control) that are called after each step. Returns the run folder.
     """
     file = running_file()
     if file is not None:
         why = "this file was imported to get one of its functions, but the import starts a training run"
         raise Refusal.at(file, why, 'start the run only under: if __name__ == "__main__":', code="import-side-effect")
-    return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
+    options = StartOptions(accept_changed, Callbacks(callbacks))
+    return run_recipe(recipe_with(recipe, overrides), options)
 
 
-def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
+def run_recipe(recipe: Recipe, options: StartOptions = PLAIN_START) -> Path:
     """Runs the training loop of the recipe's method. The recipe must have passed its checks."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
@@ -39,13 +49,13 @@ def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
         if recipe.rollout.max_staleness is None:
             from lockstep.train.online import train_online
 
-            train_online(recipe, console, accept_changed=accept_changed)
+            train_online(recipe, console, options)
         else:
             from lockstep.train.online_async import train_online_async
 
-            train_online_async(recipe, console, accept_changed=accept_changed)
+            train_online_async(recipe, console, options)
     else:
         from lockstep.train.offline import train_offline
 
-        train_offline(recipe, Console.open(every=recipe.log.every), accept_changed=accept_changed)
+        train_offline(recipe, Console.open(every=recipe.log.every), options)
     return Path(recipe.run.folder) / recipe.run.name

@@ -33,6 +33,7 @@ from lockstep.run.console import Console
 from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime, seed_generators
 from lockstep.tape.tape_recorder import Recorder
+from lockstep.train.callbacks import PLAIN_START, Callbacks, StartOptions, TrainState
 from lockstep.train.checkpointing import Checkpointer, Position
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.monitor import EarlyStop, IdleUpdates
@@ -133,9 +134,11 @@ class Training:
         validator: Validator,
         checkpointer: Checkpointer,
         interrupt: list[int],
+        callbacks: Callbacks,
         *,
         keeps: bool,
     ):
+        self.callbacks = callbacks
         self.run, self.models, self.validator, self.checkpointer = run, models, validator, checkpointer
         self._generator, self._interrupt, self.keeps = generator, interrupt, keeps
         self.position: Position = checkpointer.resume()
@@ -156,9 +159,16 @@ class Training:
         return self._generator
 
     def steps(self) -> Iterator[int]:
-        """Yields the remaining steps, counted from 0, until the last step or early stopping."""
+        """Yields the remaining steps, counted from 0, until the last step, early stopping or a callback's stop."""
+        self.callbacks.call("on_train_begin", self._state(self.position.step))
         while self.position.step < self.run.prepared.batches.steps and not self.early.reached:
             yield self.position.step
+            if self.callbacks.stopped:
+                break
+
+    def _state(self, step: int, metrics: dict[str, float] | None = None) -> TrainState:
+        folder = self.run.folder.path
+        return TrainState(step, self.run.prepared.batches.steps, folder, {} if metrics is None else metrics)
 
     def validate_at_start(self) -> None:
         if self.position.step == 0 and self.run.recipe.val.at_start and self.keeps:
@@ -218,12 +228,15 @@ class Training:
             metrics |= self._validate(step)
         if validated and (warning := self.early.missed(metrics)):
             run.console.warn(warning)
-        if self.early.observe(step, metrics, validated=validated) and not last:
+        stop, save = self._called(step, metrics)
+        planned |= save
+        if (self.early.observe(step, metrics, validated=validated) or stop) and not last:
             last = planned = True
             if not validated:
                 metrics |= self._validate(step)
         self.tape.finish(step, metrics)
         run.log(step, metrics)
+        self.callbacks.call("on_log", self._state(step, metrics))
         self.position.step = step
         if "val/score_std" in metrics:
             # The mean and standard deviation of the scores of a reward model are stored in its checkpoints.
@@ -232,12 +245,25 @@ class Training:
             rows_seen = prepared.rows_seen(step, self.carried)
             self.tape.flush()
             self.checkpointer.save(self.position, rows_seen, metrics, waits=last or stopping or idle)
+            if last or stopping or idle or self.callbacks.reads_checkpoints:
+                self.checkpointer.settle()
+                self.callbacks.call("on_save", self._state(step, metrics))
         self.checkpointer.print_messages()
         self.tape.leave(step)
         if idle and not last:
             raise self.idle.refusal(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step} and saved a checkpoint; run the same command to resume")
+
+    def _called(self, step: int, metrics: dict[str, float]) -> tuple[bool, bool]:
+        """Calls the callbacks at the end of a step. Returns whether a callback of any rank requested a stop or a
+        checkpoint."""
+        if not self.callbacks:
+            return False, False
+        control = self.callbacks.step_end(self._state(step, metrics))
+        ranks = self.run.world.gather((control.should_training_stop, control.should_save))
+        self.callbacks.stopped = any(stop for stop, _ in ranks)
+        return self.callbacks.stopped, any(save for _, save in ranks)
 
     def _should_stop(self) -> tuple[bool, bool]:
         """Returns whether the user requested a stop on any rank, and whether updates were idle for too many steps.
@@ -256,9 +282,12 @@ class Training:
         run.console.end()
         if self.early.reached:
             run.console.say(self.early.sentence(step))
+        if self.callbacks.stopped:
+            run.console.say(f"a callback stopped the run after step {step}")
         if run.world.main and self.keeps:
             self.checkpointer.export(step)
             run.summarise(step, usage_hint(run.recipe.method, run.folder.path))
+        self.callbacks.call("on_train_end", self._state(step))
 
     def close(self, *, ok: bool) -> None:
         if self._generator is not None:
@@ -277,11 +306,11 @@ def open_training(
     judge: Examiner,
     *,
     keeps: bool = True,
-    accept_changed: bool = False,
+    options: StartOptions = PLAIN_START,
     plays: bool = True,
 ) -> Iterator[Training]:
-    """Starts or resumes a run, and closes it at the end. With `accept_changed`, a run resumes even if the files of a
-    model have changed. With `plays` False, the engine generates without environments."""
+    """Starts or resumes a run, and closes it at the end. With `plays` False, the engine generates without
+    environments."""
     folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
         folder.create()
@@ -294,10 +323,9 @@ def open_training(
         try:
             with console.waiting("Preparing the first step"):
                 models = load_models(run)
-                checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
-                training = _start_training(
-                    run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps, plays=plays
-                )
+                checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=options.accept_changed)
+                start = (interrupt, options.callbacks, runtime.switches)
+                training = _start_training(run, checkpointer, judge, *start, keeps=keeps, plays=plays)
         except BaseException:
             run.close(ok=False)
             raise
@@ -314,6 +342,7 @@ def _start_training(
     checkpointer: Checkpointer,
     judge: Examiner,
     interrupt: list[int],
+    callbacks: Callbacks,
     switches: dict[str, str],
     *,
     keeps: bool,
@@ -340,7 +369,7 @@ def _start_training(
         )
         run.engine = generator.metadata()
     validator = Validator(recipe, world, prepared.questions, generator, judge)
-    training = Training(run, models, generator, validator, checkpointer, interrupt, keeps=keeps)
+    training = Training(run, models, generator, validator, checkpointer, interrupt, callbacks, keeps=keeps)
     trained = {"model": models.learner, "critic": models.critic}
     fused = {name: replaced(learner.module) for name, learner in trained.items() if learner is not None}
     run.begin(training.position.step, switches, fused)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.environments.tools import FunctionTool, ToolFailed, ToolServerLost
-from lockstep.version import __version__
+from lockstep.version import package_version
 
 # The protocol version of the request. The server replies with a version that it supports.
 PROTOCOL = "2025-06-18"
@@ -34,7 +34,7 @@ class McpSession(ABC):
 
     async def start(self) -> None:
         """Opens the session and reads the list of tools."""
-        client = {"name": "lockstep", "version": __version__}
+        client = {"name": "lockstep", "version": package_version()}
         given = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client}
         answer = await self.request("initialize", given)
         self._version = str(answer.get("protocolVersion", ""))
