@@ -26,12 +26,13 @@ from typing import Any
 import torch
 
 from lockstep.commands.plan import open_outlook
+from lockstep.device.base import Device
 from lockstep.device.select import select
 from lockstep.preflight.fit_plan import device_to_fit
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from plan_fit import LORA, NF4, Case, train_within, write_recipe
-from random_weights import draw_weights, write_hollow
+from random_weights import write_hollow
 from report import machine, write_record
 from shapes import SHAPES, Shape, write_model
 
@@ -81,21 +82,18 @@ def shortened(case: Case) -> Case:
     return replace(case, row=row, steps=min(case.steps, 3), words=tuple(words), limit=8.0)
 
 
-def measure(name: str, device: str, tiny: bool) -> dict[str, Any]:
-    """Predict and train, in this process."""
+def measure(name: str, device: str, tiny: bool, folder: Path) -> dict[str, Any]:
+    """Predict and train, in this process. `folder` is empty."""
     if name in TRL:
-        return train_trl(TRL[name], device, tiny)
+        return train_trl(TRL[name], device, tiny, folder)
     case = shortened(CASES[name]) if tiny else CASES[name]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        parameters = write_hollow(folder / case.model, shape_of(case, tiny).config())
-        draw_weights(torch.device("cpu"))
-        file = write_recipe(folder, case, folder, device)
-        target = device_to_fit(f"{case.limit} GB")
-        _, outlook = open_outlook(load_recipe(str(file), list(case.words)), target, None, Console.silent())
-        peak = outlook.memory(target).peak
-        found = {**asdict(case), "parameters": parameters, "phase": peak.name, "predicted_gb": peak.total / 1e9}
-        found |= train_within(str(file), case.words, case.limit)
+    parameters = write_hollow(folder / case.model, shape_of(case, tiny).config())
+    file = write_recipe(folder, case, folder, device)
+    target = device_to_fit(f"{case.limit} GB")
+    _, outlook = open_outlook(load_recipe(str(file), list(case.words)), target, None, Console.silent())
+    peak = outlook.memory(target).peak
+    found = {**asdict(case), "parameters": parameters, "phase": peak.name, "predicted_gb": peak.total / 1e9}
+    found |= train_within(str(file), case.words, case.limit)
     later = found["perf/throughput"][2:] or found["perf/throughput"][-1:]
     found["tokens_per_second"] = statistics.median(later)
     if found["allocated"]:
@@ -104,15 +102,13 @@ def measure(name: str, device: str, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def train_trl(settings: dict[str, Any], device: str, tiny: bool) -> dict[str, Any]:
+def train_trl(settings: dict[str, Any], device: str, tiny: bool, folder: Path) -> dict[str, Any]:
     """QLoRA by TRL, PEFT and bitsandbytes: nf4 with double quantisation, an adapter of rank 16 on all linear layers."""
     from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PrinterCallback, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import SFTTrainer
 
-    case = shortened(ADAPTER) if tiny else ADAPTER
-    chosen = select(device)
+    case, chosen = shortened(ADAPTER) if tiny else ADAPTER, select(device)
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -120,52 +116,22 @@ def train_trl(settings: dict[str, Any], device: str, tiny: bool) -> dict[str, An
             chosen.synchronise()
             ends.append(time.perf_counter())
 
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write_model(folder / "model", TINY if tiny else case.model, chosen.name)
-        if chosen.name != "cpu":
-            torch.get_device_module(chosen.torch_device()).empty_cache()
-        chosen.reset_peak()
-        write_recipe(folder, case, folder, device)
-        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        ids = [tokenizer(row["prompt"] + row["response"])["input_ids"] for row in rows]
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            folder / "model", quantization_config=quantization, dtype=torch.bfloat16, device_map={"": chosen.name}
-        )
-        arguments = SFTConfig(
-            output_dir=str(folder / "out"),
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=case.rows,
-            max_steps=case.steps,
-            max_length=None,
-            gradient_checkpointing=True,
-            bf16=True,
-            optim="adamw_torch_fused" if chosen.fused_optimizer else "adamw_torch",
-            use_cpu=chosen.name == "cpu",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            logging_steps=1,
-            **settings,
-        )
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        trainer = SFTTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=Dataset.from_dict({"input_ids": ids}),
-            processing_class=tokenizer,
-            peft_config=adapter,
-            callbacks=[Clock()],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    write_model(folder / "model", TINY if tiny else case.model, chosen.name)
+    if chosen.name != "cpu":
+        torch.get_device_module(chosen.torch_device()).empty_cache()
+    chosen.reset_peak()
+    write_recipe(folder, case, folder, device)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = [tokenizer(row["prompt"] + row["response"])["input_ids"] for row in rows]
+    trainer = SFTTrainer(
+        **trl_arguments(folder, case, chosen, settings),
+        train_dataset=Dataset.from_dict({"input_ids": ids}),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     tokens = sum(map(len, ids)) / case.steps
     found = {
         "side": "TRL + PEFT + bitsandbytes",
@@ -179,10 +145,48 @@ def train_trl(settings: dict[str, Any], device: str, tiny: bool) -> dict[str, An
     return found
 
 
+def trl_arguments(folder: Path, case: Case, device: Device, settings: dict[str, Any]) -> dict[str, Any]:
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from trl import SFTConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model",
+        quantization_config=quantization,
+        dtype=torch.bfloat16,
+        device_map={"": device.name},
+        trust_remote_code=False,
+    )
+    arguments = SFTConfig(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=case.rows,
+        max_steps=case.steps,
+        max_length=None,
+        gradient_checkpointing=True,
+        bf16=True,
+        optim="adamw_torch_fused" if device.fused_optimizer else "adamw_torch",
+        use_cpu=device.name == "cpu",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        **settings,
+    )
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return {"model": model, "args": arguments, "peft_config": adapter}
+
+
 def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "found.json"
-        command = [sys.executable, __file__, name, "--one", str(out), "--device", args.device]
+        command = [sys.executable, __file__, name, "--one", place, "--device", args.device]
         command += ["--tiny"] if args.tiny else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if out.is_file():
@@ -207,7 +211,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.one:
-        args.one.write_text(json.dumps(measure(args.cases[0], args.device, args.tiny)), encoding="utf-8")
+        found = measure(args.cases[0], args.device, args.tiny, args.one)
+        (args.one / "found.json").write_text(json.dumps(found), encoding="utf-8")
         return
     record: dict[str, Any] = {"machine": machine(select(args.device)), "cases": {}}
     for name in args.cases:
