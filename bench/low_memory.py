@@ -82,10 +82,10 @@ def shortened(case: Case) -> Case:
     return replace(case, row=row, steps=min(case.steps, 3), words=tuple(words), limit=8.0)
 
 
-def measure(name: str, device: str, tiny: bool, folder: Path) -> dict[str, Any]:
+def measure(name: str, device: str, tiny: bool, folder: Path, keep: Path | None) -> dict[str, Any]:
     """Predict and train, in this process. `folder` is empty."""
     if name in TRL:
-        return train_trl(TRL[name], device, tiny, folder)
+        return train_trl(TRL[name], device, tiny, folder, keep or folder / "model")
     case = shortened(CASES[name]) if tiny else CASES[name]
     parameters = write_hollow(folder / case.model, shape_of(case, tiny).config())
     file = write_recipe(folder, case, folder, device)
@@ -102,8 +102,9 @@ def measure(name: str, device: str, tiny: bool, folder: Path) -> dict[str, Any]:
     return found
 
 
-def train_trl(settings: dict[str, Any], device: str, tiny: bool, folder: Path) -> dict[str, Any]:
-    """QLoRA by TRL, PEFT and bitsandbytes: nf4 with double quantisation, an adapter of rank 16 on all linear layers."""
+def train_trl(settings: dict[str, Any], device: str, tiny: bool, folder: Path, model: Path) -> dict[str, Any]:
+    """QLoRA by TRL, PEFT and bitsandbytes: nf4 with double quantisation, an adapter of rank 16 on all linear layers.
+    The folder `model` is written if it does not exist."""
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import SFTTrainer
@@ -116,16 +117,17 @@ def train_trl(settings: dict[str, Any], device: str, tiny: bool, folder: Path) -
             chosen.synchronise()
             ends.append(time.perf_counter())
 
-    write_model(folder / "model", TINY if tiny else case.model, chosen.name)
+    if not (model / "config.json").is_file():
+        write_model(model, TINY if tiny else case.model, chosen.name)
     if chosen.name != "cpu":
         torch.get_device_module(chosen.torch_device()).empty_cache()
     chosen.reset_peak()
     write_recipe(folder, case, folder, device)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [tokenizer(row["prompt"] + row["response"])["input_ids"] for row in rows]
     trainer = SFTTrainer(
-        **trl_arguments(folder, case, chosen, settings),
+        **trl_arguments(model, folder / "out", case, chosen, settings),
         train_dataset=Dataset.from_dict({"input_ids": ids}),
         processing_class=tokenizer,
         callbacks=[Clock()],
@@ -145,7 +147,7 @@ def train_trl(settings: dict[str, Any], device: str, tiny: bool, folder: Path) -
     return found
 
 
-def trl_arguments(folder: Path, case: Case, device: Device, settings: dict[str, Any]) -> dict[str, Any]:
+def trl_arguments(path: Path, out: Path, case: Case, device: Device, settings: dict[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from trl import SFTConfig
@@ -157,14 +159,14 @@ def trl_arguments(folder: Path, case: Case, device: Device, settings: dict[str, 
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "model",
+        path,
         quantization_config=quantization,
         dtype=torch.bfloat16,
         device_map={"": device.name},
         trust_remote_code=False,
     )
     arguments = SFTConfig(
-        output_dir=str(folder / "out"),
+        output_dir=str(out),
         per_device_train_batch_size=1,
         gradient_accumulation_steps=case.rows,
         max_steps=case.steps,
@@ -187,7 +189,7 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "found.json"
         command = [sys.executable, __file__, name, "--one", place, "--device", args.device]
-        command += ["--tiny"] if args.tiny else []
+        command += ["--tiny"] * args.tiny + (["--keep", str(args.keep)] if args.keep else [])
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if out.is_file():
             return dict(json.loads(out.read_text(encoding="utf-8")))
@@ -207,11 +209,12 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", choices=[*CASES, *TRL])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models and short rows")
+    parser.add_argument("--keep", type=Path, help="the folder of TRL's model, which is written once")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.one:
-        found = measure(args.cases[0], args.device, args.tiny, args.one)
+        found = measure(args.cases[0], args.device, args.tiny, args.one, args.keep)
         (args.one / "found.json").write_text(json.dumps(found), encoding="utf-8")
         return
     record: dict[str, Any] = {"machine": machine(select(args.device)), "cases": {}}
