@@ -94,16 +94,17 @@ class Adamw8bitRule(AdamwRule):
             return
         corrections = [1 - beta**one.count for beta in self.betas]
         factors = (1 - one.lr * one.decay, one.lr / corrections[0], corrections[1] ** 0.5)
+        betas = (self.betas[0], self.betas[1])
         if one.weight.is_cuda and importlib.util.find_spec("triton") is not None:
             from lockstep.kernels import adamw8bit_triton
 
-            numbers = adamw8bit_triton.Numbers(*factors, self.eps, self.betas)
+            numbers = adamw8bit_triton.Numbers(*factors, self.eps, betas)
             if adamw8bit_triton.fits(one.weight, one.state) and adamw8bit_triton.works(
                 one.weight.device, plain_step, _fused_step
             ):
                 _fused_step(one.weight, one.gradient, one.state, numbers)
                 return
-        _change(one.weight, one.gradient, one.state, factors, self.eps, self.betas)
+        _change(one.weight, one.gradient, one.state, factors, self.eps, betas)
 
 
 def _change(
