@@ -94,7 +94,7 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 Maps = Callable[[bool, torch.device], torch.Tensor]
-Update = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], Numbers], None]
+StepFunction = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], Numbers], None]
 
 
 def step(
@@ -136,7 +136,7 @@ def fits(weight: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
 
 
 @cache
-def works(device: torch.device, plain: Update, fused: Update) -> bool:
+def works(device: torch.device, plain: StepFunction, fused: StepFunction) -> bool:
     """Returns whether kernel and plain rule agree on a random parameter (the trial). If they differ, warns that the
     plain rule is used."""
 

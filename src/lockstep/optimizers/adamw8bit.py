@@ -95,7 +95,7 @@ class Adamw8bitRule(AdamwRule):
         corrections = [1 - beta**one.count for beta in self.betas]
         factors = (1 - one.lr * one.decay, one.lr / corrections[0], corrections[1] ** 0.5)
         betas = (self.betas[0], self.betas[1])
-        if one.weight.is_cuda and importlib.util.find_spec("triton") is not None:
+        if importlib.util.find_spec("triton") is not None:
             from lockstep.kernels import adamw8bit_triton
 
             numbers = adamw8bit_triton.Numbers(*factors, self.eps, betas)
