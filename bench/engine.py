@@ -3,6 +3,7 @@
     python bench/engine.py                                        # the shapes and work of docs/speed.md, on CUDA
     python bench/engine.py --device cpu --shape tiny --prompts 4 --prompt 16 --response 8
     python bench/engine.py --shape qwen2.5-0.5b --long-tail --check --profile --out result.json
+    python bench/engine.py --shape qwen2.5-7b --precision fp8 int8 --out result.json   # rollout.precision beside bf16
 
 `cold` is a first call, which records passes; `warm` the median of calls that find them. Prefill and decoding are timed
 by waiting for the device around each pass, in a call of their own. The share of the roofline is that of decoding alone
@@ -159,6 +160,11 @@ def run_shape(name: str, args: argparse.Namespace, device: Device) -> dict[str, 
     policy = random_policy(shape, device, args.dtype)
     for key, work in works.items():
         found[key] = run_work(name, shape, policy, device, work, args)
+        for precision in args.precision:
+            low = run_work(name, shape, policy, device, work, args, precision)
+            low["ratio"] = low["tokens_per_second"] / found[key]["tokens_per_second"]
+            found[key][precision] = low
+            print(f"{'':14} {key}: {precision} {low['ratio']:.2f} x {args.dtype}", flush=True)
     if args.long_tail:
         found["long tail"] = run_long_tail(shape, policy, device, args)
     for key, result in peer.items():
@@ -220,10 +226,12 @@ def run_work(
     device: Device,
     work: tuple[int, int, int, int],
     args: argparse.Namespace,
+    precision: str | None = None,
 ) -> dict[str, Any]:
+    """`precision` is the `rollout.precision` of the engine. The roofline is that of `args.dtype`."""
     prompts, n, prompt, response = work
     batch = prompts * n
-    engine = _engine(policy, device, batch, args)
+    engine = _engine(policy, device, batch, args, precision)
     requests = _requests(shape, prompts, n, prompt, args.seed)
     sampling = Sampling(response, seed=args.seed)
     # Compiles kernels and sets libraries up; other lengths than those that are measured.
@@ -360,8 +368,16 @@ def profile(engine: NativeEngine, requests: Sequence[Request], sampling: Samplin
         Runner.prefill, Runner._round = prefill, decode  # type: ignore[method-assign]
 
 
-def _engine(policy: Policy, device: Device, rows: int, args: argparse.Namespace) -> NativeEngine:
-    settings = RolloutSettings(max_sequences=rows, free_cache=False, prefill_tokens=args.prefill_tokens)
+def _engine(
+    policy: Policy, device: Device, rows: int, args: argparse.Namespace, precision: str | None = None
+) -> NativeEngine:
+    settings = RolloutSettings(
+        max_sequences=rows,
+        free_cache=False,
+        prefill_tokens=args.prefill_tokens,
+        precision=precision,  # type: ignore[arg-type]
+        kv_cache=args.kv_cache if precision is not None else None,
+    )
     return NativeEngine(policy, device, settings, lambda ids: "")
 
 
@@ -389,7 +405,11 @@ def _sorted(engine: NativeEngine, requests: Sequence[Request], sampling: Samplin
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="cpu, cuda, npu or auto")
-    parser.add_argument("--shape", nargs="+", choices=[*SHAPES, "tiny"], default=list(SHAPES))
+    parser.add_argument(
+        "--shape", nargs="+", choices=[*SHAPES, "tiny"], default=[name for name in WORK if name in SHAPES]
+    )
+    parser.add_argument("--precision", nargs="*", choices=["fp8", "int8"], default=[], help="beside --dtype")
+    parser.add_argument("--kv-cache", choices=["fp8"], help="the KV cache of --precision")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--prompts", type=int, help="default: the work of docs/speed.md")
     parser.add_argument("--n", type=int, default=1, help="responses to a prompt")

@@ -1,17 +1,19 @@
 """Settings of `lockstep plan --fit` on a device whose memory is limited: predicted against measured peak memory.
 
-    python bench/plan_fit.py --out bench/results/plan_fit_h200.json      # twelve cases, under 8 minutes on an H200
+    python bench/plan_fit.py --out bench/results/plan_fit_h200.json      # twelve cases
     python bench/plan_fit.py --device cpu --tiny --out /tmp/plan_fit.json   # the same code on tiny models, no memory
 
-Each case is a recipe with rows of equal length and a model with random weights. `plan --fit` chooses the setting: its
-fastest one that trains what the case trains. A process of its own trains two steps with this setting, while torch may
-allocate no more than the limit (`set_per_process_memory_fraction`). A case that runs out of memory counts as a failure.
+Each case is a recipe with rows of equal length and a model with random weights (`random_weights.py`). `plan --fit`
+chooses the setting: its fastest one that trains what the case trains. A process of its own trains two steps with this
+setting, while torch may allocate no more than the limit (`set_per_process_memory_fraction`). A case that runs out of
+memory counts as a failure. Several cases run at once (`--room`), because only memory is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -22,29 +24,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from lockstep.commands.plan import open_outlook
+from lockstep.device.base import Device, Memory
 from lockstep.device.select import select
-from lockstep.model.tiny import write_tiny
 from lockstep.preflight.cluster_plan import Outlook
 from lockstep.preflight.fit_plan import FitSearch, FittingSetting, device_to_fit
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
+from lockstep.run.metrics import read_metrics
+from random_weights import draw_weights, write_hollow
 from report import machine, write_record
 from shapes import SHAPES, Shape
 
 STEPS = 2
 # No case starts after this many seconds.
 BUDGET = 420
-EIGHT_BILLION = Shape(36, 4096, 32, 8, 128, 12288, 151936, tied=False, kind="qwen3")
+# GB of the device that the cases of one moment may take together.
+ROOM = 125.0
 MODELS: dict[str, Any] = {
     "0.5b": SHAPES["qwen2.5-0.5b"],
     "1.5b": SHAPES["qwen2.5-1.5b"],
-    "8b": EIGHT_BILLION,
+    "8b": SHAPES["qwen3-8b"],
+    "tiny": Shape(2, 64, 4, 2, 16, 176, 300),
 }
-TINY = Shape(2, 64, 4, 2, 16, 176, 300)
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Case:
     rows: int
     words: tuple[str, ...] = ()
     """Recipe keys that the search starts from."""
+    steps: int = STEPS
 
     @property
     def name(self) -> str:
@@ -89,30 +95,24 @@ def tiny(case: Case) -> Case:
     return replace(case, model="tiny", limit=case.limit / 1000, row=(first, second), words=tuple(words))
 
 
-def write_model(folder: Path, shape: Any, device: str) -> None:
-    """A model with random weights and the byte tokenizer. A rank draws billions of numbers on the device."""
-    write_tiny(folder)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-
-
 def write_recipe(folder: Path, case: Case, models: Path, device: str) -> Path:
     """The recipe file with rows whose texts have one byte per token."""
-    first, second = "a" * case.row[0], "b" * case.row[1]
-    row: dict[str, Any] = {"prompt": first, "response": second}
-    if case.method == "dpo":
-        row = {"prompt": first, "chosen": second, "rejected": "c" * case.row[1]}
+    draw = random.Random(0)
     online = case.method == "grpo"
-    if online:
-        row = {"data_source": "openai/gsm8k", "prompt": first, "reward_model": {"ground_truth": "1"}}
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for _ in range(STEPS * case.rows)), encoding="utf-8")
+    with rows.open("w", encoding="utf-8") as file:
+        for _ in range(case.steps * case.rows):
+            first, second, third = ("".join(draw.choices(LETTERS, k=n)) for n in (*case.row, case.row[1]))
+            row: dict[str, Any] = {"prompt": first, "response": second}
+            if case.method == "dpo":
+                row = {"prompt": first, "chosen": second, "rejected": third}
+            if online:
+                row = {"data_source": "openai/gsm8k", "prompt": first, "reward_model": {"ground_truth": "1"}}
+            print(json.dumps(row), file=file)
     values: dict[str, Any] = {
         "method": case.method,
         "device": device,
-        "run": {"name": "run", "folder": str(folder / "runs"), "steps": STEPS, "export": False},
+        "run": {"name": "run", "folder": str(folder / "runs"), "steps": case.steps, "export": False},
         "model": {"path": str(models / case.model), "dtype": "bf16"},
         "data": {"train": str(rows), "template": "none"},
         "batch": {"prompts": case.rows} if online else {"rows_per_update": case.rows},
@@ -156,67 +156,116 @@ def _cache(outlook: Outlook, file: Path, words: Sequence[str], target: Any) -> i
 
 
 def train_within(file: str, words: Sequence[str], limit: float) -> dict[str, Any]:
-    """Train in this process, within `limit` GB; returns the peak of allocated and of reserved bytes."""
+    """Train in this process on a device of `limit` GB; returns the peak of allocated and of reserved bytes, and the
+    throughput and loss of each step."""
     from lockstep.train.checkpointing import Checkpointer
     from lockstep.train.start import run_recipe
 
     Checkpointer.save = lambda *_: None  # type: ignore[method-assign]  # gigabytes that nobody reads
     recipe = load_recipe(file, list(words))
     device = select(recipe.device)
+    draw_weights(device.torch_device(0))
     counts = device.torch_device(0).type != "cpu"
     if counts:
         api = torch.get_device_module(device.torch_device(0))
-        api.set_per_process_memory_fraction(limit * 1e9 / device.memory().total)
+        api.set_per_process_memory_fraction(min(1.0, limit * 1e9 / device.memory().total))
+        _shrink(type(device), round(limit * 1e9))
     began = time.perf_counter()
-    run_recipe(recipe)
+    folder = run_recipe(recipe)
     found: dict[str, Any] = {"train_s": time.perf_counter() - began, "allocated": None, "reserved": None}
     if counts:
         found |= {"allocated": api.max_memory_allocated(), "reserved": api.max_memory_reserved()}
+    history = [metrics for _, metrics in read_metrics(folder / "metrics.jsonl")]
+    for name in ("perf/throughput", "train/loss", "timing_s/gen", "timing_s/update_actor"):
+        found[name] = [metrics[name] for metrics in history if name in metrics]
     return found
 
 
-def measure(case: Case, models: Path, device: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        file = write_recipe(folder, case, models, device)
-        setting, words = chosen(file, case)
-        out = folder / "measured.json"
-        command = [sys.executable, __file__, "--train", str(file), "--limit", str(case.limit), "--out", str(out)]
-        done = subprocess.run([*command, "--words", *words], capture_output=True, text=True, check=False)
-        found = json.loads(out.read_text()) if done.returncode == 0 else {"error": done.stderr[-2000:]}
+def _shrink(kind: type[Device], limit: int) -> None:
+    """Lets lockstep see a device with `limit` bytes, as a smaller card would be."""
+    whole = kind.memory
+
+    def memory(self: Device) -> Memory:
+        seen = whole(self)
+        return replace(seen, total=min(seen.total, limit), free=max(0, min(seen.free, limit - seen.allocated)))
+
+    kind.memory = memory  # type: ignore[method-assign]
+
+
+def measure(case: Case, folder: Path, models: Path, device: str) -> dict[str, Any]:
+    """Choose the setting and train, in this process."""
+    file = write_recipe(folder, case, models, device)
+    setting, words = chosen(file, case)
     record = {
         **asdict(case),
         "setting": setting.label,
         "arguments": words,
         "phase": setting.peak.name,
         "predicted_gb": setting.peak.total / 1e9,
-        **found,
+        **train_within(str(file), words, case.limit),
     }
-    if found.get("allocated"):
-        record["measured_gb"] = found["allocated"] / 1e9
+    if record.get("allocated"):
+        record["measured_gb"] = record["allocated"] / 1e9
         record["ratio"] = record["predicted_gb"] / record["measured_gb"]
     return record
 
 
-def run_cases(cases: Sequence[Case], device: str, budget: float) -> list[dict[str, Any]]:
-    began, results = time.perf_counter(), []
+def run_cases(cases: Sequence[Case], device: str, budget: float, room: float) -> list[dict[str, Any]]:
+    """Each case in its own process, as many at once as `room` GB hold together, the largest first."""
+    began, results = time.perf_counter(), {}
+    waiting = sorted(range(len(cases)), key=lambda number: -cases[number].limit)
+    running: dict[int, Child] = {}
     with tempfile.TemporaryDirectory() as name:
         models = Path(name)
-        for case in sorted(cases, key=lambda one: one.model):
-            if time.perf_counter() - began > budget:
-                results.append({**asdict(case), "error": "not started: the time is over"})
-                continue
-            if not (models / case.model).exists():
-                write_model(models / case.model, MODELS.get(case.model, TINY), device)
-            results.append(measure(case, models, device))
-            print(_line(case, results[-1]), flush=True)
-    return results
+        for model in {case.model for case in cases}:
+            write_hollow(models / model, MODELS[model].config())
+        while waiting or running:
+            over = time.perf_counter() - began > budget
+            taken = sum(cases[number].limit for number in running)
+            for number in list(waiting):
+                if over:
+                    results[number] = {**asdict(cases[number]), "error": "not started: the time is over"}
+                elif not running or taken + cases[number].limit <= room:
+                    running[number] = Child(cases[number], models, device)
+                    taken += cases[number].limit
+                else:
+                    continue
+                waiting.remove(number)
+            for number in [number for number, child in running.items() if child.process.poll() is not None]:
+                results[number] = running.pop(number).result()
+                print(_line(cases[number], results[number]), flush=True)
+            time.sleep(0.2)
+    return [results[number] for number in range(len(cases))]
+
+
+class Child:
+    """A process that measures one case."""
+
+    def __init__(self, case: Case, models: Path, device: str):
+        self.case, self.folder = case, tempfile.TemporaryDirectory()
+        place = Path(self.folder.name)
+        (place / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
+        self.errors = (place / "errors.txt").open("w+", encoding="utf-8")
+        command = [sys.executable, __file__, "--one", str(place), "--models", str(models), "--device", device]
+        self.process = subprocess.Popen(command, stdout=self.errors, stderr=self.errors)
+
+    def result(self) -> dict[str, Any]:
+        out = Path(self.folder.name) / "measured.json"
+        if out.is_file():
+            found = json.loads(out.read_text(encoding="utf-8"))
+        else:
+            self.errors.seek(0)
+            found = {**asdict(self.case), "error": self.errors.read()[-2000:]}
+        self.errors.close()
+        self.folder.cleanup()
+        return found
 
 
 def _line(case: Case, found: dict[str, Any]) -> str:
     measured = f"{found['measured_gb']:6.1f} measured, {found['ratio'] - 1:+.1%}" if "ratio" in found else ""
     failed = found["error"].strip().splitlines()[-1:] if "error" in found else ""
-    return f"{case.name:70} {found['predicted_gb']:6.1f} predicted {measured} {failed} ({found['setting']})"
+    predicted = f"{found['predicted_gb']:6.1f} predicted" if "predicted_gb" in found else ""
+    return f"{case.name:70} {predicted} {measured} {failed} ({found.get('setting')})"
 
 
 def main() -> None:
@@ -225,17 +274,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models and short rows")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0 [all]")
     parser.add_argument("--budget", type=float, default=BUDGET, help="no case starts after this many seconds")
-    parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--words", nargs="*", default=[], help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--room", type=float, default=ROOM, help="GB that the cases of one moment take together")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.train:
-        args.out.write_text(json.dumps(train_within(args.train, args.words, args.limit)), encoding="utf-8")
+    if args.one:
+        given = json.loads((args.one / "case.json").read_text(encoding="utf-8"))
+        case = Case(**{**given, "row": tuple(given["row"]), "words": tuple(given["words"])})
+        found = measure(case, args.one, args.models, args.device)
+        (args.one / "measured.json").write_text(json.dumps(found), encoding="utf-8")
         return
     cases = [CASES[number] for number in args.cases] if args.cases else list(CASES)
-    record = {"machine": machine(select(args.device)), "results": []}
-    record["results"] = run_cases([tiny(case) for case in cases] if args.tiny else cases, args.device, args.budget)
+    cases = [tiny(case) for case in cases] if args.tiny else cases
+    record: dict[str, Any] = {"machine": machine(select(args.device)), "results": []}
+    record["results"] = run_cases(cases, args.device, args.budget, args.room)
     write_record(record, str(args.out))
 
 

@@ -32,6 +32,7 @@ class Shape:
     vocabulary: int
     tied: bool = True
     kind: str = "qwen2"
+    context: int = 32768
 
     @property
     def multiplied(self) -> int:
@@ -67,7 +68,11 @@ class Shape:
         )
 
     def config(self) -> Any:
-        kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
+        kinds = {
+            "qwen2": transformers.Qwen2Config,
+            "qwen3": transformers.Qwen3Config,
+            "llama": transformers.LlamaConfig,
+        }
         sizes = {"head_dim": self.head} if self.kind == "qwen3" else {}
         return kinds[self.kind](
             vocab_size=self.vocabulary,
@@ -76,7 +81,7 @@ class Shape:
             num_hidden_layers=self.layers,
             num_attention_heads=self.queries,
             num_key_value_heads=self.keys,
-            max_position_embeddings=32768,
+            max_position_embeddings=self.context,
             tie_word_embeddings=self.tied,
             **sizes,
         )
@@ -165,6 +170,8 @@ SHAPES: dict[str, Shape | ConfigShape] = {
     "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 128, 8960, 151936),
     "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, kind="qwen3"),
     "qwen2.5-7b": Shape(28, 3584, 28, 4, 128, 18944, 152064, tied=False),
+    "qwen3-8b": Shape(36, 4096, 32, 8, 128, 12288, 151936, tied=False, kind="qwen3"),
+    "llama3-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256, tied=False, kind="llama"),
     "gemma3-1b": ConfigShape("gemma3_text", GEMMA3_1B),
     "qwen3-30b-a3b": ConfigShape("qwen3_moe", QWEN3_30B_A3B),
     "deepseek-16b": ConfigShape("deepseek_v3", DEEPSEEK_16B),
@@ -172,11 +179,11 @@ SHAPES: dict[str, Shape | ConfigShape] = {
 }
 
 
-def write_model(folder: Path, name: str, device: str = "cpu", spread: float = 0.02) -> None:
+def write_model(folder: Path, name: str | Shape, device: str = "cpu", spread: float = 0.02) -> None:
     """Random weights are drawn on `device`: billions of them take long on a processor."""
     write_tiny(folder)
     torch.manual_seed(0)
-    config = SHAPES[name].config()
+    config = (SHAPES[name] if isinstance(name, str) else name).config()
     config.initializer_range = spread
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

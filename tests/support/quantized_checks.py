@@ -94,7 +94,61 @@ def codes_of_tokens(device: str) -> None:
             assert not found[[3, 4]].isfinite().any()
 
 
+def codes_of_training(device: str) -> None:
+    """Scales that are powers of two: rows of several lengths, and transposed matrices with one scale."""
+    from lockstep.kernels.quantized.fp8_linear import fp8_codes, fp8_columns, power_scale
+    from lockstep.kernels.quantized.token_codes_triton import token_codes_triton, transposed_codes_triton
+
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((6, 5), (70, 130), (3, 4100)):
+        x = torch.randn(rows, 2 * columns, generator=generator)[:, ::2]
+        x[0], x[1, 3], x[2, :4] = 0.0, 1e4, torch.tensor([448.0, 447.9, 7.0, -0.001])
+        codes, scales = fp8_codes(x)
+        found, its_scales = token_codes_triton(x.to(device), torch.float8_e4m3fn, 448.0, 1e-12, power=True)
+        assert torch.equal(its_scales.cpu(), scales)
+        assert torch.equal(found.cpu().float(), codes.float())
+        across, scale = fp8_columns(x)
+        turned, largest = transposed_codes_triton(x.to(device), 448.0, 1e-12)
+        assert torch.equal(power_scale(largest.cpu().reshape(1, 1)).reciprocal(), scale[:1])
+        assert torch.equal(turned.cpu().float(), across.float())
+
+
+def eight_bit_steps(device: str) -> None:
+    """Five updates of rows that end inside a block, beside the plain rule."""
+    from lockstep.kernels import adamw8bit_triton
+    from lockstep.optimizers.adamw8bit import BLOCK, dynamic_map, plain_step
+
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"exp_avg": (4, 700), "exp_avg_sq": (4, 700), "exp_avg_scales": (4, 3), "exp_avg_sq_scales": (4, 3)}
+    for betas in ((0.9, 0.999), (0.4, 0.95)):
+        weights, states = [torch.randn(4, 700, generator=generator)] * 2, []
+        weights = [weights[0].clone(), weights[1].to(device, copy=True)]
+        for place in ("cpu", device):
+            kinds = {name: torch.float32 if name.endswith("scales") else torch.uint8 for name in sizes}
+            states.append({name: torch.zeros(size, dtype=kinds[name], device=place) for name, size in sizes.items()})
+            # Code 127 is zero among signed numbers, code 0 among unsigned ones.
+            states[-1]["exp_avg"] += 127
+        for count in range(1, 6):
+            gradient = torch.randn(4, 700, generator=generator) * 10.0 ** (count - 3)
+            gradient[1] = 0.0
+            numbers = adamw8bit_triton.Numbers(0.99, 0.01 / (1 - betas[0] ** count), 0.7, 1e-8, betas)
+            plain_step(weights[0], gradient.clone(), states[0], numbers)
+            adamw8bit_triton.step(weights[1], gradient.to(device), states[1], numbers, dynamic_map, BLOCK)
+            for name, wanted in states[0].items():
+                found = states[1][name].cpu()
+                if wanted.dtype == torch.uint8:
+                    assert (found == wanted).float().mean() > 0.999
+                else:
+                    assert torch.allclose(found, wanted, rtol=1e-5, atol=0)
+            # The same codes on both sides: a code at a boundary would differ from here on.
+            for name, wanted in states[0].items():
+                states[1][name].copy_(wanted)
+            assert torch.allclose(weights[1].cpu(), weights[0], rtol=1e-5, atol=1e-6)
+
+
 CHECKS = {
+    "eight_bit_steps": eight_bit_steps,
+    "codes_of_training": codes_of_training,
     "codes_of_tokens": codes_of_tokens,
     "dequantizing": dequantizing,
     "products_with_few_rows": products_with_few_rows,

@@ -34,7 +34,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.schema import Lora
-from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine, quantized_view
 from lockstep.rollout.servers.adapter import ServerAdapter, ServerNeeds
 from lockstep.rollout.servers.sglang import Sglang
 from lockstep.rollout.servers.vllm import PLUGIN, Vllm
@@ -167,6 +167,18 @@ def test_routers_keep_their_precision() -> None:
     model = model_on_meta(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
     found = names(model.model.layers)
     assert found == {f"self_attn.{name}_proj" for name in "qkvo"}
+
+
+def test_experts_that_keep_their_precision_are_named(tmp_path: Path, folder: Path) -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "layer_types"}
+    config = MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    policy = load(write_model(tmp_path / "experts", config, folder))
+    layer = policy.decoder.layers[0]
+    experts = sum(one.numel() for one in layer.mlp.experts.parameters())
+    attention = sum(getattr(layer.self_attn, f"{name}_proj").weight.numel() for name in "qkvo")
+    share = f"{attention / (attention + experts):.0%}"
+    with pytest.warns(UserWarning, match=f"rollout.precision: .*MixtralForCausalLM.* {share} .*int8"):
+        quantized_view(policy, "int8")
 
 
 def test_adapters_keep_their_precision(folder: Path) -> None:

@@ -183,6 +183,18 @@ def test_an_exported_adapter_is_merged_into_the_weights_it_was_trained_on(tmp_pa
         model_folder(str(tmp_path / "adapter"))
 
 
+def test_a_continued_adapter_needs_the_format_it_was_trained_on(tmp_path: Path, tiny_folder: Path) -> None:
+    exported(settings_of(tiny_folder), tmp_path / "adapter", adapter=True)
+    lora = Lora(adapter=str(tmp_path / "adapter"))
+    same = settings_of(tiny_folder).model_copy(update={"lora": lora})
+    for key, value in (("quantize", None), ("quantize", "int8"), ("double_quantize", False)):
+        with refuses(f"model.{key}", "changed-setting", "nf4" if key == "quantize" else "true", remedy=f"model.{key}="):
+            folders_of(same.model_copy(update={key: value}))
+    assert folders_of(same).adapter == str(tmp_path / "adapter")
+    (tmp_path / "adapter" / RECORD).unlink()  # an adapter of another program
+    assert folders_of(same.model_copy(update={"quantize": "int8"})).adapter == str(tmp_path / "adapter")
+
+
 def test_a_reward_model_is_exported_with_its_adapter_merged(tmp_path: Path, tiny_folder: Path) -> None:
     settings = settings_of(tiny_folder)
     model = load_value_model(settings, settings.path, CPU, "sdpa", 0, key="model.path")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_dora_with_dropout_is_refused_before_a_weight_is_loaded(tmp_path: Path, 
     assert count_parameters(load_recipe(path, [without, "parallel.tensor_parallel=2"]), config).trained
     others = "model.lora={rank: 2, targets: [w1, w2, w3, q_proj]}"
     assert count_parameters(load_recipe(path, [others, "parallel.tensor_parallel=2"]), config).trained
+
+
+def test_8_bit_states_of_split_rows_are_refused_before_a_weight_is_loaded(tmp_path: Path, tiny_folder: Path) -> None:
+    path = write_sft_recipe(tmp_path, tiny_folder)
+    config = LlamaConfig(**SIZES | {"hidden_size": 512, "intermediate_size": 520})
+    words = ["optim.name=adamw8bit", "parallel.tensor_parallel=2"]
+    # Half of a row of down_proj has 260 elements: not complete blocks of 256.
+    with refuses("optim.name", "wrong-shape", "layers.0.mlp.down_proj", remedy="parallel.tensor_parallel=1"):
+        count_parameters(load_recipe(path, words), config)
+    assert count_parameters(load_recipe(path, words[:1]), config).trained
+    even = LlamaConfig(**SIZES | {"hidden_size": 512, "intermediate_size": 512})
+    assert count_parameters(load_recipe(path, words), even).trained
+    # The adapter of rank 4 has too few elements for codes, that of rank 16 has not.
+    for rank, refused in ((4, False), (16, True)):
+        lora = f"model.lora={{rank: {rank}, targets: [down_proj]}}"
+        with refuses("optim.name", "wrong-shape", "lora_A") if refused else nullcontext():
+            count_parameters(load_recipe(path, [lora, *words]), config)
 
 
 def test_heads_that_come_out_even_are_not_refused() -> None:

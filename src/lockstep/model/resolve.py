@@ -24,6 +24,7 @@ from lockstep.model.fingerprint import model_files
 from lockstep.model.gguf import MAGIC, import_gguf
 from lockstep.model.load_folder import ModelFolders
 from lockstep.model.lora import CONFIG
+from lockstep.model.quantized.merged_weights import refuse_other_base
 from lockstep.model.streamed import weight_files
 from lockstep.recipe.schema import Lora, Model
 from lockstep.run import checkpoint as checkpoints
@@ -125,7 +126,16 @@ def _status_of(request: urllib.request.Request) -> int | str:
 
 def folders_of(settings: Model) -> ModelFolders:
     """Returns the local folders of `model.path` and of the adapter that training starts from."""
-    return ModelFolders(model_folder(settings.path), stored_adapter(settings.lora))
+    return ModelFolders(model_folder(settings.path), checked_adapter(settings))
+
+
+def checked_adapter(settings: Model) -> str | None:
+    """Returns the PEFT folder of `model.lora.adapter`. Raises `Refusal` if it was trained on weights of another
+    format."""
+    found = stored_adapter(settings.lora)
+    if found is not None and settings.lora is not None:
+        refuse_other_base(Path(found), settings, f"model.lora.adapter {settings.lora.adapter}")
+    return found
 
 
 def stored_adapter(settings: Lora | None) -> str | None:

@@ -155,6 +155,23 @@ def _expert_plan(config: Any) -> dict[str, str]:
     return getattr(config, "base_model_ep_plan", None) or {}
 
 
+def part_shapes(
+    model: nn.Module, decoder: nn.Module, styles: dict[str, Style], size: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parts that a rank of `size` ranks has of the trained parameters that are split, by
+    name."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {}
+    for name, style in styles.items():
+        module = decoder.get_submodule(name)
+        for part, dimension in divided_dimensions(module, style).items():
+            if (parameter := module.get_parameter(part)) in names:
+                shape = list(parameter.shape)
+                shape[dimension] //= size
+                found[names[parameter]] = tuple(shape)
+    return found
+
+
 def divided_parameters(model: PreTrainedModel, size: int) -> int:
     """Returns the number of parameters that tensor parallelism splits over the ranks of a group of `size`."""
     if size == 1:

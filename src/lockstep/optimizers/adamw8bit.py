@@ -12,9 +12,10 @@ embeddings (as in the trainer of transformers). Here, parameters with one dimens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -91,12 +92,48 @@ class Adamw8bitRule(AdamwRule):
         if "exp_avg_scales" not in one.state:
             super().update(one)
             return
-        moments = []
-        for key, gradient, beta in zip(AdamwRule.keys, (one.gradient, one.gradient.square()), self.betas, strict=True):
-            codes, scales, signed = one.state[key], one.state[f"{key}_scales"], key == "exp_avg"
-            moment = dequantize_blocks(codes, scales, signed).lerp_(gradient, 1 - beta)
-            for home, value in zip((codes, scales), quantize_blocks(moment, signed), strict=True):
-                home.copy_(value)
-            moments.append(moment)
-        # The weights change by the moments of this update before they are rounded to 8 bits.
-        self.apply(one, *moments)
+        corrections = [1 - beta**one.count for beta in self.betas]
+        factors = (1 - one.lr * one.decay, one.lr / corrections[0], corrections[1] ** 0.5)
+        betas = (self.betas[0], self.betas[1])
+        if importlib.util.find_spec("triton") is not None:
+            from lockstep.kernels import adamw8bit_triton
+
+            numbers = adamw8bit_triton.Numbers(*factors, self.eps, betas)
+            if adamw8bit_triton.fits(one.weight, one.state) and adamw8bit_triton.works(
+                one.weight.device, plain_step, _fused_step
+            ):
+                _fused_step(one.weight, one.gradient, one.state, numbers)
+                return
+        _change(one.weight, one.gradient, one.state, factors, self.eps, betas)
+
+
+def _change(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    factors: tuple[float, float, float],
+    eps: float,
+    betas: tuple[float, float],
+) -> None:
+    """Changes the weight and the state in plain torch. `factors` are those of `Numbers` in `adamw8bit_triton.py`."""
+    moments = []
+    for key, new, beta in zip(AdamwRule.keys, (gradient, gradient.square()), betas, strict=True):
+        codes, scales, signed = state[key], state[f"{key}_scales"], key == "exp_avg"
+        moment = dequantize_blocks(codes, scales, signed).lerp_(new, 1 - beta)
+        for home, value in zip((codes, scales), quantize_blocks(moment, signed), strict=True):
+            home.copy_(value)
+        moments.append(moment)
+    keep, rate, spread = factors
+    # The weights change by the moments of this update before they are rounded to 8 bits.
+    weight.mul_(keep).addcdiv_(moments[0], moments[1].sqrt_().div_(spread).add_(eps), value=-rate)
+
+
+def plain_step(weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], numbers: Any) -> None:
+    """The step in plain torch with the arguments of the kernel, for its trial."""
+    _change(weight, gradient, state, numbers[:3], numbers.eps, numbers.betas)
+
+
+def _fused_step(weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], numbers: Any) -> None:
+    from lockstep.kernels import adamw8bit_triton
+
+    adamw8bit_triton.step(weight, gradient, state, numbers, dynamic_map, BLOCK)

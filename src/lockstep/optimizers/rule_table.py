@@ -26,6 +26,15 @@ def rule_of(settings: Optim, roles: Roles, moments: torch.dtype) -> UpdateRule:
     return RULES[settings.name](settings, roles, moments)
 
 
+def refuse_parts(
+    settings: Optim, roles: Roles, shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises `Refusal` if the rule has no state for a rank's part of a parameter that tensor parallelism splits."""
+    rule = rule_of(settings, roles, torch.float32)
+    for name, part in parts.items():
+        rule.state(name, shapes[name], part)
+
+
 def state_bytes_of(
     settings: Optim, roles: Roles, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, masters: bool
 ) -> int:

@@ -21,15 +21,17 @@ from lockstep.kernels.tiled_mlp import untiled
 from lockstep.methods import METHODS
 from lockstep.model.adapters.active import lora_layers
 from lockstep.model.decoder import decoder_layers, inner_decoder
-from lockstep.model.load import load_config, with_lora
+from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.lora import with_adapter
 from lockstep.model.quantized.quantize import quantizable, stacks_of
+from lockstep.model.resolve import checked_adapter
 from lockstep.model.streamed import loaded_whole
-from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
+from lockstep.model.tensor_plan import divided_parameters, part_shapes, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
 from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
 from lockstep.optimizers.roles import roles_of
-from lockstep.optimizers.rule_table import scratch_bytes_of, state_bytes_of
+from lockstep.optimizers.rule_table import refuse_parts, scratch_bytes_of, state_bytes_of
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
 from lockstep.preflight.state_sizes import recurrent_activations
@@ -185,11 +187,13 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         view = _view_bytes(recipe, layers)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
-        model = with_lora(base, recipe.model.lora, seed=0)
-        with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
+        model = with_adapter(base, recipe.model.lora, 0, checked_adapter(recipe.model))
+        styles = with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
     parameters = sum(p.numel() for p in model.parameters())
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_all(list(unmatched_groups(recipe.optim, shapes)) if _trains_policy(recipe) else [])
+    roles, parts = roles_of(model), part_shapes(model, inner_decoder(base), styles, recipe.parallel.tensor_parallel)
+    refuse_parts(recipe.optim, roles, shapes, parts)
     trained = [prod(shape) for shape in shapes.values()]
     own = parameters - (sum(trained) if recipe.model.lora is not None else 0)
     frozen, frozen_coded = _frozen(recipe, own, coded)
@@ -208,7 +212,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         coded,
         frozen_coded,
         shapes,
-        roles_of(model),
+        roles,
         dora_outputs=outputs,
         dora_weight=weight,
         tileable=tileable,

@@ -9,6 +9,7 @@ scaling), so there is no state between steps.
 
 from __future__ import annotations
 
+import importlib.util
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -32,10 +33,31 @@ def power_scale(largest: torch.Tensor) -> torch.Tensor:
 
 def fp8_codes(x: torch.Tensor, *, rowwise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the codes of a matrix, and the factor that restores it: one per row [rows, 1], or one in all [1, 1]."""
+    if rowwise and _has_kernel(x):
+        from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
+
+        return token_codes_triton(x, torch.float8_e4m3fn, LARGEST["fp8"], _SMALLEST, power=True)
     largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax().reshape(1, 1)
     scale = power_scale(largest)
     codes = (x.float() * scale).clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(torch.float8_e4m3fn)
     return codes, scale.reciprocal()
+
+
+def fp8_columns(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of the transposed weight [K, N] with one scale, and its factor for each row [K, 1]."""
+    if _has_kernel(weight_NK):
+        from lockstep.kernels.quantized.token_codes_triton import transposed_codes_triton
+
+        codes, largest = transposed_codes_triton(weight_NK, LARGEST["fp8"], _SMALLEST)
+        scale = power_scale(largest.reshape(1, 1)).reciprocal()
+    else:
+        codes, scale = fp8_codes(weight_NK, rowwise=False)
+        codes = codes.t().contiguous()
+    return codes, scale.expand(weight_NK.shape[1], 1).contiguous()
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def _product(
@@ -64,9 +86,7 @@ class Fp8Product(torch.autograd.Function):
         grad_TN = grads[0]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            codes, scale = fp8_codes(weight_NK, rowwise=False)
-            columns = codes.t().contiguous(), scale.expand(weight_NK.shape[1], 1).contiguous()
-            grad_x = _product(fp8_codes(grad_TN), columns, grad_TN, fast=False)
+            grad_x = _product(fp8_codes(grad_TN), fp8_columns(weight_NK), grad_TN, fast=False)
         if ctx.needs_input_grad[1]:
             grad_weight = grad_TN.t() @ x_TK
         return grad_x, grad_weight

@@ -121,8 +121,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
     target = out + row.to(tl.int64) * COLUMNS + column
     if KIND == 0:
         wide = code.to(tl.int32)
-        tl.store(target, (tl.load(table + (wide >> 4)) * scale).to(kind), mask=inside)
-        tl.store(target + 1, (tl.load(table + (wide & 15)) * scale).to(kind), mask=inside & (column + 1 < COLUMNS))
+        pairs = tl.interleave(tl.load(table + (wide >> 4)) * scale, tl.load(table + (wide & 15)) * scale).to(kind)
+        # One store of neighbouring values is faster than one of every second value.
+        both = tl.program_id(1) * 2 * BLOCK_BYTES + tl.arange(0, 2 * BLOCK_BYTES)
+        tl.store(out + row.to(tl.int64) * COLUMNS + both, pairs, mask=both < COLUMNS)
     elif KIND == 1:
         tl.store(target, (code.to(tl.float32) * scale).to(kind), mask=inside)
     else:

@@ -1,5 +1,5 @@
-"""Quantises the rows of a matrix to fp8 or int8 in one kernel. The plain reference is `token_codes` in
-`token_products.py`."""
+"""Quantises a matrix to fp8 or int8 in one kernel. The plain references are `token_codes` in `token_products.py`, and
+`fp8_codes` in `fp8_linear.py`, whose scales are powers of two."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import triton.language as tl
 
 # Columns that a program reads at once.
 TILE = 4096
+# Rows and columns that a program transposes.
+SQUARE = 64
 
 
 @triton.jit
@@ -26,9 +28,17 @@ def _fp8_bits(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _power_factor(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`power_scale` of `fp8_linear.py`: the largest power of two that keeps `largest` in the range."""
+    factor = (LARGEST / tl.maximum(largest.to(tl.float64), SMALLEST)).to(tl.float32)
+    exponent = factor.to(tl.int32, bitcast=True) & -8388608  # sign and exponent of fp32
+    return exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _codes(  # type: ignore[no-untyped-def]
     x, codes, scales, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, INT8: tl.constexpr,
-    TILE: tl.constexpr,
+    POWER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program quantises one row: first its largest magnitude, then its codes."""
     row = tl.program_id(0).to(tl.int64)
@@ -40,7 +50,11 @@ def _codes(  # type: ignore[no-untyped-def]
         largest = tl.maximum(largest, tl.max(tl.abs(part), axis=0))
         # The maximum ignores NaN.
         bad += tl.sum((part != part).to(tl.int32), axis=0)
-    scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST)
+    if POWER:
+        factor = _power_factor(largest, LARGEST, SMALLEST)
+        scale = tl.div_rn(1.0, factor)
+    else:
+        scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST)
     scale = tl.where(bad > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     for start in range(0, columns, TILE):
@@ -52,15 +66,33 @@ def _codes(  # type: ignore[no-untyped-def]
             value = (value + 12582912.0) - 12582912.0
             code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST).to(tl.int8)
         else:
-            value = tl.div_rn(part, tl.zeros_like(part) + scale)
+            if POWER:
+                value = part * factor
+            else:
+                value = tl.div_rn(part, tl.zeros_like(part) + scale)
             code = _fp8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST))
         tl.store(codes + row * columns + at, code, mask=at < columns)
 
 
+@triton.jit
+def _transposed(  # type: ignore[no-untyped-def]
+    x, codes, largest, rows, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, SIZE: tl.constexpr
+):
+    """Each program quantises a square of the matrix with one factor for the whole matrix, and stores it transposed."""
+    factor = _power_factor(tl.load(largest).to(tl.float32), LARGEST, SMALLEST)
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    part = tl.load(x + row[:, None].to(tl.int64) * row_stride + column[None, :], mask=inside, other=0.0)
+    value = tl.minimum(tl.maximum(part.to(tl.float32) * factor, -LARGEST), LARGEST)
+    target = codes + column[:, None].to(tl.int64) * rows + row[None, :]
+    tl.store(target, tl.trans(_fp8_bits(value)), mask=tl.trans(inside))
+
+
 def token_codes_triton(
-    x_TK: torch.Tensor, dtype: torch.dtype, largest: float, smallest: float
+    x_TK: torch.Tensor, dtype: torch.dtype, largest: float, smallest: float, *, power: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes in `dtype` and the scales [T, 1] of each row of a matrix."""
+    """Returns the codes in `dtype` and the scales [T, 1] of each row of a matrix. `power`: scales are powers of two."""
     x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
     rows, columns = x_TK.shape
     codes = torch.empty(rows, columns, dtype=dtype, device=x_TK.device)
@@ -68,9 +100,23 @@ def token_codes_triton(
     if rows:
         tile = min(TILE, triton.next_power_of_2(columns))
         bits = codes if dtype is torch.int8 else codes.view(torch.uint8)
+        int8 = dtype is torch.int8
         # A fused multiply-add would round the product and the sum together, so ties would get other codes.
         _codes[(rows,)](
-            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, dtype is torch.int8, tile, num_warps=4,
+            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, int8, power, tile, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
+
+
+def transposed_codes_triton(x_NK: torch.Tensor, largest: float, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the fp8 codes [K, N] of a matrix with one scale, a power of two, and the largest magnitude, from which
+    `power_scale` computes the scale."""
+    x_NK = x_NK if x_NK.stride(-1) == 1 else x_NK.contiguous()
+    rows, columns = x_NK.shape
+    codes = torch.empty(columns, rows, dtype=torch.float8_e4m3fn, device=x_NK.device)
+    found = torch.linalg.vector_norm(x_NK, float("inf"))  # reads the matrix once, without a copy of magnitudes
+    grid = (triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))
+    bits = codes.view(torch.uint8)
+    _transposed[grid](x_NK, bits, found, rows, columns, x_NK.stride(0), largest, smallest, SQUARE, num_warps=4)
+    return codes, found

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import Refusal, first_line
+from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.kernels.quantized.formats import dequantize
 from lockstep.model.adapters.active import give_storage
 from lockstep.model.decoder import own_attention
@@ -136,3 +136,22 @@ def recorded_base(adapter: Path, base: str, where: str) -> Model | None:
     except (OSError, ValueError, TypeError) as error:
         why = f"{RECORD} cannot be read: {first_line(error)}"
         raise Refusal.at(where, why, "export the adapter again", code="damaged-file") from error
+
+
+def refuse_other_base(adapter: Path, settings: Model, where: str) -> None:
+    """Raises `Refusal` if an adapter was trained on quantised weights, and the recipe gives it other weights."""
+    found = recorded_base(adapter, settings.path, where)
+    if found is None:
+        return
+    keys = [key for key in _RECORDED[1:] if key != "double_quantize" or found.quantize == settings.quantize == "nf4"]
+    problems = [
+        Problem(
+            f"model.{key}",
+            f"is {json.dumps(now)}, but {where} was trained on weights with {json.dumps(then)} ({RECORD})",
+            f"set model.{key}={json.dumps(then)}; or merge the adapter: set model.path to its path",
+            code="changed-setting",
+        )
+        for key in keys
+        if (now := getattr(settings, key)) != (then := getattr(found, key))
+    ]
+    refuse_all(problems)

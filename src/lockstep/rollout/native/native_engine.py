@@ -6,6 +6,7 @@ together with the CUDA graphs that use it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -431,7 +432,16 @@ def quantized_view(policy: Policy, precision: str | None) -> QuantizedView | Non
             "remove rollout.precision",
             code="unsupported-model",
         )
-    return QuantizedView(found, precision)
+    view = QuantizedView(found, precision)
+    # Experts are stacked in parameters with three dimensions.
+    stacked = sum(one.numel() for layer in policy.decoder.layers for one in layer.parameters() if one.ndim == 3)
+    if stacked:
+        share = view.parameters / (view.parameters + stacked)
+        why = f"the stacked experts of {type(policy.causal_lm).__name__} keep model.dtype"
+        warnings.warn(
+            f"rollout.precision: {why}; {share:.0%} of the weights of its layers have {precision}", stacklevel=2
+        )
+    return view
 
 
 def _completion(sequence: SequenceState, stop: str) -> Completion:
