@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import Refusal
-from lockstep.types import Example, Message, Origin, Row
+from lockstep.types import Example, Message, Origin, Prompt, Question, Row
 from lockstep.vision.images import with_placeholders
 from lockstep.vision.processors import ImageTokens, family_of, image_processor
 from lockstep.vision.spans import ImageRef
@@ -48,6 +48,11 @@ class RowImages:
         """Returns the messages without the texts of placeholders."""
         text = self.tokens.family.placeholder
         return [{**turn, "content": str(turn.get("content") or "").replace(text, "")} for turn in messages]
+
+    def prompt(self, question: Question, ids: Sequence[int]) -> Prompt:
+        """Returns the prompt of a question, whose rendered chat has the token ids `ids`."""
+        example = self.written(Example(ids, bytes(len(ids)), question.origin), question.images, all_turns=True)
+        return Prompt(question, list(example.ids), example.images)
 
     def written(self, example: Example, refs: Sequence[ImageRef], *, all_turns: bool) -> Example:
         """Returns the example with as many placeholder tokens as the images have features. An example of an earlier
