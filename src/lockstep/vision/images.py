@@ -37,11 +37,7 @@ def read_image(ref: ImageRef, where: object) -> Any:
     """Returns the image (`PIL.Image.Image`) as RGB, rotated as its EXIF data says, as `load_image` of transformers
     does. Raises `Refusal` if it is not a readable image or if its file has changed since the row was read."""
     image_module, ops = pillow()
-    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
-    if hashlib.sha256(data).hexdigest() != ref.digest:
-        raise Refusal.at(
-            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
-        )
+    data = image_bytes(ref, where)
     try:
         with image_module.open(io.BytesIO(data)) as opened:
             return ops.exif_transpose(opened).convert("RGB")
@@ -49,6 +45,16 @@ def read_image(ref: ImageRef, where: object) -> Any:
         raise Refusal.at(
             where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
         ) from error
+
+
+def image_bytes(ref: ImageRef, where: object) -> bytes:
+    """Returns the bytes of the image file. Raises `Refusal` if the file has changed since the row was read."""
+    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
+    if hashlib.sha256(data).hexdigest() != ref.digest:
+        raise Refusal.at(
+            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
+        )
+    return data
 
 
 def pillow() -> tuple[Any, Any]:
@@ -158,6 +164,15 @@ class _Images:
     def take(self, value: Any) -> str:
         self.refs.append(image_ref(value, self.folder, self.where))
         return self.placeholder
+
+
+def has_images(row: Row) -> bool:
+    """Returns whether a row has a column with images, or a chat with a content part that is an image."""
+    if any(row.get(name) for name in COLUMNS):
+        return True
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, Mapping)]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts)
 
 
 def with_placeholders(

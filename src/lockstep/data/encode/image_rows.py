@@ -44,10 +44,10 @@ class RowImages:
         folder = path / Path(origin.file).parent if path.is_dir() else path.parent
         return with_placeholders(row, tuple(key for key in keys if key), family.placeholder, family.pad, folder, origin)
 
-    def without_placeholders(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages without the texts of placeholders."""
+    def without_placeholders(self, messages: Sequence[Message], mark: str = "") -> list[Message]:
+        """Returns the messages with `mark` in place of each placeholder."""
         text = self.tokens.family.placeholder
-        return [{**turn, "content": str(turn.get("content") or "").replace(text, "")} for turn in messages]
+        return [{**turn, "content": str(turn.get("content") or "").replace(text, mark)} for turn in messages]
 
     def prompt(self, question: Question, ids: Sequence[int]) -> Prompt:
         """Returns the prompt of a question, whose rendered chat has the token ids `ids`."""
