@@ -30,6 +30,7 @@ MARK = "<image>"
 # Types of content parts that are images, and the keys under which such a part may contain its image.
 IMAGE_PARTS = ("image", "image_url", "input_image")
 _INLINE = ("image", "image_url", "url", "path", "base64", "bytes")
+PREVIEW = 1024
 _URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
 
 
@@ -69,8 +70,19 @@ def pillow() -> tuple[Any, Any]:
 def png_bytes(pixels: np.ndarray) -> bytes:
     """Returns an array of height x width x 3 bytes as a PNG file."""
     image_module, _ = pillow()
+    return _png(image_module.fromarray(pixels))
+
+
+def preview_png(ref: ImageRef, where: object) -> bytes:
+    """Returns an image as a PNG file of at most `PREVIEW` x `PREVIEW` pixels, for pages."""
+    image = read_image(ref, where)
+    image.thumbnail((PREVIEW, PREVIEW))
+    return _png(image)
+
+
+def _png(image: Any) -> bytes:
     buffer = io.BytesIO()
-    image_module.fromarray(pixels).save(buffer, format="PNG")
+    image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
@@ -93,9 +105,7 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        buffer = io.BytesIO()
-        value.convert("RGB").save(buffer, format="PNG")
-        return _of_bytes(buffer.getvalue())
+        return _of_bytes(_png(value.convert("RGB")))
     raise Refusal.at(
         where,
         f"an image is a {type(value).__name__}",
