@@ -188,7 +188,7 @@ def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
     ("keys", "where"),
     [
         ({"method": "grpo"}, "model.vision"),
-        ({"method": "dpo"}, "model.vision"),
+        ({"method": "distill"}, "model.vision"),
         ({"model": {"lora": {"rank": 4}}}, "model.vision"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel"),
         ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel"),

@@ -165,6 +165,7 @@ class Decoder:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""
         assert self.attentions or self.mixers
+        assert batch.images is None or self.images is not None, "the model was loaded without its towers"
         if isinstance(self._probe, RowProbe):
             return self._in_rows(batch, self._probe)
         own_T = None if batch.context is None else batch.context.local_T

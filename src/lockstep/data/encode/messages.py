@@ -41,7 +41,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-IMAGE_REMEDY = "remove the row; method sft trains on images with model.vision=freeze"
+IMAGE_REMEDY = "remove the row, or train a vision-language model on it with model.vision=freeze"
 # Keys of images, video and audio. Rows with images, video or audio are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
