@@ -289,7 +289,7 @@ def test_the_tower_runs_once_per_pair(folder: Path) -> None:
     items = rankings(folder)
     (batch,) = Packing(World(), 1000, None, 0)(items[:2]).batches
     assert batch.images is not None
-    assert len(batch.images.grids_I3) == 3  # one image of the first pair, and two of the second
+    assert len(batch.images.distinct) == 3  # one image of the first pair, and two of the second
     assert len(batch.images.places_M) == sum(image.tokens for item in items[:2] for image in item.examples[0].images)
 
 

@@ -72,7 +72,7 @@ def trained(folder: Path, **keys: Any) -> Any:
 def test_log_probs_and_gradients_of_rows_with_images(folder: Path, rows: list[Example], packed: bool) -> None:
     batch = micro_batch(rows, packed=packed, pad_id=0)
     assert batch.images is not None
-    assert len(batch.images.grids_I3) == 3  # two of the five images occur twice
+    assert len(batch.images.distinct) == 3  # two of the five images occur twice
     wanted, gradients = by_transformers(folder, rows)
     assert any("visual" in name for name in gradients)
     check(trained(folder), batch, wanted, gradients)

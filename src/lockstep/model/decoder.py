@@ -222,7 +222,7 @@ class Decoder:
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
         if images is not None:
             assert self.images is not None
-            embedded = self.images.embedded(inputs.pop("input_ids"), images)
+            embedded = self.images.embedded(inputs.pop("input_ids"), images, alone=True)
             inputs |= {"inputs_embeds": embedded, "position_ids": images.axes_3NT}
         with latents_kept(self._latent_modules):
             return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])

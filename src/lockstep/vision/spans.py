@@ -67,12 +67,10 @@ def same_images_up_to(first: Sequence[ImageSpan], second: Sequence[ImageSpan], l
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a micro-batch. Suffixes: P patches of all images, I distinct images, M placeholder tokens of the
-    micro-batch, and N x T the tokens of the micro-batch."""
+    """The images of a micro-batch. Suffixes: M placeholder tokens of the micro-batch, and N x T its tokens."""
 
-    pixels_PD: torch.Tensor
-    grids_I3: torch.Tensor
-    """The numbers of patches of each image in time, height and width."""
+    distinct: tuple[ImageSpan, ...]
+    """The images, each once. Their pixels are read when the tower runs."""
     places_M: torch.Tensor
     """The index of each placeholder among the N*T flattened tokens."""
     features_M: torch.Tensor
@@ -80,5 +78,3 @@ class ImageInputs:
     images."""
     axes_3NT: torch.Tensor
     """The position of each token on the three axes time, height and width."""
-    digests: tuple[str, ...] = ()
-    """The SHA-256 of each image."""

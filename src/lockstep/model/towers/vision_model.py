@@ -6,14 +6,19 @@ images: only the embeddings of the placeholder tokens and the positions differ.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from lockstep.device.base import sent
 from lockstep.model.text_model import LanguageModel, for_text, language_parts
-from lockstep.vision.spans import ImageInputs
+from lockstep.model.towers.feature_cache import FeatureCache
+from lockstep.vision.processors import pixels_of
+from lockstep.vision.spans import ImageInputs, ImageSpan
 
 if TYPE_CHECKING:
     from lockstep.recipe.schema import Model
@@ -92,11 +97,13 @@ def freeze_towers(model: Any, settings: Model) -> None:
 
 
 class ImageEmbeddings:
-    """Computes the input embeddings of a micro-batch with images. The towers run once per micro-batch, on each distinct
-    image of the micro-batch."""
+    """Computes the input embeddings of a micro-batch with images. Trained towers run once per micro-batch, on its
+    distinct images. Frozen towers run on each image alone, and their features are kept for later passes."""
 
     def __init__(self, model: Any):
         self.model = model
+        self.cache_bytes = 0.0
+        """The bytes of features that are kept (`model.vision_cache_gb`)."""
         # Sizes are read before the model is sharded.
         conv = next(part for tower in towers_of(model) for part in tower.modules() if isinstance(part, nn.Conv3d))
         self._patch = conv.weight[0].numel()
@@ -110,30 +117,66 @@ class ImageEmbeddings:
     def on_every_rank(self) -> bool:
         """Whether the towers must also run for a micro-batch without images. All ranks must gather sharded towers
         together, and a trained tower needs a gradient in each update."""
+        return self._sharded or (self.trained and torch.is_grad_enabled())
+
+    @property
+    def _sharded(self) -> bool:
         from torch.distributed.fsdp import FSDPModule
 
-        sharded = any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
-        return sharded or (self.trained and torch.is_grad_enabled())
+        return any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
 
-    def embedded(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> torch.Tensor:
-        """Returns the embeddings of all tokens, with those of placeholders replaced by image features."""
+    def embedded(self, ids_NT: torch.Tensor, images: ImageInputs | None, *, alone: bool = False) -> torch.Tensor:
+        """Returns the embeddings of all tokens, with those of placeholders replaced by image features. Other ranks do
+        not call this method at the same time if `alone` is true."""
         embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(ids_NT)
-        if images is None:
-            # A dummy image, whose features change nothing.
-            return embedded_NTH + self.features(self._dummy(embedded_NTH.device)).sum() * 0
-        if not len(images.places_M):
+        device, distinct = embedded_NTH.device, () if images is None else images.distinct
+        if self.trained:
+            # Without images, the features of a dummy image change nothing.
+            features_FH = self._run(distinct, device)
+            embedded_NTH = embedded_NTH if distinct else embedded_NTH + features_FH.sum() * 0
+        else:
+            features_FH = self._of_frozen(distinct, device, together=self._sharded and not alone)
+        if images is None or not len(images.places_M):
             return embedded_NTH
-        features_MH = self.features(images).index_select(0, images.features_M).to(embedded_NTH.dtype)
+        features_MH = features_FH.index_select(0, images.features_M).to(embedded_NTH.dtype)
         return embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, features_MH).view_as(embedded_NTH)
 
-    def features(self, images: ImageInputs) -> torch.Tensor:
-        """Returns the features of all images, one after the other."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
-            found = self.model.get_image_features(images.pixels_PD, images.grids_I3, return_dict=True)
+    @cached_property
+    def cache(self) -> FeatureCache:
+        """The kept features of a frozen tower. The tower must have its final weights."""
+        return FeatureCache.of(towers_of(self.model), self.cache_bytes)
+
+    @torch.no_grad()
+    def _of_frozen(self, images: Sequence[ImageSpan], device: torch.device, *, together: bool) -> torch.Tensor:
+        """Returns the features of all images, one after the other. The tower runs on each image alone (see
+        `feature_cache.py`). If it is sharded, it runs equally often on each rank (`together`)."""
+        keys = [(image.folder, image.ref.digest) for image in images]
+        kept = [self.cache.get(key) for key in keys]
+        missing = [number for number, one in enumerate(kept) if one is None]
+        for turn in range(_most(len(missing), device) if together else len(missing)):
+            number = missing[turn] if turn < len(missing) else None
+            found = self._run([] if number is None else [images[number]], device)
+            if number is not None:
+                kept[number] = found
+                self.cache.put(keys[number], found)
+        return torch.cat([one.to(device) for one in kept if one is not None]) if kept else torch.empty(0)
+
+    def _run(self, images: Sequence[ImageSpan], device: torch.device) -> torch.Tensor:
+        """Runs the towers on images, or on a dummy image if there are none. Returns the features of all images, one
+        after the other."""
+        if images:
+            pixels = torch.from_numpy(np.concatenate([pixels_of(image, image.ref) for image in images]))
+            grids = [image.grid for image in images]
+        else:
+            pixels, grids = torch.zeros(self._merge**2, self._patch), [(1, self._merge, self._merge)]
+        found = self.model.get_image_features(
+            sent(pixels, device), torch.tensor(grids, device=device), return_dict=True
+        )
         return torch.cat(list(found.pooler_output))
 
-    def _dummy(self, device: torch.device) -> ImageInputs:
-        nothing = torch.empty(0, dtype=torch.long, device=device)
-        pixels = torch.zeros(self._merge**2, self._patch, device=device)
-        grid = torch.tensor([[1, self._merge, self._merge]], device=device)
-        return ImageInputs(pixels, grid, places_M=nothing, features_M=nothing, axes_3NT=nothing)
+
+def _most(count: int, device: torch.device) -> int:
+    """Returns the largest count of all ranks."""
+    counts = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    return int(counts)
