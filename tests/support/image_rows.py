@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from lockstep.data.prepare.squares import draw_squares
 from lockstep.recipe.schema import Model
-from lockstep.types import Example, Origin
+from lockstep.types import Example, MicroBatch, Origin
 from lockstep.vision.images import image_ref, png_bytes
 from lockstep.vision.processors import FAMILIES, ImageTokens, pixels_of
 
 CPU = torch.device("cpu")
+LOGPROB, GRADIENT = 2e-5, 2e-5
 
 
 def settings(folder: Path, **keys: Any) -> Model:
@@ -26,7 +28,7 @@ def tokens_of(folder: Path) -> ImageTokens:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return ImageTokens(str(folder), FAMILIES["qwen2_5_vl"], config.image_token_id)
+    return ImageTokens(str(folder), FAMILIES[config.model_type], config.image_token_id)
 
 
 def picture(seed: int, height: int = 56, width: int = 56) -> Any:
@@ -74,3 +76,36 @@ def plain_logprobs(model: Any, one: Example) -> torch.Tensor:
     model.model.rope_deltas = None
     logits = model(**plain_inputs(model, one), use_cache=False).logits[0].float().log_softmax(-1)
     return torch.stack([logits[at, token] for at, token in one.scored_tokens()])
+
+
+def weighted(values: torch.Tensor) -> torch.Tensor:
+    return (values * torch.cos(torch.arange(len(values)))).sum()
+
+
+def by_transformers(folder: Path, rows: Sequence[Example]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The log-probs of all rows, each computed alone by transformers, and the gradients of a weighted sum of them."""
+    model = plain_model(folder)
+    values = torch.cat([plain_logprobs(model, one) for one in rows])
+    weighted(values).backward()
+    return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(policy: Any, batch: MicroBatch, wanted: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    """Compares the log-probs and gradients of a micro-batch with those of transformers."""
+    policy.zero_grad(set_to_none=True)
+    values = policy(batch).logprobs_K
+    weighted(values).backward()
+    torch.testing.assert_close(values.detach(), wanted, atol=LOGPROB, rtol=0)
+    found = {name: p.grad for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=GRADIENT * float(gradient.norm() + 1), rtol=0, msg=name)
+
+
+def generated(folder: Path, rows: Sequence[Example], length: int, end: int) -> list[list[int]]:
+    """The greedy tokens of `generate` after each row."""
+    model, found = plain_model(folder).eval(), []
+    for one in rows:
+        model.model.rope_deltas = None
+        ids = model.generate(**plain_inputs(model, one), do_sample=False, max_new_tokens=length, eos_token_id=end)
+        found.append(ids[0, len(one) :].tolist())
+    return found

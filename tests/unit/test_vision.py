@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from image_rows import CPU, example, picture, plain_inputs, plain_logprobs, plain_model, settings
+from image_rows import CPU, LOGPROB, by_transformers, check, example, picture, plain_inputs, plain_model, settings
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import position_offset, three_axes
 from lockstep.vision.spans import ImageRef, ImageSpan
-
-LOGPROB, GRADIENT = 2e-5, 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -69,27 +66,6 @@ def test_three_axes_equal_those_of_transformers(folder: Path, rows: list[Example
 
 def trained(folder: Path, **keys: Any) -> Any:
     return load_policy(settings(folder, **keys), CPU, "sdpa", 0)
-
-
-def weighted(values: torch.Tensor) -> torch.Tensor:
-    return (values * torch.cos(torch.arange(len(values)))).sum()
-
-
-def by_transformers(folder: Path, rows: Sequence[Example]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = plain_model(folder)
-    values = torch.cat([plain_logprobs(model, one) for one in rows])
-    weighted(values).backward()
-    return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def check(policy: Any, batch: MicroBatch, wanted: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
-    policy.zero_grad(set_to_none=True)
-    values = policy(batch).logprobs_K
-    weighted(values).backward()
-    torch.testing.assert_close(values.detach(), wanted, atol=LOGPROB, rtol=0)
-    found = {name: p.grad for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, atol=GRADIENT * float(gradient.norm() + 1), rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("packed", [True, False])

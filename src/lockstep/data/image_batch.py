@@ -86,11 +86,13 @@ class _Collected:
 
     def inputs(self) -> ImageInputs:
         nothing = [np.zeros(0, dtype=np.int64)]
+        places, features = (np.concatenate(parts or nothing) for parts in (self._places, self._features))
+        order = places.argsort()  # features that are added after the first layers are in the order of the tokens
         return ImageInputs(
             pixels_PD=torch.from_numpy(np.concatenate(self._pixels or [np.zeros((0, 0), dtype=np.float32)])),
             grids_I3=torch.tensor(self._grids, dtype=torch.long).reshape(-1, 3),
-            places_M=torch.from_numpy(np.concatenate(self._places or nothing)),
-            features_M=torch.from_numpy(np.concatenate(self._features or nothing)),
+            places_M=torch.from_numpy(places[order]),
+            features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
             digests=tuple(digest for _, digest in self._firsts),
         )

@@ -38,7 +38,7 @@ class Family:
 
 _QWEN = Family("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 # The families by `model_type`. Their image processors return `image_grid_thw`, and they have positions on three axes.
-FAMILIES: dict[str, Family] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN}
+FAMILIES: dict[str, Family] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN)
 
 
 def family_of(model_type: str, where: object) -> Family:

@@ -74,7 +74,7 @@ class ImageInputs:
     grids_I3: torch.Tensor
     """The numbers of patches of each image in time, height and width."""
     places_M: torch.Tensor
-    """The index of each placeholder among the N*T flattened tokens."""
+    """The index of each placeholder among the N*T flattened tokens, in ascending order."""
     features_M: torch.Tensor
     """The index of the feature vector that replaces the embedding of each placeholder, among the features of all
     images."""

@@ -115,22 +115,31 @@ class ImageEmbeddings:
         sharded = any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
         return sharded or (self.trained and torch.is_grad_enabled())
 
-    def embedded(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> torch.Tensor:
-        """Returns the embeddings of all tokens, with those of placeholders replaced by image features."""
+    def inputs(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> dict[str, Any]:
+        """Returns the inputs of the decoder: the embeddings of all tokens, with those of placeholders replaced by image
+        features, and the features that are added after the first layers (Qwen3-VL)."""
         embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(ids_NT)
         if images is None:
             # A dummy image, whose features change nothing.
-            return embedded_NTH + self.features(self._dummy(embedded_NTH.device)).sum() * 0
+            return {"inputs_embeds": embedded_NTH + self.features(self._dummy(embedded_NTH.device)).sum() * 0}
         if not len(images.places_M):
-            return embedded_NTH
-        features_MH = self.features(images).index_select(0, images.features_M).to(embedded_NTH.dtype)
-        return embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, features_MH).view_as(embedded_NTH)
+            return {"inputs_embeds": embedded_NTH}
+        features_MF = self.features(images).index_select(0, images.features_M).to(embedded_NTH.dtype)
+        first_MH, *deeper = features_MF.split(embedded_NTH.shape[-1], dim=-1)
+        embedded_NTH = embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, first_MH).view_as(embedded_NTH)
+        if not deeper:
+            return {"inputs_embeds": embedded_NTH}
+        mask_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
+        mask_NT.view(-1)[images.places_M] = True
+        return {"inputs_embeds": embedded_NTH, "visual_pos_masks": mask_NT, "deepstack_visual_embeds": deeper}
 
     def features(self, images: ImageInputs) -> torch.Tensor:
-        """Returns the features of all images, one after the other."""
+        """Returns the features of all images, one after the other. The features that are added after the first layers
+        follow the features of the embeddings, in the last dimension."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
             found = self.model.get_image_features(images.pixels_PD, images.grids_I3, return_dict=True)
-        return torch.cat(list(found.pooler_output))
+        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
 
     def _dummy(self, device: torch.device) -> ImageInputs:
         nothing = torch.empty(0, dtype=torch.long, device=device)
