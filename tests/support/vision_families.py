@@ -31,6 +31,15 @@ QWEN = {
     "spatial_merge_size": 2,
     "num_position_embeddings": 16,
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # The config of each small model, without the token ids.
@@ -43,16 +52,69 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**TINY, **EXPERTS, "rope_parameters": MROPE},
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 1]},
     },
+    "qwen3_5": {"text_config": {**TINY, **LINEAR}, "vision_config": QWEN},
+    "qwen3_5_moe": {
+        "text_config": {**TINY, **EXPERTS, "shared_expert_intermediate_size": 24, **LINEAR},
+        "vision_config": QWEN,
+    },
 }
-SPECIAL: dict[str, dict[str, str]] = dict.fromkeys(CONFIGS, QWEN_TOKENS)
+QWENS = tuple(CONFIGS)
+# A tower for images of 32 x 32 pixels: 4 x 4 patches.
+SIDE = 32
+TOWER: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+CLIP = {**TOWER, "model_type": "clip_vision_model"}
+LLAMA = {**TINY, "model_type": "llama"}
+CONFIGS |= {
+    "llava": {"text_config": LLAMA, "vision_config": CLIP},
+    "llava_next": {
+        "text_config": LLAMA,
+        "vision_config": CLIP,
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32]],
+    },
+    "idefics3": {"text_config": LLAMA, "vision_config": TOWER, "scale_factor": 2},
+    "smolvlm": {"text_config": LLAMA, "vision_config": TOWER, "scale_factor": 2},
+    "internvl": {
+        "text_config": {**TINY, "model_type": "qwen2"},
+        "vision_config": TOWER,
+        "image_seq_length": 4,
+    },
+}
+TILES = {f"<row_{row}_col_{column}>": f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)}
+IDEFICS = {"image_token_id": "<image>", "": "<fake_token_around_image>", "global": "<global-img>", **TILES}
+SPECIAL: dict[str, dict[str, str]] = {
+    **dict.fromkeys(QWENS, QWEN_TOKENS),
+    "llava": {"image_token_index": "<image>"},
+    "llava_next": {"image_token_index": "<image>"},
+    **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
+    "internvl": {"image_token_id": "<IMG_CONTEXT>", "start": "<img>", "end": "</img>", "video": "<video>"},
+}
 
 
-def _save_image_processor(family: str, folder: Path) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+def image_processor_of(family: str) -> Any:
+    """The image processor of a small model, computed with Pillow and numpy."""
+    from transformers.models.auto.image_processing_auto import (
+        IMAGE_PROCESSOR_MAPPING_NAMES,
+        get_image_processor_class_from_name,
+    )
 
-    unit = (PATCH * 2) ** 2
-    size = {"shortest_edge": unit, "longest_edge": 64 * unit}
-    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size=size).save_pretrained(folder)
+    kind = get_image_processor_class_from_name(IMAGE_PROCESSOR_MAPPING_NAMES[family]["pil"])
+    square = {"height": SIDE, "width": SIDE}
+    if family in QWENS:
+        unit = (PATCH * 2) ** 2
+        return kind(patch_size=PATCH, merge_size=2, size={"shortest_edge": unit, "longest_edge": 64 * unit})
+    if family in ("idefics3", "smolvlm"):
+        return kind(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
+    if family == "internvl":
+        return kind(size=square, min_patches=1, max_patches=4)
+    more = {"image_grid_pinpoints": CONFIGS[family]["image_grid_pinpoints"]} if family == "llava_next" else {}
+    return kind(size={"shortest_edge": SIDE}, crop_size=square, **more)
 
 
 def write_family(family: str, folder: Path) -> Path:
@@ -61,9 +123,10 @@ def write_family(family: str, folder: Path) -> Path:
 
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE, tuple(SPECIAL[family].values()))
     tokenizer.save_pretrained(folder)
-    _save_image_processor(family, folder)
+    image_processor_of(family).save_pretrained(folder)
     settings = {**CONFIGS[family], "tie_word_embeddings": True}
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL[family].items()}
+    named = {name: token for name, token in SPECIAL[family].items() if "_token_" in name}
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = {**settings.pop("text_config"), "vocab_size": len(tokenizer), "tie_word_embeddings": True, **special}
     config = AutoConfig.for_model(family, text_config=text, **settings, **ids, **special)

@@ -77,12 +77,13 @@ class _Collected:
             key = (image.folder, image.ref.digest)
             if key not in self._firsts:
                 self._firsts[key] = self._count
-                self._count += image.tokens
+                self._count += image.features
                 self._pixels.append(pixels_of(image, origin))
                 self._grids.append(image.grid)
-            own = np.arange(max(image.start, first), image.stop if stop is None else min(image.stop, stop))
-            self._places.append(where[own])
-            self._features.append(self._firsts[key] + own - image.start)
+            own = image.places()
+            inside = (own >= first) & (own < (image.stop if stop is None else stop))
+            self._places.append(where[own[inside]])
+            self._features.append(self._firsts[key] + np.flatnonzero(inside))
 
     def inputs(self) -> ImageInputs:
         nothing = [np.zeros(0, dtype=np.int64)]
@@ -94,6 +95,7 @@ class _Collected:
             places_M=torch.from_numpy(places[order]),
             features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
+            count=self._count,
             digests=tuple(digest for _, digest in self._firsts),
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,10 +26,11 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image in a token sequence. Its placeholder tokens are those from `start` to `stop` (exclusive).
+    """An image in a token sequence. Its tokens are those from `start` to `stop` (exclusive).
 
-    `grid` are the numbers of patches in time, height and width. The vision tower merges `merge` x `merge` patches into
-    one token. `folder` is the model folder whose image processor computes the pixels.
+    `grid` describes the size of the image (`Family.grid`). If tokens have positions on three axes, the grid is the
+    number of patches in time, height and width, and the vision tower merges `merge` x `merge` patches into one token.
+    Else `merge` is 0. `folder` is the model folder whose image processor computes the pixels.
     """
 
     start: int
@@ -35,12 +38,25 @@ class ImageSpan:
     merge: int
     ref: ImageRef
     folder: str
+    runs: tuple[int, ...] = ()
+    """The numbers of other tokens and of placeholder tokens, in turn. An image in several tiles has other tokens
+    between the tiles. Empty: all tokens are placeholder tokens."""
 
     @property
     def tokens(self) -> int:
-        """The number of placeholder tokens."""
+        """The number of tokens."""
         time, height, width = self.grid
-        return time * (height // self.merge) * (width // self.merge)
+        return sum(self.runs) if self.runs else time * (height // self.merge) * (width // self.merge)
+
+    @property
+    def features(self) -> int:
+        """The number of placeholder tokens, each of which is replaced by a feature."""
+        return sum(self.runs[1::2]) if self.runs else self.tokens
+
+    def places(self) -> np.ndarray:
+        """Returns the index of each placeholder token in the sequence."""
+        runs = self.runs or (0, self.tokens)
+        return self.start + np.flatnonzero(np.repeat(np.arange(len(runs)) % 2, runs))
 
     @property
     def stop(self) -> int:
@@ -67,12 +83,12 @@ def same_images_up_to(first: Sequence[ImageSpan], second: Sequence[ImageSpan], l
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a micro-batch. Suffixes: P patches of all images, I distinct images, M placeholder tokens of the
-    micro-batch, and N x T the tokens of the micro-batch."""
+    """The images of a micro-batch. Suffixes: P patches or tiles of all images, I distinct images, M placeholder tokens
+    of the micro-batch, and N x T the tokens of the micro-batch."""
 
     pixels_PD: torch.Tensor
     grids_I3: torch.Tensor
-    """The numbers of patches of each image in time, height and width."""
+    """The grid of each image."""
     places_M: torch.Tensor
     """The index of each placeholder among the N*T flattened tokens, in ascending order."""
     features_M: torch.Tensor
@@ -80,5 +96,7 @@ class ImageInputs:
     images."""
     axes_3NT: torch.Tensor
     """The position of each token on the three axes time, height and width."""
+    count: int = 0
+    """The number of features of all images."""
     digests: tuple[str, ...] = ()
     """The SHA-256 of each image."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin, Row
 from lockstep.vision.images import with_placeholders
-from lockstep.vision.processors import ImageTokens, family_of, image_processor
+from lockstep.vision.processors import ImageTokens
 from lockstep.vision.spans import ImageRef
 
 if TYPE_CHECKING:
@@ -22,21 +21,9 @@ class RowImages:
     """Reads the images of the rows of one source, for the model in `folder` (`model.vision`)."""
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerBase, source: str):
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        where = f"model.path {folder}"
-        family = family_of(str(config.get("model_type")), where)
-        pad_id = tokenizer.convert_tokens_to_ids(family.pad)
-        if pad_id != config.get("image_token_id"):
-            raise Refusal.at(
-                where,
-                f"{family.pad} is token {pad_id} of the tokenizer, but image_token_id of config.json is "
-                f"{config.get('image_token_id')}",
-                "use the tokenizer of the published model",
-                code="other-vocabulary",
-            )
-        image_processor(folder)  # refuses a folder without one before the first row is read
         self.source = source
-        self.tokens = ImageTokens(folder, family, pad_id)
+        self.tokens = ImageTokens.of(folder, tokenizer)
+        tokenizer.image_family = self.tokens.family  # the chat template gets the images of messages as parts
 
     def read(self, row: Row, keys: Sequence[str], origin: Origin) -> tuple[Row, list[ImageRef]]:
         """Returns the row with a placeholder text for each image in the columns `keys`, and the images in order."""
@@ -52,7 +39,7 @@ class RowImages:
     def written(self, example: Example, refs: Sequence[ImageRef], *, all_turns: bool) -> Example:
         """Returns the example with as many placeholder tokens as the images have features. An example of an earlier
         turn (`data.turns`) has only the first images of the row."""
-        count = list(example.ids).count(self.tokens.pad_id)
+        count = list(example.ids).count(self.tokens.token_id)
         if count > len(refs) or (all_turns and count != len(refs)):
             raise Refusal.at(
                 example.origin,
@@ -60,7 +47,8 @@ class RowImages:
                 "use the chat template of the published model, or set data.template",
                 code="template-changes-chat",
             )
-        trained = [at for at, token in enumerate(example.ids) if token == self.tokens.pad_id and example.loss_mask[at]]
+        token_id = self.tokens.token_id
+        trained = [at for at, token in enumerate(example.ids) if token == token_id and example.loss_mask[at]]
         if trained:
             raise Refusal.at(
                 example.origin,

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep.errors import Refusal
 from lockstep.model.text_model import LanguageModel, for_text, language_parts
+from lockstep.vision.families import Grid, family_of, next_tiles
 from lockstep.vision.spans import ImageInputs
 
 if TYPE_CHECKING:
@@ -97,10 +99,9 @@ class ImageEmbeddings:
 
     def __init__(self, model: Any):
         self.model = model
+        self.family = family_of(model.config.model_type, type(model).__name__)
         # Sizes are read before the model is sharded.
-        conv = next(part for tower in towers_of(model) for part in tower.modules() if isinstance(part, nn.Conv3d))
-        self._patch = conv.weight[0].numel()
-        self._merge = int(model.config.vision_config.spatial_merge_size)
+        self._dummy_pixels, self._dummy_grid = _dummy(model)
 
     @property
     def trained(self) -> bool:
@@ -136,13 +137,34 @@ class ImageEmbeddings:
     def features(self, images: ImageInputs) -> torch.Tensor:
         """Returns the features of all images, one after the other. The features that are added after the first layers
         follow the features of the embeddings, in the last dimension."""
+        pixels = images.pixels_PD.to(next(towers_of(self.model)[0].parameters()).dtype)
+        given = self.family.tower(pixels, images.grids_I3)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
-            found = self.model.get_image_features(images.pixels_PD, images.grids_I3, return_dict=True)
+            found = self.model.get_image_features(**given, return_dict=True)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-        return torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
+        features = torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
+        if images.count and len(features) != images.count:
+            raise Refusal.at(
+                "model.path",
+                f"the tower computes {len(features)} features for {images.count} placeholder tokens of images",
+                "use the config.json and preprocessor_config.json of the published model",
+                code="unsupported-model",
+            )
+        return features
 
     def _dummy(self, device: torch.device) -> ImageInputs:
         nothing = torch.empty(0, dtype=torch.long, device=device)
-        pixels = torch.zeros(self._merge**2, self._patch, device=device)
-        grid = torch.tensor([[1, self._merge, self._merge]], device=device)
+        pixels, grid = torch.ones(self._dummy_pixels, device=device), torch.tensor([self._dummy_grid], device=device)
         return ImageInputs(pixels, grid, places_M=nothing, features_M=nothing, axes_3NT=nothing)
+
+
+def _dummy(model: Any) -> tuple[tuple[int, ...], Grid]:
+    """Returns the shape of the pixels of a small image, and its grid."""
+    vision = model.config.vision_config
+    if family_of(model.config.model_type, type(model).__name__).three_axes:
+        conv = next(part for tower in towers_of(model) for part in tower.modules() if isinstance(part, nn.Conv3d))
+        merge = int(vision.spatial_merge_size)
+        return (merge**2, conv.weight[0].numel()), (1, merge, merge)
+    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+    tiles = next_tiles((1, size, size), model.config) if model.config.model_type == "llava_next" else 1
+    return (tiles, 3, size, size), (1, size, size)
