@@ -74,18 +74,21 @@ class _Collected:
             key = (image.folder, image.ref.digest)
             if key not in self._firsts:
                 self._firsts[key] = self._count
-                self._count += image.tokens
+                self._count += image.features
                 self._distinct.append(image)
-            own = np.arange(max(image.start, first), image.stop if stop is None else min(image.stop, stop))
-            self._places.append(where[own])
-            self._features.append(self._firsts[key] + own - image.start)
+            own = image.places()
+            inside = (own >= first) & (own < (image.stop if stop is None else stop))
+            self._places.append(where[own[inside]])
+            self._features.append(self._firsts[key] + np.flatnonzero(inside))
 
     def inputs(self) -> ImageInputs:
         nothing = [np.zeros(0, dtype=np.int64)]
+        places, features = (np.concatenate(parts or nothing) for parts in (self._places, self._features))
+        order = places.argsort()  # features that are added after the first layers are in the order of the tokens
         return ImageInputs(
             distinct=tuple(self._distinct),
-            places_M=torch.from_numpy(np.concatenate(self._places or nothing)),
-            features_M=torch.from_numpy(np.concatenate(self._features or nothing)),
+            places_M=torch.from_numpy(places[order]),
+            features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
         )
 

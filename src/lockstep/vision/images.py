@@ -241,7 +241,7 @@ def _in_part(part: Any, images: _Images, pad: str) -> Any:
 
 
 def _in_text(text: str, images: _Images, pad: str) -> str:
-    if pad in text:
+    if pad in text.replace(MARK, ""):
         raise Refusal.at(
             images.where,
             f"a text contains {pad}, which is the model's placeholder of an image",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,10 +26,11 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image in a token sequence. Its placeholder tokens are those from `start` to `stop` (exclusive).
+    """An image in a token sequence. Its tokens are those from `start` to `stop` (exclusive).
 
-    `grid` are the numbers of patches in time, height and width. The vision tower merges `merge` x `merge` patches into
-    one token. `folder` is the model folder whose image processor computes the pixels.
+    `grid` describes the size of the image (`Family.grid`). If tokens have positions on three axes, the grid is the
+    number of patches in time, height and width, and the vision tower merges `merge` x `merge` patches into one token.
+    Else `merge` is 0. `folder` is the model folder whose image processor computes the pixels.
     """
 
     start: int
@@ -35,12 +38,25 @@ class ImageSpan:
     merge: int
     ref: ImageRef
     folder: str
+    runs: tuple[int, ...] = ()
+    """The numbers of other tokens and of placeholder tokens, in turn. An image in several tiles has other tokens
+    between the tiles. Empty: all tokens are placeholder tokens."""
 
     @property
     def tokens(self) -> int:
-        """The number of placeholder tokens."""
+        """The number of tokens."""
         time, height, width = self.grid
-        return time * (height // self.merge) * (width // self.merge)
+        return sum(self.runs) if self.runs else time * (height // self.merge) * (width // self.merge)
+
+    @property
+    def features(self) -> int:
+        """The number of placeholder tokens, each of which is replaced by a feature."""
+        return sum(self.runs[1::2]) if self.runs else self.tokens
+
+    def places(self) -> np.ndarray:
+        """Returns the index of each placeholder token in the sequence."""
+        runs = self.runs or (0, self.tokens)
+        return self.start + np.flatnonzero(np.repeat(np.arange(len(runs)) % 2, runs))
 
     @property
     def stop(self) -> int:
@@ -72,7 +88,7 @@ class ImageInputs:
     distinct: tuple[ImageSpan, ...]
     """The images, each once. Their pixels are read when the tower runs."""
     places_M: torch.Tensor
-    """The index of each placeholder among the N*T flattened tokens."""
+    """The index of each placeholder among the N*T flattened tokens, in ascending order."""
     features_M: torch.Tensor
     """The index of the feature vector that replaces the embedding of each placeholder, among the features of all
     images."""

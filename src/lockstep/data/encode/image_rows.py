@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from lockstep.data.encode.messages import ROLES
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin, Row
 from lockstep.vision.images import COLUMNS, image_column, image_ref, with_placeholders
-from lockstep.vision.processors import ImageTokens, family_of, image_processor
+from lockstep.vision.processors import ImageTokens
 from lockstep.vision.spans import ImageRef, ImageSpan
 
 if TYPE_CHECKING:
@@ -28,21 +27,9 @@ class RowImages:
     """Reads the images of the rows of one source, for the model in `folder` (`model.vision`)."""
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerBase, source: str):
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        where = f"model.path {folder}"
-        family = family_of(str(config.get("model_type")), where)
-        pad_id = tokenizer.convert_tokens_to_ids(family.pad)
-        if pad_id != config.get("image_token_id"):
-            raise Refusal.at(
-                where,
-                f"{family.pad} is token {pad_id} of the tokenizer, but image_token_id of config.json is "
-                f"{config.get('image_token_id')}",
-                "use the tokenizer of the published model",
-                code="other-vocabulary",
-            )
-        image_processor(folder)  # refuses a folder without one before the first row is read
         self.source = source
-        self.tokens = ImageTokens(folder, family, pad_id)
+        self.tokens = ImageTokens.of(folder, tokenizer)
+        tokenizer.image_family = self.tokens.family  # the chat template gets the images of messages as parts
 
     @classmethod
     def of(cls, folder: str | None, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
@@ -110,7 +97,7 @@ class RowImages:
     ) -> ExampleT:
         """Returns the example with as many placeholder tokens as the images have features. An example of an earlier
         turn (`data.turns`) has only the first images of the row."""
-        count = list(example.ids).count(self.tokens.pad_id)
+        count = list(example.ids).count(self.tokens.token_id)
         if count > len(refs) or (all_turns and count != len(refs)):
             raise Refusal.at(
                 example.origin,
@@ -118,7 +105,8 @@ class RowImages:
                 "use the chat template of the published model, or set data.template",
                 code="template-changes-chat",
             )
-        trained = [at for at, token in enumerate(example.ids) if token == self.tokens.pad_id and example.loss_mask[at]]
+        token_id = self.tokens.token_id
+        trained = [at for at, token in enumerate(example.ids) if token == token_id and example.loss_mask[at]]
         if trained:
             raise Refusal.at(
                 example.origin,
