@@ -72,6 +72,12 @@ TOWER: dict[str, Any] = {
 CLIP = {**TOWER, "model_type": "clip_vision_model"}
 LLAMA = {**TINY, "model_type": "llama"}
 CONFIGS |= {
+    # The window of the first layer is shorter than an image.
+    "gemma3": {
+        "text_config": {**TINY, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "mm_tokens_per_image": 16,
+    },
     "llava": {"text_config": LLAMA, "vision_config": CLIP},
     "llava_next": {
         "text_config": LLAMA,
@@ -87,13 +93,65 @@ CONFIGS |= {
     },
 }
 TILES = {f"<row_{row}_col_{column}>": f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)}
-IDEFICS = {"image_token_id": "<image>", "": "<fake_token_around_image>", "global": "<global-img>", **TILES}
+IDEFICS = {
+    "image_token_id": "<image>",
+    "around": "<fake_token_around_image>",
+    "global": "<global-img>",
+    "end": "<end_of_utterance>",
+    **TILES,
+}
 SPECIAL: dict[str, dict[str, str]] = {
     **dict.fromkeys(QWENS, QWEN_TOKENS),
+    "gemma3": {
+        "image_token_index": "<image_soft_token>",
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+        "end": "<end_of_turn>",
+    },
     "llava": {"image_token_index": "<image>"},
     "llava_next": {"image_token_index": "<image>"},
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": {"image_token_id": "<IMG_CONTEXT>", "start": "<img>", "end": "</img>", "video": "<video>"},
+}
+# The chat templates of published models, shortened to what chats of users and assistants need.
+GEMMA = (
+    "{{ bos_token }}{%- for message in messages -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}{%- else -%}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- else -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
+# These take no text as content: LLaVA renders all images first.
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+)
+SMOL = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+INTERN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}{% else %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    **dict.fromkeys(QWENS, CHAT_TEMPLATE),
+    "gemma3": GEMMA,
+    "llava": LLAVA,
+    "llava_next": LLAVA,
+    "idefics3": SMOL,
+    "smolvlm": SMOL,
+    "internvl": INTERN,
 }
 
 
@@ -104,13 +162,16 @@ def image_processor_of(family: str) -> Any:
         get_image_processor_class_from_name,
     )
 
-    kind = get_image_processor_class_from_name(IMAGE_PROCESSOR_MAPPING_NAMES[family]["pil"])
+    name = IMAGE_PROCESSOR_MAPPING_NAMES["qwen3_vl" if family in QWENS else family]["pil"]
+    kind = get_image_processor_class_from_name(name)
     square = {"height": SIDE, "width": SIDE}
     if family in QWENS:
         unit = (PATCH * 2) ** 2
         return kind(patch_size=PATCH, merge_size=2, size={"shortest_edge": unit, "longest_edge": 64 * unit})
     if family in ("idefics3", "smolvlm"):
         return kind(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
+    if family == "gemma3":
+        return kind(size=square)
     if family == "internvl":
         return kind(size=square, min_patches=1, max_patches=4)
     more = {"image_grid_pinpoints": CONFIGS[family]["image_grid_pinpoints"]} if family == "llava_next" else {}
@@ -121,7 +182,7 @@ def write_family(family: str, folder: Path) -> Path:
     """Writes a model of the family with random weights, so large that wrong features change the log-probs."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    tokenizer = tiny_tokenizer(CHAT_TEMPLATE, tuple(SPECIAL[family].values()))
+    tokenizer = tiny_tokenizer(TEMPLATES[family], tuple(SPECIAL[family].values()))
     tokenizer.save_pretrained(folder)
     image_processor_of(family).save_pretrained(folder)
     settings = {**CONFIGS[family], "tie_word_embeddings": True}

@@ -15,6 +15,7 @@ from image_rows import CPU, by_transformers, check, example, generated, picture,
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
 from lockstep.types import Request, Sampling
+from lockstep.vision.spans import ImageBlock
 from vision_families import CONFIGS, rows_of, write_family
 
 LOGPROB = 2e-5
@@ -70,6 +71,10 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
     }
     if policy.decoder.images.family.three_axes:
         broken["axes"] = replace(images, axes_3NT=batch.position_ids_NT.expand(3, -1, -1))
+    if policy.decoder.images.family.both_ways:
+        broken["mask"] = replace(images, blocks=())
+        rows, keys = images.blocks[0].rows_Q, images.blocks[0].keys_K
+        broken["keys"] = replace(images, blocks=(ImageBlock(rows, keys.roll(1)),))
     with torch.no_grad():
         right = policy(batch).logprobs_K
         for name, one in broken.items():
@@ -88,7 +93,7 @@ def test_deepstack_features_are_added_after_the_layers_in_their_order(tmp_path: 
             [found[:, :32], found[:, 64:], found[:, 32:64]], -1
         )
         exchanged = policy(batch).logprobs_K
-        policy.decoder.images.features = lambda images, device: found[:, :32]
+        policy.decoder.images.features = lambda *_: found[:, :32]
         without = policy(batch).logprobs_K
     assert (right - exchanged).abs().max() > 50 * LOGPROB
     assert (right - without).abs().max() > 50 * LOGPROB

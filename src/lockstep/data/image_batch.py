@@ -11,7 +11,7 @@ import torch
 from lockstep.device.base import sent
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import three_axes
-from lockstep.vision.spans import ImageInputs, ImageSpan
+from lockstep.vision.spans import ImageBlock, ImageInputs, ImageSpan
 
 
 def image_inputs(examples: Sequence[Example], batch: MicroBatch, shares: Sequence[int]) -> ImageInputs:
@@ -57,6 +57,7 @@ class _Collected:
         self._distinct: list[ImageSpan] = []
         self._places: list[np.ndarray] = []
         self._features: list[np.ndarray] = []
+        self._blocks: list[tuple[np.ndarray, np.ndarray]] = []
         self._count = 0
 
     def add(
@@ -80,6 +81,8 @@ class _Collected:
             inside = (own >= first) & (own < (image.stop if stop is None else stop))
             self._places.append(where[own[inside]])
             self._features.append(self._firsts[key] + np.flatnonzero(inside))
+            if image.both_ways and stop is None and inside.all():
+                self._blocks.append((where[own], where[: own[-1] + 1]))
 
     def inputs(self) -> ImageInputs:
         nothing = [np.zeros(0, dtype=np.int64)]
@@ -90,6 +93,7 @@ class _Collected:
             places_M=torch.from_numpy(places[order]),
             features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
+            blocks=tuple(ImageBlock(*map(torch.from_numpy, block)) for block in self._blocks),
         )
 
 
@@ -110,4 +114,5 @@ def images_to(images: ImageInputs, device: torch.device) -> ImageInputs:
         places_M=sent(images.places_M, device),
         features_M=sent(images.features_M, device),
         axes_3NT=sent(images.axes_3NT, device),
+        blocks=tuple(ImageBlock(sent(one.rows_Q, device), sent(one.keys_K, device)) for one in images.blocks),
     )

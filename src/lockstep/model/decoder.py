@@ -279,9 +279,10 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
     device = batch.input_ids_NT.device
     if batch.context is not None:
         return batch.context.layout(device, kernel)
+    blocks = () if batch.images is None else batch.images.blocks
     if batch.packed:
-        return make_layout(batch.lengths, device, kernel, batch.packed_index_E)
-    return padded_layout(rows, width, device, kernel)
+        return make_layout(batch.lengths, device, kernel, batch.packed_index_E, blocks)
+    return padded_layout(rows, width, device, kernel, blocks)
 
 
 def own_attention(model: PreTrainedModel) -> str:

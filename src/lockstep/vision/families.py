@@ -44,8 +44,10 @@ class Family:
     """Returns the arguments of `get_image_features` for the pixels and grids of all images."""
     three_axes: bool = False
     """Whether tokens have positions on three axes. The grid is then the number of patches in time, height, width."""
+    both_ways: bool = False
+    """Whether the placeholder tokens of an image attend to each other in both directions. They are then contiguous."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the image processor."""
+    """Arguments of the image processor, which the processor of transformers sets by default."""
 
     @property
     def placeholder(self) -> str:
@@ -122,7 +124,7 @@ def next_tiles(grid: Grid, config: Any) -> int:
 _NEXT = Family(
     pad="<image>",
     text=_next_text,
-    grid=lambda made: (1, *(int(size) for size in made["image_sizes"][0])),
+    grid=lambda made: (1, int(made["image_sizes"][0][0]), int(made["image_sizes"][0][1])),
     tower=lambda pixels, grids_I3: {"pixel_values": pixels, "image_sizes": grids_I3[:, 1:]},
 )
 
@@ -152,6 +154,17 @@ _IDEFICS = Family(
     options={"return_row_col_info": True},
 )
 
+
+_GEMMA = Family(
+    pad="<image_soft_token>",
+    token="<start_of_image>",
+    text=lambda _, config: f"<start_of_image>{'<image_soft_token>' * config.mm_tokens_per_image}<end_of_image>",
+    grid=lambda _: (1, 1, 1),
+    around="\n\n",
+    both_ways=True,
+    options={"do_pan_and_scan": False},
+)
+
 _INTERN = Family(
     pad="<IMG_CONTEXT>",
     after="\n",
@@ -163,6 +176,7 @@ _INTERN = Family(
 # The families by `model_type`.
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    "gemma3": _GEMMA,
     "llava": _LLAVA,
     "llava_next": _NEXT,
     "idefics3": _IDEFICS,

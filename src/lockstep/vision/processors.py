@@ -107,7 +107,7 @@ class ImageTokens:
         _PIXELS.put(self.folder, ref, pixels)
         config = config_with_images(self.folder)
         merge = int(config.vision_config.spatial_merge_size) if self.family.three_axes else 0
-        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id))
+        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways)
 
     def _ids(self, grid: Grid) -> list[int]:
         """Returns the tokens of an image."""

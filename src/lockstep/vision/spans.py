@@ -42,6 +42,9 @@ class ImageSpan:
     """The numbers of other tokens and of placeholder tokens, in turn. An image in several tiles has other tokens
     between the tiles. Empty: all tokens are placeholder tokens."""
 
+    both_ways: bool = False
+    """Whether the placeholder tokens attend to each other in both directions. They are then contiguous."""
+
     @property
     def tokens(self) -> int:
         """The number of tokens."""
@@ -82,6 +85,17 @@ def same_images_up_to(first: Sequence[ImageSpan], second: Sequence[ImageSpan], l
 
 
 @dataclass(frozen=True)
+class ImageBlock:
+    """The Q tokens of an image that attend to each other in both directions, and the K tokens of their sequence up to
+    the last of them."""
+
+    rows_Q: torch.Tensor
+    """The index of each token of the image in the forward pass."""
+    keys_K: torch.Tensor
+    """The index of each token of the sequence: in the forward pass, or its slot in the KV cache."""
+
+
+@dataclass(frozen=True)
 class ImageInputs:
     """The images of a micro-batch. Suffixes: M placeholder tokens of the micro-batch, and N x T its tokens."""
 
@@ -94,3 +108,5 @@ class ImageInputs:
     images."""
     axes_3NT: torch.Tensor
     """The position of each token on the three axes time, height and width."""
+    blocks: tuple[ImageBlock, ...] = ()
+    """The images whose tokens attend to each other in both directions."""

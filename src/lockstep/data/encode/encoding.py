@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.data.encode.chat import check_messages, render_chat, render_turn, trained_messages
 from lockstep.data.encode.chat_text import NO_INPUTS, TemplateInputs
+from lockstep.data.encode.messages import with_image_surroundings
 from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.data.encode.trained_tokens import Spans, encode_spans, special_ids
 from lockstep.errors import Refusal
@@ -231,7 +232,7 @@ class Encoding:
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
         """Encodes prompt and response separately. Only the response and the end token are trained."""
-        prompt = formatted(prompt, self.prompt_format)
+        prompt = with_image_surroundings(self.tokenizer, formatted(prompt, self.prompt_format))
         self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
         before = self.opening + self.ids(prompt)
         after = self.ids(response) + self.end(origin)
@@ -239,7 +240,7 @@ class Encoding:
 
     def text(self, text: str, origin: Origin) -> Example:
         """Encodes plain text; all its tokens are trained."""
-        after = self.ids(text) + self.end(origin)
+        after = self.ids(with_image_surroundings(self.tokenizer, text)) + self.end(origin)
         trained = bytes([0] * len(self.opening) + [1] * len(after))
         return Example(array("q", self.opening + after), trained, origin)
 
