@@ -187,7 +187,14 @@ def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
-        ({"method": "grpo"}, "model.vision"),
+        ({"method": "ppo"}, "algorithm.advantage"),
+        ({"method": "grpo", "rollout": {"engine": "hf"}}, "rollout.engine"),
+        ({"method": "grpo", "rollout": {"engine": "vllm"}}, "rollout.engine"),
+        ({"val": {"questions": "q.jsonl"}, "rollout": {"engine": "hf"}}, "rollout.engine"),
+        ({"method": "grpo", "rollout": {"max_staleness": 1}}, "rollout.max_staleness"),
+        ({"method": "grpo", "rollout": {"precision": "int8"}}, "rollout.precision"),
+        ({"method": "grpo", "rollout": {"environment": "maze"}}, "rollout.environment"),
+        ({"method": "grpo", "reward": {"model": "rm"}}, "reward.model"),
         ({"method": "distill"}, "model.vision"),
         ({"model": {"lora": {"rank": 4}}}, "model.vision"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel"),

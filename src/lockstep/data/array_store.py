@@ -269,7 +269,7 @@ def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
 
 
 def _prompt_sequence(item: Prompt) -> Sequence[Example]:
-    return (Example(item.ids, bytes(len(item.ids)), item.question.origin),)
+    return (Example(item.ids, bytes(len(item.ids)), item.question.origin, images=item.images),)
 
 
 _KINDS: dict[str, _ItemKind[Any]] = {
@@ -309,9 +309,9 @@ def sequences(items: Iterable[Item]) -> Iterator[Example]:
     return (example for item in items for example in item.examples)
 
 
-def _contents(item: Item) -> Iterator[Sequence[int]]:
+def _contents(examples: Sequence[Example]) -> Iterator[Sequence[int]]:
     """Yields the tokens of each sequence of an item, and the hash of each of its images."""
-    for example in item.examples:
+    for example in examples:
         yield example.ids
         yield from (list(bytes.fromhex(image.ref.digest)) for image in example.images)
 
@@ -322,6 +322,5 @@ def item_digests(items: Sequence[Any]) -> np.ndarray:
         return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
     if isinstance(items, Store):
         return items.digests_I
-    every = [item.ids for item in items if isinstance(item, Prompt)]
-    found = [digest_of(ids) for ids in every] or [digest_of(*_contents(item)) for item in items]
-    return np.array(found, dtype=np.uint64)
+    groups = (_prompt_sequence(item) if isinstance(item, Prompt) else item.examples for item in items)
+    return np.array([digest_of(*_contents(group)) for group in groups], dtype=np.uint64)

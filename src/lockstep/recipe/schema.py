@@ -192,10 +192,10 @@ class Model(Section):
     )
     vision: Literal["freeze", "train"] | None = Field(
         None,
-        description="Train on rows with images (`method: sft`). The vision tower and the projector are loaded, and are "
-        "frozen (`freeze`) or trained too (`train`; `optim.groups` can set their learning rate). Adapters of "
-        "`model.lora` are only in the language model. Default: the tower is not loaded, and rows with images are "
-        "refused.",
+        description="Train on rows with images (`method: sft` and the online methods). The vision tower and the "
+        "projector are loaded, and are frozen (`freeze`) or trained too (`train`; `optim.groups` can set their "
+        "learning rate). Adapters of `model.lora` are only in the language model. Default: the tower is not loaded, "
+        "and rows with images are refused.",
         effect=Effect("blocks", "different parameters are trained, or on other inputs"),
     )
     aux_loss_coef: float | None = Field(

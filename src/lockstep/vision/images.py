@@ -33,6 +33,7 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 _INLINE = ("image", "image_url", "url", "path", "base64", "bytes")
 # The beginning of a dialogue that is one text.
 _HUMAN = re.compile(r"\s*Human:\s*")
+PREVIEW = 1024
 _URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
 
 
@@ -40,11 +41,7 @@ def read_image(ref: ImageRef, where: object) -> Any:
     """Returns the image (`PIL.Image.Image`) as RGB, rotated as its EXIF data says, as `load_image` of transformers
     does. Raises `Refusal` if it is not a readable image or if its file has changed since the row was read."""
     image_module, ops = pillow()
-    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
-    if hashlib.sha256(data).hexdigest() != ref.digest:
-        raise Refusal.at(
-            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
-        )
+    data = image_bytes(ref, where)
     try:
         with image_module.open(io.BytesIO(data)) as opened:
             return ops.exif_transpose(opened).convert("RGB")
@@ -52,6 +49,16 @@ def read_image(ref: ImageRef, where: object) -> Any:
         raise Refusal.at(
             where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
         ) from error
+
+
+def image_bytes(ref: ImageRef, where: object) -> bytes:
+    """Returns the bytes of the image file. Raises `Refusal` if the file has changed since the row was read."""
+    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
+    if hashlib.sha256(data).hexdigest() != ref.digest:
+        raise Refusal.at(
+            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
+        )
+    return data
 
 
 def pillow() -> tuple[Any, Any]:
@@ -66,8 +73,19 @@ def pillow() -> tuple[Any, Any]:
 def png_bytes(pixels: np.ndarray) -> bytes:
     """Returns an array of height x width x 3 bytes as a PNG file."""
     image_module, _ = pillow()
+    return _png(image_module.fromarray(pixels))
+
+
+def preview_png(ref: ImageRef, where: object) -> bytes:
+    """Returns an image as a PNG file of at most `PREVIEW` x `PREVIEW` pixels, for pages."""
+    image = read_image(ref, where)
+    image.thumbnail((PREVIEW, PREVIEW))
+    return _png(image)
+
+
+def _png(image: Any) -> bytes:
     buffer = io.BytesIO()
-    image_module.fromarray(pixels).save(buffer, format="PNG")
+    image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
@@ -92,9 +110,7 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        buffer = io.BytesIO()
-        value.convert("RGB").save(buffer, format="PNG")
-        return _of_bytes(buffer.getvalue())
+        return _of_bytes(_png(value.convert("RGB")))
     raise Refusal.at(
         where,
         f"an image is a {type(value).__name__}",
@@ -163,6 +179,15 @@ class _Images:
     def take(self, value: Any) -> str:
         self.refs.append(image_ref(value, self.folder, self.where))
         return self.placeholder
+
+
+def has_images(row: Row) -> bool:
+    """Returns whether a row has a column with images, or a chat with a content part that is an image."""
+    if any(row.get(name) for name in COLUMNS):
+        return True
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, Mapping)]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts)
 
 
 def with_placeholders(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.messages import ROLES
 from lockstep.errors import Refusal
-from lockstep.types import Example, Message, Origin, Row
+from lockstep.types import Example, Message, Origin, Prompt, Question, Row
 from lockstep.vision.images import COLUMNS, image_column, image_ref, with_placeholders
 from lockstep.vision.processors import ImageTokens
 from lockstep.vision.spans import ImageRef, ImageSpan
@@ -82,10 +82,15 @@ class RowImages:
             )
         return found
 
-    def without_placeholders(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages without the texts of placeholders."""
+    def without_placeholders(self, messages: Sequence[Message], mark: str = "") -> list[Message]:
+        """Returns the messages with `mark` in place of each placeholder."""
         text = self.tokens.family.placeholder
-        return [{**turn, "content": str(turn.get("content") or "").replace(text, "")} for turn in messages]
+        return [{**turn, "content": str(turn.get("content") or "").replace(text, mark)} for turn in messages]
+
+    def prompt(self, question: Question, ids: Sequence[int]) -> Prompt:
+        """Returns the prompt of a question, whose rendered chat has the token ids `ids`."""
+        example = self.written(Example(ids, bytes(len(ids)), question.origin), question.images, all_turns=True)
+        return Prompt(question, list(example.ids), example.images)
 
     def written(
         self,
