@@ -141,6 +141,14 @@ def _decoded(text: str, where: object) -> bytes:
         raise Refusal.at(where, f"the base64 text of an image is invalid: {error}", code="damaged-file") from error
 
 
+def file_digest(path: Path) -> str | None:
+    """Returns the SHA-256 of a file, or None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 def _file_bytes(path: Path, where: object) -> bytes:
     try:
         return path.read_bytes()
