@@ -36,8 +36,8 @@ from lockstep.rollout.native.native_engine import NativeEngine, refuse_moving_po
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
 from lockstep.types import Failure, Prompt, Question, Rollout
+from lockstep.vision.families import FAMILIES
 from lockstep.vision.images import has_images
-from lockstep.vision.processors import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
