@@ -216,7 +216,7 @@ def test_the_tower_runs_once_for_all_samples(policy: Policy, experience: Experie
         hook.remove()
     (batch,) = plan.batches
     assert batch.images is not None
-    assert len(batch.images.digests) == 2
+    assert len(batch.images.distinct) == 2
     patches = {image.ref.digest: image.grid[1] * image.grid[2] for one in experience.examples for image in one.images}
     assert seen == [sum(patches.values())]
 
