@@ -71,7 +71,7 @@ def train(
     ] = False,
 ) -> None:
     """Train RECIPE, or resume its interrupted run."""
-    from lockstep.commands.maintenance import with_beginning
+    from lockstep.commands.maintenance import naming_commands, with_beginning
     from lockstep.recipe import load_recipe
 
     words = with_beginning(overrides or [], resume_from, init_from)
@@ -100,7 +100,8 @@ def train(
     from lockstep.train.callbacks import StartOptions
     from lockstep.train.start import run_recipe
 
-    run_recipe(checked, StartOptions(accept_changed))
+    with naming_commands(recipe):
+        run_recipe(checked, StartOptions(accept_changed))
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,17 @@ import numpy as np
 import torch
 
 from lockstep.data.prepare.squares import draw_squares
+from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Model
-from lockstep.types import Example, Origin
-from lockstep.vision.images import image_ref, png_bytes
-from lockstep.vision.processors import FAMILIES, ImageTokens, pixels_of
+from lockstep.types import Example, MicroBatch, Origin
+from lockstep.vision.families import FAMILIES
+from lockstep.vision.images import image_ref, png_bytes, read_image
+from lockstep.vision.processors import ImageTokens, image_processor
 
 CPU = torch.device("cpu")
+# Outputs of image processors that are inputs of models.
+INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+LOGPROB, GRADIENT = 2e-5, 2e-5
 
 
 def settings(folder: Path, **keys: Any) -> Model:
@@ -23,10 +30,7 @@ def settings(folder: Path, **keys: Any) -> Model:
 
 
 def tokens_of(folder: Path) -> ImageTokens:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return ImageTokens(str(folder), FAMILIES["qwen2_5_vl"], config.image_token_id)
+    return ImageTokens.of(str(folder), load_tokenizer(str(folder)))
 
 
 def picture(seed: int, height: int = 56, width: int = 56) -> Any:
@@ -40,7 +44,7 @@ def picture(seed: int, height: int = 56, width: int = 56) -> Any:
 def example(folder: Path, text: str, images: list[Any], row: int = 0, trained: int = 6) -> Example:
     """A sequence of the bytes of `text`, in which each `#` is an image. The last `trained` tokens are targets."""
     tokens = tokens_of(folder)
-    ids = [tokens.pad_id if letter == "#" else ord(letter) for letter in text]
+    ids = [tokens.token_id if letter == "#" else ord(letter) for letter in text]
     mask = [0] * (len(ids) - trained) + [1] * trained
     spans = tokens.spans(ids, images, "test")
     expanded, flags = tokens.expanded(ids, mask, spans)
@@ -61,12 +65,14 @@ def plain_inputs(model: Any, one: Example) -> dict[str, torch.Tensor]:
     ids = torch.tensor([list(one.ids)])
     if not one.images:
         return {"input_ids": ids}
-    return {
-        "input_ids": ids,
-        "pixel_values": torch.from_numpy(np.concatenate([pixels_of(image, "test") for image in one.images])),
-        "image_grid_thw": torch.tensor([image.grid for image in one.images]),
-        "mm_token_type_ids": (ids == model.config.image_token_id).int(),
-    }
+    folder, images = one.images[0].folder, [read_image(image.ref, "test") for image in one.images]
+    options = FAMILIES[model.config.model_type].options
+    made = image_processor(folder)(images=images, return_tensors="pt", **options)
+    given = {name: made[name] for name in INPUTS if name in made}
+    types = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    needed = types in inspect.signature(model.forward).parameters
+    types_NT = (ids == model.config.image_token_id).int()
+    return {"input_ids": ids, **given, **({types: types_NT} if needed else {})}
 
 
 def plain_logprobs(model: Any, one: Example) -> torch.Tensor:
@@ -74,3 +80,36 @@ def plain_logprobs(model: Any, one: Example) -> torch.Tensor:
     model.model.rope_deltas = None
     logits = model(**plain_inputs(model, one), use_cache=False).logits[0].float().log_softmax(-1)
     return torch.stack([logits[at, token] for at, token in one.scored_tokens()])
+
+
+def weighted(values: torch.Tensor) -> torch.Tensor:
+    return (values * torch.cos(torch.arange(len(values)))).sum()
+
+
+def by_transformers(folder: Path, rows: Sequence[Example]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The log-probs of all rows, each computed alone by transformers, and the gradients of a weighted sum of them."""
+    model = plain_model(folder)
+    values = torch.cat([plain_logprobs(model, one) for one in rows])
+    weighted(values).backward()
+    return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(policy: Any, batch: MicroBatch, wanted: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    """Compares the log-probs and gradients of a micro-batch with those of transformers."""
+    policy.zero_grad(set_to_none=True)
+    values = policy(batch).logprobs_K
+    weighted(values).backward()
+    torch.testing.assert_close(values.detach(), wanted, atol=LOGPROB, rtol=0)
+    found = {name: p.grad for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=GRADIENT * float(gradient.norm() + 1), rtol=0, msg=name)
+
+
+def generated(folder: Path, rows: Sequence[Example], length: int, end: int) -> list[list[int]]:
+    """The greedy tokens of `generate` after each row."""
+    model, found = plain_model(folder).eval(), []
+    for one in rows:
+        model.model.rope_deltas = None
+        ids = model.generate(**plain_inputs(model, one), do_sample=False, max_new_tokens=length, eos_token_id=end)
+        found.append(ids[0, len(one) :].tolist())
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from image_rows import CPU, example, picture, plain_inputs, plain_logprobs, plain_model, settings
+from image_rows import CPU, LOGPROB, by_transformers, check, example, picture, plain_inputs, plain_model, settings
+from lockstep.data import image_batch
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
+from lockstep.preflight.image_trial import check_images
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import position_offset, three_axes
 from lockstep.vision.spans import ImageRef, ImageSpan
-
-LOGPROB, GRADIENT = 2e-5, 2e-5
+from refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -71,32 +71,11 @@ def trained(folder: Path, **keys: Any) -> Any:
     return load_policy(settings(folder, **keys), CPU, "sdpa", 0)
 
 
-def weighted(values: torch.Tensor) -> torch.Tensor:
-    return (values * torch.cos(torch.arange(len(values)))).sum()
-
-
-def by_transformers(folder: Path, rows: Sequence[Example]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = plain_model(folder)
-    values = torch.cat([plain_logprobs(model, one) for one in rows])
-    weighted(values).backward()
-    return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def check(policy: Any, batch: MicroBatch, wanted: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
-    policy.zero_grad(set_to_none=True)
-    values = policy(batch).logprobs_K
-    weighted(values).backward()
-    torch.testing.assert_close(values.detach(), wanted, atol=LOGPROB, rtol=0)
-    found = {name: p.grad for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, atol=GRADIENT * float(gradient.norm() + 1), rtol=0, msg=name)
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_log_probs_and_gradients_of_rows_with_images(folder: Path, rows: list[Example], packed: bool) -> None:
     batch = micro_batch(rows, packed=packed, pad_id=0)
     assert batch.images is not None
-    assert len(batch.images.grids_I3) == 3  # two of the five images occur twice
+    assert len(batch.images.distinct) == 3  # two of the five images occur twice
     wanted, gradients = by_transformers(folder, rows)
     assert any("visual" in name for name in gradients)
     check(trained(folder), batch, wanted, gradients)
@@ -221,3 +200,18 @@ def test_a_cut_never_divides_an_image(folder: Path) -> None:
     assert first.images == one.images[:1]
     with pytest.raises(ValueError, match="divide an image"):
         one.cut(slice(one.images[0].start + 1, len(one)))
+
+
+def test_the_trial_of_a_loaded_model_has_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes for a model that computes right, and refuses wrong positions and features of other images."""
+    policy = trained(folder)
+    check_images(policy, str(folder), CPU)
+    right = image_batch.three_axes
+    with monkeypatch.context() as patch:
+        patch.setattr(image_batch, "three_axes", lambda *given: right(*given)[[0, 2, 1]])
+        with refuses(str(folder), "unsupported-model"):
+            check_images(policy, str(folder), CPU)
+    own = policy.decoder.images.features
+    monkeypatch.setattr(policy.decoder.images, "features", lambda *given: own(*given).flip(0))
+    with refuses(str(folder), "unsupported-model"):
+        check_images(policy, str(folder), CPU)

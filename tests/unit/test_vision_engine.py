@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_models import native, run
 
-from image_rows import CPU, example, picture, plain_inputs, plain_model, settings
+from image_rows import CPU, example, generated, picture, settings
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
 from lockstep.model.load import load_policy
@@ -44,15 +44,6 @@ def asked(rows: list[Example], n: int = 1) -> list[Request]:
     return [Request(list(one.ids), 100 + key, n, images=one.images) for key, one in enumerate(rows)]
 
 
-def by_transformers(folder: Path, rows: list[Example], length: int) -> list[list[int]]:
-    model, found = plain_model(folder).eval(), []
-    for one in rows:
-        model.model.rope_deltas = None
-        ids = model.generate(**plain_inputs(model, one), do_sample=False, max_new_tokens=length, eos_token_id=END)
-        found.append(ids[0, len(one) :].tolist())
-    return found
-
-
 GREEDY = Sampling(max_tokens=12, temperature=0.0, stop_ids=(END,))
 
 
@@ -63,7 +54,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     """Also if the prefill is divided inside of images."""
     keys: dict[str, Any] = {} if budget is None else {"prefill_tokens": budget}
     done = run(native(policy, folder, **keys), asked(rows), GREEDY)
-    assert [one.ids for one in done] == by_transformers(folder, rows, 12)
+    assert [one.ids for one in done] == generated(folder, rows, 12, END)
 
 
 def test_log_probs_of_samples_are_those_of_the_trainer(folder: Path, policy: Policy, rows: list[Example]) -> None:

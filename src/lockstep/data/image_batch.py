@@ -1,4 +1,4 @@
-"""The images of a micro-batch: pixels of its distinct images, places of their features, and positions on three axes."""
+"""The images of a micro-batch: its distinct images, places of their features, and positions on three axes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from lockstep.device.base import sent
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import three_axes
-from lockstep.vision.processors import pixels_of
-from lockstep.vision.spans import ImageInputs, ImageSpan
+from lockstep.vision.spans import ImageBlock, ImageInputs, ImageSpan
 
 
 def image_inputs(examples: Sequence[Example], batch: MicroBatch, shares: Sequence[int]) -> ImageInputs:
@@ -23,7 +22,7 @@ def image_inputs(examples: Sequence[Example], batch: MicroBatch, shares: Sequenc
     rows, width = batch.input_ids_NT.shape
     collected = _Collected(rows, width)
     for example, where, share in zip(examples, token_places(examples, batch), shares, strict=True):
-        collected.add(example.images, where, three_axes(len(example), example.images), share, example.origin)
+        collected.add(example.images, where, three_axes(len(example), example.images), share)
     return collected.inputs()
 
 
@@ -43,7 +42,7 @@ def chunk_images(chunks: Sequence[PrefillSpan]) -> ImageInputs | None:
         where = np.full(length, -1)
         where[first:stop] = np.arange(start, start + stop - first)
         inside = [image for image in images if image.stop > first and image.start < stop]
-        collected.add(inside, where, axes, first, "the prompt", stop)
+        collected.add(inside, where, axes, first, stop)
         start += stop - first
     return collected.inputs()
 
@@ -55,10 +54,10 @@ class _Collected:
         self._shape = (3, rows, width)
         self._axes = np.zeros((3, rows * width), dtype=np.int64)
         self._firsts: dict[tuple[str, str], int] = {}
-        self._pixels: list[np.ndarray] = []
-        self._grids: list[tuple[int, int, int]] = []
+        self._distinct: list[ImageSpan] = []
         self._places: list[np.ndarray] = []
         self._features: list[np.ndarray] = []
+        self._blocks: list[tuple[np.ndarray, np.ndarray]] = []
         self._count = 0
 
     def add(
@@ -67,7 +66,6 @@ class _Collected:
         where: np.ndarray,
         axes: np.ndarray,
         first: int,
-        origin: object,
         stop: int | None = None,
     ) -> None:
         """Adds a sequence. `where` has the index of each of its tokens in the forward pass, and `axes` the positions of
@@ -77,22 +75,25 @@ class _Collected:
             key = (image.folder, image.ref.digest)
             if key not in self._firsts:
                 self._firsts[key] = self._count
-                self._count += image.tokens
-                self._pixels.append(pixels_of(image, origin))
-                self._grids.append(image.grid)
-            own = np.arange(max(image.start, first), image.stop if stop is None else min(image.stop, stop))
-            self._places.append(where[own])
-            self._features.append(self._firsts[key] + own - image.start)
+                self._count += image.features
+                self._distinct.append(image)
+            own = image.places()
+            inside = (own >= first) & (own < (image.stop if stop is None else stop))
+            self._places.append(where[own[inside]])
+            self._features.append(self._firsts[key] + np.flatnonzero(inside))
+            if image.both_ways and stop is None and inside.all():
+                self._blocks.append((where[own], where[: own[-1] + 1]))
 
     def inputs(self) -> ImageInputs:
         nothing = [np.zeros(0, dtype=np.int64)]
+        places, features = (np.concatenate(parts or nothing) for parts in (self._places, self._features))
+        order = places.argsort()  # features that are added after the first layers are in the order of the tokens
         return ImageInputs(
-            pixels_PD=torch.from_numpy(np.concatenate(self._pixels or [np.zeros((0, 0), dtype=np.float32)])),
-            grids_I3=torch.tensor(self._grids, dtype=torch.long).reshape(-1, 3),
-            places_M=torch.from_numpy(np.concatenate(self._places or nothing)),
-            features_M=torch.from_numpy(np.concatenate(self._features or nothing)),
+            distinct=tuple(self._distinct),
+            places_M=torch.from_numpy(places[order]),
+            features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
-            digests=tuple(digest for _, digest in self._firsts),
+            blocks=tuple(ImageBlock(*map(torch.from_numpy, block)) for block in self._blocks),
         )
 
 
@@ -110,9 +111,8 @@ def images_to(images: ImageInputs, device: torch.device) -> ImageInputs:
     """Returns the images on the device."""
     return replace(
         images,
-        pixels_PD=sent(images.pixels_PD, device),
-        grids_I3=sent(images.grids_I3, device),
         places_M=sent(images.places_M, device),
         features_M=sent(images.features_M, device),
         axes_3NT=sent(images.axes_3NT, device),
+        blocks=tuple(ImageBlock(sent(one.rows_Q, device), sent(one.keys_K, device)) for one in images.blocks),
     )

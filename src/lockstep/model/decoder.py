@@ -165,6 +165,7 @@ class Decoder:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""
         assert self.attentions or self.mixers
+        assert batch.images is None or self.images is not None, "the model was loaded without its towers"
         if isinstance(self._probe, RowProbe):
             return self._in_rows(batch, self._probe)
         own_T = None if batch.context is None else batch.context.local_T
@@ -173,8 +174,9 @@ class Decoder:
         )
         positions, more = batch.position_ids_NT, dict[str, Any]()
         if self.images is not None and (batch.images is not None or self.images.on_every_rank):
-            more["inputs_embeds"] = self.images.embedded(batch.input_ids_NT, batch.images)
-            positions = positions if batch.images is None else batch.images.axes_3NT
+            more = self.images.inputs(batch.input_ids_NT, batch.images)
+            if batch.images is not None and self.images.family.three_axes:
+                positions = batch.images.axes_3NT
         with lines:
             output = self._run(
                 None if more else batch.input_ids_NT,
@@ -221,8 +223,8 @@ class Decoder:
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
         if images is not None:
             assert self.images is not None
-            embedded = self.images.embedded(inputs.pop("input_ids"), images)
-            inputs |= {"inputs_embeds": embedded, "position_ids": images.axes_3NT}
+            inputs |= self.images.inputs(inputs.pop("input_ids"), images, alone=True)
+            inputs |= {"position_ids": images.axes_3NT} if self.images.family.three_axes else {}
         with latents_kept(self._latent_modules):
             return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])
 
@@ -277,9 +279,10 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
     device = batch.input_ids_NT.device
     if batch.context is not None:
         return batch.context.layout(device, kernel)
+    blocks = () if batch.images is None else batch.images.blocks
     if batch.packed:
-        return make_layout(batch.lengths, device, kernel, batch.packed_index_E)
-    return padded_layout(rows, width, device, kernel)
+        return make_layout(batch.lengths, device, kernel, batch.packed_index_E, blocks)
+    return padded_layout(rows, width, device, kernel, blocks)
 
 
 def own_attention(model: PreTrainedModel) -> str:

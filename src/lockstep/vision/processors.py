@@ -9,49 +9,19 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import Refusal, first_line
+from lockstep.vision.families import Family, Grid, family_of
 from lockstep.vision.images import pillow, read_image
 from lockstep.vision.spans import ImageRef, ImageSpan
 
 # Bytes of pixels that a process keeps, so that a later epoch does not process its images again.
 KEPT_BYTES = 2 * 2**30
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a model family writes an image into its prompt: one `pad` token per feature, with a text before and after."""
-
-    before: str
-    pad: str
-    after: str
-
-    @property
-    def placeholder(self) -> str:
-        return self.before + self.pad + self.after
-
-
-_QWEN = Family("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-# The families by `model_type`. Their image processors return `image_grid_thw`, and they have positions on three axes.
-FAMILIES: dict[str, Family] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN}
-
-
-def family_of(model_type: str, where: object) -> Family:
-    """Returns how the model's family writes images. Raises `Refusal` for a family that cannot be trained on images."""
-    found = FAMILIES.get(model_type)
-    if found is None:
-        raise Refusal.at(
-            where,
-            f"images cannot be trained with models of type {model_type}",
-            f"remove model.vision to train it on text, or use one of {', '.join(sorted(FAMILIES))}",
-            code="unsupported-model",
-        )
-    return found
 
 
 @lru_cache(maxsize=4)
@@ -72,54 +42,103 @@ def image_processor(folder: str) -> Any:
     return processor
 
 
+@lru_cache(maxsize=4)
+def config_with_images(folder: str) -> Any:
+    """Returns the config of a model folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
 @dataclass(frozen=True)
 class ImageTokens:
     """Writes the images of a row into its tokens, for the model of one folder."""
 
     folder: str
     family: Family
+    token_id: int
+    """The token that stands for an image before it is expanded."""
     pad_id: int
+    tokenizer: Any
 
-    def spans(self, ids: Sequence[int], refs: Sequence[ImageRef], where: object) -> list[ImageSpan]:
-        """Returns the images of a sequence, which has one pad token per image. `start` counts the expanded tokens."""
-        found, shift = [], 0
-        for place, ref in zip([at for at, token in enumerate(ids) if token == self.pad_id], refs, strict=False):
-            found.append(self._span(place + shift, ref, where))
+    @classmethod
+    def of(cls, folder: str, tokenizer: Any) -> ImageTokens:
+        """Raises `Refusal` if the family of the model takes no images, or if the tokenizer is not that of the model."""
+        config, where = config_with_images(folder), f"model.path {folder}"
+        family = family_of(config.model_type, where)
+        pad_id = tokenizer.convert_tokens_to_ids(family.pad)
+        if pad_id != config.image_token_id:
+            raise Refusal.at(
+                where,
+                f"{family.pad} is token {pad_id} of the tokenizer, but the placeholder of an image in config.json is "
+                f"{config.image_token_id}",
+                "use the tokenizer of the published model",
+                code="other-vocabulary",
+            )
+        image_processor(folder)  # refuses a folder without one before the first row is read
+        token_id = tokenizer.convert_tokens_to_ids(family.token or family.pad)
+        return cls(folder, family, token_id, pad_id, tokenizer)
+
+    def spans(
+        self, ids: Sequence[int], refs: Sequence[ImageRef], where: object, known: dict[str, ImageSpan] | None = None
+    ) -> list[ImageSpan]:
+        """Returns the images of a sequence, which has one token per image. `start` counts the expanded tokens. `known`
+        has the images of the row's other sequences by their hash, which are not processed again."""
+        found, shift, known = [], 0, {} if known is None else known
+        for place, ref in zip([at for at, token in enumerate(ids) if token == self.token_id], refs, strict=False):
+            if ref.digest not in known:
+                known[ref.digest] = self._span(0, ref, where)
+            found.append(replace(known[ref.digest], start=place + shift))
             shift += found[-1].tokens - 1
         return found
 
     def _span(self, start: int, ref: ImageRef, where: object) -> ImageSpan:
-        processor = image_processor(self.folder)
         image = read_image(ref, where)
         try:
-            patches = processed(processor, image)
-        except ValueError as error:  # for example an extreme aspect ratio
+            pixels, grid = processed(self.folder, image)
+            ids = self._ids(grid)
+        except (ValueError, TypeError, KeyError) as error:  # for example an extreme aspect ratio
             raise Refusal.at(
                 where,
                 f"the image {ref} cannot be processed: {first_line(error)}",
                 "resize the image, or remove the row",
                 code="unsupported-format",
             ) from error
-        _PIXELS.put(self.folder, ref, patches[0])
-        return ImageSpan(start, patches[1], int(processor.merge_size), ref, self.folder)
+        _PIXELS.put(self.folder, ref, pixels)
+        config = config_with_images(self.folder)
+        merge = int(config.vision_config.spatial_merge_size) if self.family.three_axes else 0
+        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways)
+
+    def _ids(self, grid: Grid) -> list[int]:
+        """Returns the tokens of an image."""
+        text = self.family.text(grid, config_with_images(self.folder))
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def expanded(
         self, ids: Sequence[int], mask: Sequence[int], images: Sequence[ImageSpan]
     ) -> tuple[array[int], bytes]:
-        """Returns token ids and loss mask with as many pad tokens for each image as it has features."""
-        tokens, trained, sizes = array("q"), bytearray(), iter([image.tokens for image in images])
+        """Returns token ids and loss mask with the tokens of each image."""
+        tokens, trained, each = array("q"), bytearray(), iter(images)
         for token, flag in zip(ids, mask, strict=True):
-            times = next(sizes) if token == self.pad_id else 1
-            tokens.extend([token] * times)
-            trained.extend([flag] * times)
+            own = self._ids(next(each).grid) if token == self.token_id else [token]
+            tokens.extend(own)
+            trained.extend([flag] * len(own))
         return tokens, bytes(trained)
 
 
-def processed(processor: Any, image: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Returns the pixels of an image, with one row per patch, and its grid."""
-    made = processor(images=[image], return_tensors="np")
-    time, height, width = (int(size) for size in made["image_grid_thw"][0])
-    return np.ascontiguousarray(made["pixel_values"], dtype=np.float32), (time, height, width)
+def _runs(ids: Sequence[int], pad_id: int) -> tuple[int, ...]:
+    """Returns the lengths of the runs of other tokens and of pad tokens, in turn. Other tokens come first."""
+    flags = np.asarray(ids) == pad_id
+    borders = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0)) if len(flags) else flags
+    return tuple(int(size) for size in np.diff([0, *borders, len(flags)]))
+
+
+def processed(folder: str, image: Any) -> tuple[np.ndarray, Grid]:
+    """Returns the pixels of an image, with one row per patch or tile, and its grid."""
+    family = family_of(config_with_images(folder).model_type, f"model.path {folder}")
+    made = image_processor(folder)(images=[image], return_tensors="np", **family.options)
+    pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+    return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:]), family.grid(made)
 
 
 class _Pixels:
@@ -148,7 +167,7 @@ def pixels_of(image: ImageSpan, where: object) -> np.ndarray:
     """Returns the pixels of an image of a row."""
     found = _PIXELS.get(image.folder, image.ref)
     if found is None:
-        found, grid = processed(image_processor(image.folder), read_image(image.ref, where))
+        found, grid = processed(image.folder, read_image(image.ref, where))
         if grid != image.grid:
             raise Refusal.at(
                 f"model.path {image.folder}",

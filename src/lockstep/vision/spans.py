@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,10 +26,11 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image in a token sequence. Its placeholder tokens are those from `start` to `stop` (exclusive).
+    """An image in a token sequence. Its tokens are those from `start` to `stop` (exclusive).
 
-    `grid` are the numbers of patches in time, height and width. The vision tower merges `merge` x `merge` patches into
-    one token. `folder` is the model folder whose image processor computes the pixels.
+    `grid` describes the size of the image (`Family.grid`). If tokens have positions on three axes, the grid is the
+    number of patches in time, height and width, and the vision tower merges `merge` x `merge` patches into one token.
+    Else `merge` is 0. `folder` is the model folder whose image processor computes the pixels.
     """
 
     start: int
@@ -35,12 +38,28 @@ class ImageSpan:
     merge: int
     ref: ImageRef
     folder: str
+    runs: tuple[int, ...] = ()
+    """The numbers of other tokens and of placeholder tokens, in turn. An image in several tiles has other tokens
+    between the tiles. Empty: all tokens are placeholder tokens."""
+
+    both_ways: bool = False
+    """Whether the placeholder tokens attend to each other in both directions. They are then contiguous."""
 
     @property
     def tokens(self) -> int:
-        """The number of placeholder tokens."""
+        """The number of tokens."""
         time, height, width = self.grid
-        return time * (height // self.merge) * (width // self.merge)
+        return sum(self.runs) if self.runs else time * (height // self.merge) * (width // self.merge)
+
+    @property
+    def features(self) -> int:
+        """The number of placeholder tokens, each of which is replaced by a feature."""
+        return sum(self.runs[1::2]) if self.runs else self.tokens
+
+    def places(self) -> np.ndarray:
+        """Returns the index of each placeholder token in the sequence."""
+        runs = self.runs or (0, self.tokens)
+        return self.start + np.flatnonzero(np.repeat(np.arange(len(runs)) % 2, runs))
 
     @property
     def stop(self) -> int:
@@ -66,19 +85,28 @@ def same_images_up_to(first: Sequence[ImageSpan], second: Sequence[ImageSpan], l
 
 
 @dataclass(frozen=True)
-class ImageInputs:
-    """The images of a micro-batch. Suffixes: P patches of all images, I distinct images, M placeholder tokens of the
-    micro-batch, and N x T the tokens of the micro-batch."""
+class ImageBlock:
+    """The Q tokens of an image that attend to each other in both directions, and the K tokens of their sequence up to
+    the last of them."""
 
-    pixels_PD: torch.Tensor
-    grids_I3: torch.Tensor
-    """The numbers of patches of each image in time, height and width."""
+    rows_Q: torch.Tensor
+    """The index of each token of the image in the forward pass."""
+    keys_K: torch.Tensor
+    """The index of each token of the sequence: in the forward pass, or its slot in the KV cache."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images of a micro-batch. Suffixes: M placeholder tokens of the micro-batch, and N x T its tokens."""
+
+    distinct: tuple[ImageSpan, ...]
+    """The images, each once. Their pixels are read when the tower runs."""
     places_M: torch.Tensor
-    """The index of each placeholder among the N*T flattened tokens."""
+    """The index of each placeholder among the N*T flattened tokens, in ascending order."""
     features_M: torch.Tensor
     """The index of the feature vector that replaces the embedding of each placeholder, among the features of all
     images."""
     axes_3NT: torch.Tensor
     """The position of each token on the three axes time, height and width."""
-    digests: tuple[str, ...] = ()
-    """The SHA-256 of each image."""
+    blocks: tuple[ImageBlock, ...] = ()
+    """The images whose tokens attend to each other in both directions."""

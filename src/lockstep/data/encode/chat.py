@@ -22,7 +22,7 @@ from lockstep.data.encode.builtin_templates import (
     without_dropped,
 )
 from lockstep.data.encode.chat_text import NO_INPUTS, ChatText, TemplateInputs, refuse_unused, refused_by_template
-from lockstep.data.encode.messages import REASONING, as_written
+from lockstep.data.encode.messages import REASONING, as_written, image_placeholder, with_image_surroundings
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.encode.template_refusals import LATER, not_after_prompt, refuse_changed_turn, rewritten_later
 from lockstep.data.encode.trained_tokens import Spans
@@ -144,7 +144,7 @@ def render_turn(
         text = before + turn
     spans = Spans(text, ((len(before), len(text)),), version=version)
     refuse_changed_turn(tokenizer, messages, index, (text, len(before), len(text)), origin, inputs)
-    refuse_dropped_by_template(spans.text, messages, inputs.tools, origin)
+    refuse_dropped_by_template(spans.text, messages, inputs.tools, origin, image_placeholder(tokenizer))
     return spans
 
 
@@ -188,7 +188,7 @@ def _rendered(
         text, spans = _by_prefixes(tokenizer, messages, origin, inputs, numbers, template, remedy)
     for number, span in zip(numbers, spans, strict=True):
         refuse_changed_turn(tokenizer, messages, number, (text, *span), origin, inputs, template)
-    refuse_dropped_by_template(text, messages, inputs.tools, origin)
+    refuse_dropped_by_template(text, messages, inputs.tools, origin, image_placeholder(tokenizer))
     return Spans(text, tuple(sorted(spans)), marked, version)
 
 
@@ -290,7 +290,12 @@ def _by_markers(
             "fix the template: put generation markers ({% generation %}) around each assistant turn",
             code="template-changes-chat",
         )
-    return texts[0], [span for span, turn in zip(spans[0], turns, strict=True) if is_trained(turn)]
+    kept = [span for span, turn in zip(spans[0], turns, strict=True) if is_trained(turn)]
+
+    def written(text: str) -> str:
+        return with_image_surroundings(tokenizer, text)
+
+    return written(texts[0]), [(len(written(texts[0][:start])), len(written(texts[0][:end]))) for start, end in kept]
 
 
 def _by_prefixes(

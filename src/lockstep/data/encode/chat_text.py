@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from lockstep.data.encode.messages import as_written
+from lockstep.data.encode.messages import as_written, with_image_surroundings
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
@@ -69,6 +69,9 @@ class ChatText:
 
     def upto(self, count: int, *, open_turn: bool) -> str:
         """Renders the first `count` messages. With `open_turn` the text ends with the generation prompt."""
+        return with_image_surroundings(self._tokenizer, self._upto(count, open_turn))
+
+    def _upto(self, count: int, open_turn: bool) -> str:
         messages, fast = self._messages[:count], self._fast
         if fast is None or not messages:
             return self._apply_template(messages, open_turn)

@@ -12,6 +12,8 @@ from jinja2 import TemplateError
 
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
+from lockstep.vision.images import COLUMNS as IMAGE_COLUMNS
+from lockstep.vision.images import IMAGE_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +43,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-IMAGE_REMEDY = "remove the row; method sft trains on images with model.vision=freeze"
+SET_VISION = "set model.vision=freeze to train on images"
 # Keys of images, video and audio. Rows with images, video or audio are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
@@ -135,7 +137,11 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
     for key in NOT_TEXT:
         if holder.get(key):
             why = f"{where} has a value in {key}, but only text is trained"
-            raise Refusal.at(origin, why, IMAGE_REMEDY, code="not-text")
+            raise Refusal.at(origin, why, _remedy(key in IMAGE_COLUMNS), code="not-text")
+
+
+def _remedy(image: bool) -> str:
+    return f"remove the row, or {SET_VISION}" if image else "remove the row"
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
@@ -154,7 +160,7 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
             raise Refusal.at(
                 origin,
                 f"{where} has a content part of type {what}, but only text is trained",
-                IMAGE_REMEDY,
+                _remedy(kind in IMAGE_PARTS),
                 code="not-text",
             )
         texts.append(text)
@@ -272,16 +278,72 @@ def _parsed(text: Any, what: str, origin: Origin) -> Any:
 # tool calls.
 
 _TRIED = {"city": "Rome"}
+_SHOWN = "Zq0Xk0Zq"
 # Errors that a template raises if it gets an unexpected type or does not support tool calls.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str) -> list[Message]:
-    """Returns the chat with tool call arguments and reasoning in the form that the chat template expects."""
-    messages = [_with_reasoning(message, template) for message in messages]
+    """Returns the chat with tool call arguments, reasoning and images in the form that the chat template expects."""
+    messages = _with_parts(tokenizer, [_with_reasoning(message, template) for message in messages], template)
     if not any(message.get("tool_calls") for message in messages) or not _takes_text(tokenizer, template):
         return list(messages)
     return [_with_text(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _with_parts(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: str) -> list[Message]:
+    """Returns the messages with lists of parts as contents if the template takes no text. Messages with images get
+    parts if the template takes images, so that an image is rendered as `apply_chat_template` renders it."""
+    family = getattr(tokenizer, "image_family", None)
+    forms = _forms(template, "" if family is None else family.token or family.pad)
+    if forms == {"text"}:
+        return messages
+    return [_in_parts(message, image_placeholder(tokenizer), "text" in forms) for message in messages]
+
+
+def image_placeholder(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the text of an image in a message, or an empty string if rows have no images (`RowImages`)."""
+    family = getattr(tokenizer, "image_family", None)
+    return "" if family is None else str(family.placeholder)
+
+
+def with_image_surroundings(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Returns a rendered text with what the model's processor writes before and after each image."""
+    family = getattr(tokenizer, "image_family", None)
+    return text if family is None else str(family.with_surroundings(text))
+
+
+def _in_parts(message: Message, placeholder: str, takes_text: bool) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or (takes_text and not (placeholder and placeholder in content)):
+        return message
+    texts = content.split(placeholder) if placeholder else [content]
+    parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+
+
+@lru_cache(maxsize=16)
+def _forms(template: str, image: str) -> frozenset[str]:
+    """Returns which contents of messages the template renders: `text`, and `parts` with text and images. A template
+    that renders nothing has the form `text`, and its error is reported when it renders a row."""
+    parts = [{"type": "text", "text": _SHOWN}, *([{"type": "image"}] if image else [])]
+    shown = {"text": _rendered(template, _SHOWN), "parts": _rendered(template, parts)}
+    found = {name for name, text in shown.items() if _SHOWN in text and "'type'" not in text}
+    if (not image and "text" in found) or image not in shown["parts"]:
+        found.discard("parts")
+    return frozenset(found or {"text"})
+
+
+def _rendered(template: str, content: object) -> str:
+    """Renders one user message, or returns an empty text if the template fails."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    chat = [{"role": "user", "content": content}]
+    try:
+        return str(render_jinja_template([chat], chat_template=template, **special)[0][0])
+    except _FAILURES:
+        return ""
 
 
 def _with_reasoning(message: Message, template: str) -> Message:

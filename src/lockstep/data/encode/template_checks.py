@@ -14,13 +14,14 @@ _REMEDY = "use a template that renders the missing part (data.template), or remo
 
 
 def refuse_dropped_by_template(
-    text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin
+    text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin, image: str = ""
 ) -> None:
     """Raises an error if the text that the chat template rendered lacks a part of the chat.
 
     The contents of all roles except the assistant must appear in the text in order. A system message may appear at
-    another position, because templates move it. The callers check the assistant contents that are trained, because
-    templates may shorten earlier assistant turns.
+    another position, because templates move it. `image` is the text of an image in a message; templates may move images
+    to the beginning of their message, so only the texts between images are searched. The callers check the assistant
+    contents that are trained, because templates may shorten earlier assistant turns.
     """
     for tool in tools:
         for name in _names(tool["function"]):
@@ -47,12 +48,12 @@ def refuse_dropped_by_template(
                     origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY, code="template-changes-chat"
                 )
         elif role != "assistant" and content:
-            found = _found(content, text, reached)
-            if found < 0:
-                raise Refusal.at(
-                    origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY, code="template-changes-chat"
-                )
-            reached = found
+            for piece in filter(None, map(str.strip, content.split(image) if image else [content])):
+                found = _found(piece, text, reached)
+                if found < 0:
+                    why = f"the chat template drops {where}: {content[:60]!r}"
+                    raise Refusal.at(origin, why, _REMEDY, code="template-changes-chat")
+                reached = found
         for call in message.get("tool_calls") or []:
             reached = _past_call(call["function"], text, reached, where, origin)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.attention.image_blocks import with_image_blocks
 from lockstep.kernels.attention.keywords import carried_layout
 from lockstep.kernels.attention.latent import latent_attention
 from lockstep.kernels.attention.layout import DecodePass, Layout
@@ -93,6 +94,9 @@ def transformers_attention(
     window: int | None = getattr(module, WINDOW)
     chunk: int | None = getattr(module, CHUNK, None)
     dropout = dropout if module.training else 0.0
+    blocks = () if isinstance(layout, DividedLayout | DecodePass) else layout.blocks
+    if blocks and chunk is not None:
+        raise BeyondCausal(f"images cannot be seen in both directions in chunked attention ({type(module).__name__})")
     if isinstance(layout, Layout):
         layout = layout.chunked(chunk) if chunk else layout
         out = varlen_attention(
@@ -115,6 +119,12 @@ def transformers_attention(
             out = paged_attention(q, k, v, layout, call, **limits)
         else:
             out = latent_attention(module, q, k[:, 0], v[:, 0], layout, call, **limits)
+        if blocks:
+            k, v = layout.cache.fp8_layer(call) if layout.cache.fp8 else layout.cache.layer(call)
+    if blocks:
+        out = with_image_blocks(
+            out, q, k, v, blocks, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
+        )
     return out.reshape(rows, width, heads, -1), None
 
 

@@ -15,6 +15,7 @@ import torch
 from lockstep.device.base import sent
 from lockstep.kernels.attention.kv_cache import KVCache
 from lockstep.kernels.attention.partial_attention import Sections, sections
+from lockstep.vision.spans import ImageBlock
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,6 +55,8 @@ class Layout:
     packed_index_E: torch.Tensor | None = None
     """For each token of the expanded sequences (each with its own copy of the prefix), its index in the packed row. A
     host tensor, or None if no prefix is shared."""
+    blocks: tuple[ImageBlock, ...] = ()
+    """The images whose tokens attend to each other in both directions."""
     in_chunks: bool = False
     """Whether the sequences of this layout are the chunks of the sequences of another layout."""
     _chunked: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
@@ -195,7 +198,11 @@ def _cascade(packed_index_E: np.ndarray, ends: Sequence[int], device: torch.devi
 
 
 def make_layout(
-    lengths: Sequence[int], device: torch.device, kernel: str, packed_index_E: torch.Tensor | None = None
+    lengths: Sequence[int],
+    device: torch.device,
+    kernel: str,
+    packed_index_E: torch.Tensor | None = None,
+    blocks: tuple[ImageBlock, ...] = (),
 ) -> Layout:
     """Creates the layout of sequences with the given `lengths`. `kernel` is the attention kernel (`Device.attention`).
 
@@ -203,7 +210,8 @@ def make_layout(
     """
     ends = list(accumulate(lengths))
     bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), device)
-    return Layout(kernel, max(lengths), bounds, tuple(ends), None if packed_index_E is None else packed_index_E.cpu())
+    packed_index_E = None if packed_index_E is None else packed_index_E.cpu()
+    return Layout(kernel, max(lengths), bounds, tuple(ends), packed_index_E, blocks)
 
 
 def _first_of(packed_index_E: torch.Tensor) -> torch.Tensor:
@@ -213,10 +221,12 @@ def _first_of(packed_index_E: torch.Tensor) -> torch.Tensor:
     )
 
 
-def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:
+def padded_layout(
+    rows: int, width: int, device: torch.device, kernel: str, blocks: tuple[ImageBlock, ...] = ()
+) -> Layout:
     """Creates the layout of a right-padded batch as a packed row of sequences of equal length. With causal attention, a
     token never sees the padding on its right."""
-    return make_layout([width] * rows, device, kernel)
+    return make_layout([width] * rows, device, kernel, blocks=blocks)
 
 
 def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket, ...], torch.Tensor, torch.Tensor]:

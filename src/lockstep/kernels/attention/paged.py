@@ -22,6 +22,7 @@ from lockstep.kernels.attention.masks import CALLS, Seen
 from lockstep.kernels.attention.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode, invariant_store
+from lockstep.vision.spans import ImageBlock
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class PrefillPass:
     kernel: str = "gather"
     states: Any = None
     """The states of recurrent layers (`PrefillStates`), or None if the model has no such layers."""
+    blocks: tuple[ImageBlock, ...] = ()
+    """The images whose tokens attend to each other in both directions. Their keys are slots of the KV cache."""
     turns: Counter[int] = field(default_factory=Counter)
     """Number of attention calls so far of each module that attends several times in a pass, by `id`."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.model.tiny import CONTEXT, HEAD_SIZE, initialise, refuse_overwriting, tiny_tokenizer
-from lockstep.vision.processors import FAMILIES
+from lockstep.vision.families import FAMILIES
 
 PATCH, MERGE = 14, 2
 VISION_HIDDEN = 64

@@ -29,7 +29,7 @@ from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.scheduler import Work
 from lockstep.types import Sampling
-from lockstep.vision.spans import ImageInputs
+from lockstep.vision.spans import ImageBlock, ImageInputs
 
 # Number of decode passes per round with CUDA graphs. The host does not synchronize with the device between the passes
 # of a round.
@@ -116,7 +116,8 @@ class Runner:
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if unchunked else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
-        step = PrefillPass(self.cache, to, where, self.device.paged_attention, self._prefill_states(work))
+        states, blocks = self._prefill_states(work), self._image_blocks(work)
+        step = PrefillPass(self.cache, to, where, self.device.paged_attention, states, blocks)
         images = chunk_images([(len(part.tokens), part.images, part.cached, stop) for part, stop in work])
         if images is not None:
             self._hidden(ids, at, step, images_to(images, self.torch_device))
@@ -231,6 +232,18 @@ class Runner:
             for first, count, (part, _) in zip(accumulate([0, *counts]), counts, work, strict=False)
         ]
         return PrefillStates(self.cache.states, chunks)
+
+    def _image_blocks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[ImageBlock, ...]:
+        """Returns the images in this pass whose tokens attend to each other in both directions."""
+        blocks, first = [], 0
+        for part, stop in work:
+            for image in part.images:
+                if image.both_ways and part.cached <= image.start < stop:
+                    own = image.places()
+                    arrays = first + own - part.cached, self._slots(part, 0, own[-1] + 1)
+                    blocks.append(ImageBlock(*(sent(torch.from_numpy(one), self.torch_device) for one in arrays)))
+            first += stop - part.cached
+        return tuple(blocks)
 
     def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> Chunks:
         slots = [self._slots(part, 0, stop) for part, stop in work]

@@ -37,10 +37,14 @@ class Work:
     decode: list[SequenceState] = field(default_factory=list)
 
     def compute(self, part: CachedSpan, stop: int) -> None:
-        """Schedules the prefill of the tokens of `part` up to position `stop`, as far as the budget allows."""
+        """Schedules the prefill of the tokens of `part` up to position `stop`, as far as the budget allows. An image
+        whose tokens attend to each other in both directions is not divided, even if it exceeds the budget."""
         tokens = min(stop - part.cached, self.budget)
+        for image in part.images if tokens else ():
+            if image.both_ways and image.start < part.cached + tokens < image.stop:
+                tokens = (image.start if image.start > part.cached else image.stop) - part.cached
         if tokens:
-            self.budget -= tokens
+            self.budget = max(0, self.budget - tokens)
             self.prefill.append((part, part.cached + tokens))
 
 
