@@ -32,6 +32,7 @@ from lockstep.optimizers.roles import roles_of
 from lockstep.optimizers.rule_table import scratch_bytes_of, state_bytes_of
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
+from lockstep.preflight.tower_sizes import TowerSizes
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
@@ -145,6 +146,8 @@ class Counted:
     """Whether `model.tiled_mlp` supports the layers."""
     view: int = 0
     """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
+    tower: TowerSizes | None = None
+    """The vision tower, if it is loaded."""
     _states: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
     """Results of `state_bytes`, which a search for settings asks for many times."""
 
@@ -181,7 +184,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
-        view = _view_bytes(recipe, layers)
+        view, tower = _view_bytes(recipe, layers), TowerSizes.of(base)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
         model = with_lora(base, recipe.model.lora, seed=0)
@@ -212,6 +215,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         dora_weight=weight,
         tileable=tileable,
         view=view,
+        tower=tower,
     )
 
 
@@ -256,7 +260,7 @@ def _frozen(recipe: Recipe, own: int, coded: Coded) -> tuple[dict[str, int], dic
         key, folder = "offload_teacher", recipe.distill.teacher
     else:
         return {}, {}
-    model = model_on_meta(load_config(folder))
+    model = model_on_meta(load_config(folder), loaded_kind(recipe.model))
     return {key: sum(p.numel() for p in model.parameters())}, {key: Coded.of(model, recipe.model)}
 
 
