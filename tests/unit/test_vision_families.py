@@ -3,6 +3,7 @@ engine generates what `generate` generates."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,22 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
         right = policy(batch).logprobs_K
         for name, one in broken.items():
             assert (policy(replace(batch, images=one)).logprobs_K - right).abs().max() > 50 * LOGPROB, name
+
+
+def test_frozen_weights_are_all_weights_outside_of_the_language_model(folder: Path) -> None:
+    """The row ends of LLaVA-NeXT are a weight outside of the tower."""
+    policy = policy_of(folder, "freeze")
+    trained = {name for name, weight in policy.causal_lm.named_parameters() if weight.requires_grad}
+    language = re.compile("language_model|text_model")
+    assert trained == {name for name, _ in policy.causal_lm.named_parameters() if language.search(name)}
+    rows = rows_of(folder)[:2]
+    wanted, gradients = by_transformers(folder, rows)
+    check(
+        policy,
+        micro_batch(rows, packed=True, pad_id=0),
+        wanted,
+        {name: one for name, one in gradients.items() if name in trained},
+    )
 
 
 def test_deepstack_features_are_added_after_the_layers_in_their_order(tmp_path: Path) -> None:

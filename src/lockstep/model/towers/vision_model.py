@@ -88,9 +88,14 @@ def exported_kind(settings: Model) -> type[LanguageModel]:
 
 
 def freeze_towers(model: Any, settings: Model) -> None:
-    """Excludes the towers from training unless `model.vision` is `train`."""
-    for tower in towers_of(model) if settings.vision != "train" else ():
-        tower.requires_grad_(False)
+    """Excludes all weights outside of the language model from training unless `model.vision` is `train`. Towers for
+    audio are never trained."""
+    if not towers_of(model):
+        return
+    kept = {weight for part in language_parts(model) for weight in part.parameters()}
+    for name, weight in model.named_parameters():
+        if weight not in kept and (settings.vision != "train" or "audio" in name):
+            weight.requires_grad_(False)
 
 
 class ImageEmbeddings:
