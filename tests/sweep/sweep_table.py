@@ -56,12 +56,13 @@ with other weights and lengths: {cases} cases, {supported} supported, {training}
 {unbuilt} that lockstep cannot build small, {unbuildable} that transformers cannot build. The sweep fails if an accepted
 model is wrong.
 
-Models with images, video or audio (nested configs: `text_config`, `vision_config`) train on text. {pictured} also train
-on [images](vision.md). For text, lockstep builds the class that `architectures` names without its towers (encoders and
-projectors), so these need no memory. LoRA adapts only the language model. The export copies the tensors of the towers
-byte by byte, and the processor files, so that `AutoModelForImageTextToText` loads it. Text rows with placeholders of
-images or audio are rejected. A reward model is exported without towers, as the classifier of the
-text config; if transformers has no such class, `rm` is rejected.
+Models with images, video or audio (nested configs: `text_config`, `vision_config`) train on text. These also train
+on [images](vision.md): {pictured}.
+For text, lockstep builds the class that `architectures` names without its towers (encoders and projectors), so these
+need no memory. LoRA adapts only the language model. The export copies the tensors of the towers byte by byte, and the
+processor files, so that `AutoModelForImageTextToText` loads it. Text rows with placeholders of images or audio are
+rejected. A reward model is exported without towers, as the classifier of the text config; if transformers has no such
+class, `rm` is rejected.
 
 Hybrid models (gated delta rule, Mamba, lightning attention, short convolutions): in a packed row every sequence starts
 with an empty state, and the built-in engine keeps one state per sequence next to the KV cache. The modules' own code

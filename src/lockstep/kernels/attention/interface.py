@@ -95,6 +95,7 @@ def transformers_attention(
     chunk: int | None = getattr(module, CHUNK, None)
     dropout = dropout if module.training else 0.0
     blocks = () if isinstance(layout, DividedLayout | DecodePass) else layout.blocks
+    blocks = tuple(block for block in blocks if window or not block.only_windows)
     if blocks and chunk is not None:
         raise BeyondCausal(f"images cannot be seen in both directions in chunked attention ({type(module).__name__})")
     if isinstance(layout, Layout):
