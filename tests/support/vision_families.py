@@ -72,9 +72,14 @@ TOWER: dict[str, Any] = {
 CLIP = {**TOWER, "model_type": "clip_vision_model"}
 LLAMA = {**TINY, "model_type": "llama"}
 CONFIGS |= {
-    # The window of the first layer is shorter than an image.
+    # The window is shorter than an image. The masks of all layers but the last change the log-probs.
     "gemma3": {
-        "text_config": {**TINY, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "text_config": {
+            **TINY,
+            "num_hidden_layers": 3,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
         "vision_config": {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
         "mm_tokens_per_image": 16,
     },
@@ -82,14 +87,21 @@ CONFIGS |= {
     "gemma4": {
         "text_config": {
             **TINY,
+            "num_hidden_layers": 3,
             "sliding_window": 40,
-            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "global_head_dim": 16,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": 270,
             "use_bidirectional_attention": "vision",
         },
-        "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4},
+        "vision_config": {
+            **TOWER,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+        },
         "audio_config": None,
     },
     "llava": {"text_config": LLAMA, "vision_config": CLIP},

@@ -120,11 +120,13 @@ def transformers_attention(
             out = paged_attention(q, k, v, layout, call, **limits)
         else:
             out = latent_attention(module, q, k[:, 0], v[:, 0], layout, call, **limits)
-        if blocks:
-            k, v = layout.cache.fp8_layer(call) if layout.cache.fp8 else layout.cache.layer(call)
     if blocks:
+        keys: Any = k
+        values: Any = v
+        if isinstance(layout, PrefillPass):
+            keys, values = layout.cache.fp8_layer(call) if layout.cache.fp8 else layout.cache.layer(call)
         out = with_image_blocks(
-            out, q, k, v, blocks, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
+            out, q, keys, values, blocks, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
         )
     return out.reshape(rows, width, heads, -1), None
 
