@@ -69,7 +69,7 @@ def train(
     ] = False,
 ) -> None:
     """Train RECIPE, or resume its interrupted run."""
-    from lockstep.commands.maintenance import with_beginning
+    from lockstep.commands.maintenance import naming_commands, with_beginning
     from lockstep.recipe import load_recipe
 
     words = with_beginning(overrides or [], resume_from, init_from)
@@ -94,7 +94,8 @@ def train(
 
     from lockstep.train.start import run_recipe
 
-    run_recipe(checked, accept_changed=accept_changed)
+    with naming_commands(recipe):
+        run_recipe(checked, accept_changed=accept_changed)
 
 
 @app.command()

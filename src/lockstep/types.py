@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.trajectory import TokenRun, Trajectory, TrajectoryRow, token_runs
-from lockstep.vision.spans import ImageInputs, ImageSpan, cut_images
+from lockstep.vision.spans import ImageInputs, ImageRef, ImageSpan, cut_images
 
 if TYPE_CHECKING:
     import torch
@@ -238,6 +238,8 @@ class Question:
     columns: dict[str, Any] = field(default_factory=dict)
     """The columns of the row, with its prompt as `prompt`, for a reward function with TRL's signature. The dict is
     empty if no reward reads the columns."""
+    images: tuple[ImageRef, ...] = ()
+    """The images of the prompt, in the order of their placeholders in its messages."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ class Prompt:
 
     question: Question
     ids: Sequence[int]
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the question, in the order of their placeholder tokens in `ids`."""
 
 
 @dataclass(frozen=True)
@@ -447,9 +451,9 @@ class Rollout:
     @property
     def sequences(self) -> list[Example]:
         """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
-        prompt, origin = list(self.prompt.ids), self.prompt.question.origin
+        prompt, origin, images = list(self.prompt.ids), self.prompt.question.origin, self.prompt.images
         rows = [(row.ids, list(row.loss_mask)) for row in self.rows] or [(self.ids, list(self.loss_mask))]
-        return [Example(prompt + ids, [0] * len(prompt) + mask, origin) for ids, mask in rows]
+        return [Example(prompt + ids, [0] * len(prompt) + mask, origin, images=images) for ids, mask in rows]
 
     @property
     def turn_tokens(self) -> list[int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from lockstep.commands.show import image_lines, render
+from lockstep.data import row_cache
 from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.prepare.squares import COLOURS, draw_squares, write_squares
@@ -21,6 +25,7 @@ from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.recipe.loader import checked_recipe
 from lockstep.types import Example
+from lockstep.vision import processors
 from lockstep.vision.images import png_bytes
 from refusals import refuses
 
@@ -177,6 +182,55 @@ def test_expanded_lengths_count_and_images_are_never_cut(folder: Path, tmp_path:
             read(folder, path, most, overlong=overlong)
 
 
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the images that are processed. Encoded rows are cached, however few they are."""
+    seen: list[int] = []
+    real = processors.processed
+    monkeypatch.setattr(processors, "processed", lambda *given: seen.append(1) or real(*given))
+    monkeypatch.setattr(row_cache, "IMAGE_ROWS", 1)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_encoded_rows_are_found_again(folder: Path, tmp_path: Path, kept: list[int], name: str) -> None:
+    """Images in files and in bytes, and a row without images."""
+    files, data = [PATH, "pictures/b.png"], [{"bytes": one, "path": None} for one in (PNG, OTHER)]
+    images = files if name == "rows.jsonl" else data
+    rows = [{"messages": chat("<image> or <image>?"), "images": images}, {"messages": chat("none"), "images": []}]
+    path, cache = written(tmp_path, rows, name), str(tmp_path / "cache")
+    first = read(folder, path, cache=cache)
+    assert len(kept) == 2
+    assert read(folder, path, cache=cache) == first
+    assert len(kept) == 2
+    assert read(folder, path, cache="off") == first
+
+
+def test_a_changed_image_or_processor_gives_no_stale_row(folder: Path, tmp_path: Path, kept: list[int]) -> None:
+    """The file of an image changes, but neither its path, its size nor its time."""
+    path, cache = written(tmp_path, [FORMATS["verl"]]), str(tmp_path / "cache")
+    (before,) = read(folder, path, cache=cache)
+    image = tmp_path / PATH
+    facts, other = image.stat(), png_bytes(draw_squares("green", (0, 5)))
+    size = len(PNG) + len(other)
+    for content in (PNG, other):  # the bytes after the end of a PNG mean nothing
+        image.write_bytes(content.ljust(size, b"\0"))
+        os.utime(image, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        (after,) = read(folder, path, cache=cache)
+        assert after.images[0].ref.digest == hashlib.sha256(image.read_bytes()).hexdigest()
+        assert after.images[0].ref.digest != before.images[0].ref.digest
+        before = after
+    changed = tmp_path / "model"
+    shutil.copytree(folder, changed)
+    (same,) = read(changed, path, cache=cache)
+    settings = json.loads((changed / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] = 28 * 28
+    (changed / "preprocessor_config.json").write_text(json.dumps(settings))
+    processors.image_processor.cache_clear()
+    (smaller,) = read(changed, path, cache=cache)
+    assert (same.images[0].tokens, smaller.images[0].tokens) == (4, 1)
+
+
 def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
     data = Data(train=str(written(tmp_path, [FORMATS["verl"]])))
     request = RowRequest(Dataset, SupervisedRows, data.train, data, load_tokenizer(str(folder)), 200)
@@ -187,8 +241,15 @@ def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
-        ({"method": "grpo"}, "model.vision"),
-        ({"method": "dpo"}, "model.vision"),
+        ({"method": "ppo"}, "algorithm.advantage"),
+        ({"method": "grpo", "rollout": {"engine": "hf"}}, "rollout.engine"),
+        ({"method": "grpo", "rollout": {"engine": "vllm"}}, "rollout.engine"),
+        ({"val": {"questions": "q.jsonl"}, "rollout": {"engine": "hf"}}, "rollout.engine"),
+        ({"method": "grpo", "rollout": {"max_staleness": 1}}, "rollout.max_staleness"),
+        ({"method": "grpo", "rollout": {"precision": "int8"}}, "rollout.precision"),
+        ({"method": "grpo", "rollout": {"environment": "maze"}}, "rollout.environment"),
+        ({"method": "grpo", "reward": {"model": "rm"}}, "reward.model"),
+        ({"method": "distill"}, "model.vision"),
         ({"model": {"lora": {"rank": 4}}}, "model.vision"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel"),
         ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel"),

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from image_rows import CPU, LOGPROB, by_transformers, check, example, picture, plain_inputs, plain_model, settings
+from lockstep.data import image_batch
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
+from lockstep.preflight.image_trial import check_images
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import position_offset, three_axes
 from lockstep.vision.spans import ImageRef, ImageSpan
+from refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def trained(folder: Path, **keys: Any) -> Any:
 def test_log_probs_and_gradients_of_rows_with_images(folder: Path, rows: list[Example], packed: bool) -> None:
     batch = micro_batch(rows, packed=packed, pad_id=0)
     assert batch.images is not None
-    assert len(batch.images.grids_I3) == 3  # two of the five images occur twice
+    assert len(batch.images.distinct) == 3  # two of the five images occur twice
     wanted, gradients = by_transformers(folder, rows)
     assert any("visual" in name for name in gradients)
     check(trained(folder), batch, wanted, gradients)
@@ -197,3 +200,18 @@ def test_a_cut_never_divides_an_image(folder: Path) -> None:
     assert first.images == one.images[:1]
     with pytest.raises(ValueError, match="divide an image"):
         one.cut(slice(one.images[0].start + 1, len(one)))
+
+
+def test_the_trial_of_a_loaded_model_has_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes for a model that computes right, and refuses wrong positions and features of other images."""
+    policy = trained(folder)
+    check_images(policy, str(folder), CPU)
+    right = image_batch.three_axes
+    with monkeypatch.context() as patch:
+        patch.setattr(image_batch, "three_axes", lambda *given: right(*given)[[0, 2, 1]])
+        with refuses(str(folder), "unsupported-model"):
+            check_images(policy, str(folder), CPU)
+    own = policy.decoder.images.features
+    monkeypatch.setattr(policy.decoder.images, "features", lambda *given: own(*given).flip(0))
+    with refuses(str(folder), "unsupported-model"):
+        check_images(policy, str(folder), CPU)

@@ -107,10 +107,12 @@ def test_deepstack_features_are_added_after_the_layers_in_their_order(tmp_path: 
     batch = micro_batch([example(folder, "what is #? it is red", [picture(1, 32, 64)])], packed=True, pad_id=0)
     with torch.no_grad():
         right = policy(batch).logprobs_K
-        found = policy.decoder.images.features(batch.images)
-        policy.decoder.images.features = lambda images: torch.cat([found[:, :32], found[:, 64:], found[:, 32:64]], -1)
+        found = policy.decoder.images.features(batch.images.distinct, CPU)
+        policy.decoder.images.features = lambda images, device: torch.cat(
+            [found[:, :32], found[:, 64:], found[:, 32:64]], -1
+        )
         exchanged = policy(batch).logprobs_K
-        policy.decoder.images.features = lambda images: found[:, :32]
+        policy.decoder.images.features = lambda *_: found[:, :32]
         without = policy(batch).logprobs_K
     assert (right - exchanged).abs().max() > 50 * LOGPROB
     assert (right - without).abs().max() > 50 * LOGPROB

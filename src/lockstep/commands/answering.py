@@ -51,6 +51,12 @@ def generate(
     ] = 1.0,
     seed: int = 0,
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to apply.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Image file, before the prompt or in place of its <image> marks; repeatable."
+        ),
+    ] = None,
     device: str = "auto",
 ) -> None:
     """Answer a prompt with MODEL, streaming the text. In a --chat, type /help to list the chat commands."""
@@ -62,9 +68,17 @@ def generate(
         prompt = None if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
     if not prompt and not chat:
         raise typer.BadParameter("give a prompt, or --chat")
+    if image and (raw or chat or adapter):
+        raise typer.BadParameter("--image cannot be combined with --raw, --chat and --adapter")
 
-    from lockstep.commands.generate import Conversation
+    from lockstep.commands.generate import Conversation, answer_about
 
+    if image and prompt:
+        from lockstep.types import Sampling
+
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed=seed)
+        write(answer_about(image, prompt, model, device, sampling, system))
+        return
     conversation = Conversation(
         model,
         device,

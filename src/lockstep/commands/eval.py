@@ -19,6 +19,7 @@ from lockstep.commands.without_recipe import (
     NamedColumns,
     load_generator,
     opened_scorer,
+    option_images,
     read_option_questions,
     refuse_long_answers,
     refuse_options,
@@ -205,10 +206,11 @@ def score_model(
             REWARD_FIELDS if rules or not rewarded else read_by_rewards(Reward(function=reward), environment=True)
         )
         required |= {COLUMNS} if conversations.any else frozenset()
-        questions = read_option_questions(rowset, rows, columns, required=required)
-        named = _rules(rules, {question.data_source for question in questions}, judged=rewarded)
         tokenizer = load_tokenizer(folder)
-        prompts = encode_questions(tokenizer, questions)
+        reader = option_images(rowset, 0, rows, folder, tokenizer, data)
+        questions = read_option_questions(rowset, rows, columns, required=required, images=reader)
+        named = _rules(rules, {question.data_source for question in questions}, judged=rewarded)
+        prompts = encode_questions(tokenizer, questions, images=None if reader is None else folder)
         refuse_long_answers(prompts, max_new_tokens, folder)
         # With an environment, its rewards count, and rules only if an option names them.
         settings = Reward(
@@ -218,7 +220,8 @@ def score_model(
         )
         torch_device = device.torch_device(world.local_rank)
         with _judge(settings, prompts, torch_device, console, conversations) as judge:
-            generator = load_generator(folder, tokenizer, dtype, device, world, console, rollout)
+            images = reader is not None
+            generator = load_generator(folder, tokenizer, dtype, device, world, console, rollout, images=images)
             try:
                 sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
                 given = _answers(generator, prompts, n, sampling, judge, console)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 
-from lockstep.commands.without_recipe import as_options, refuse_judge
+from lockstep.commands.without_recipe import as_options, load_generator, refuse_judge, refuse_long_answers
 from lockstep.data.encode.chat_text import render_prompt
+from lockstep.data.encode.image_rows import RowImages
+from lockstep.data.encode.prompt_rows import encoded_prompt
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer, with_lora
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.pretrained import whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.model.text_model import LanguageModel, text_config
+from lockstep.parallel.world import World
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.engine import end_ids
 from lockstep.rollout.hf import HfEngine
+from lockstep.run.console import Console
 from lockstep.run.output import write
 from lockstep.serve.text_stream import TextStream
-from lockstep.types import Message, Origin, Request, Sampling
+from lockstep.types import Message, Origin, Question, Request, Sampling
 
 _HERE = Origin("the prompt", 0)
 Hear = Callable[[str], None]
@@ -132,6 +137,26 @@ class Conversation:
         finally:
             self.engine.on_token = None
         return str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
+
+
+def answer_about(
+    images: Sequence[str], prompt: str, model: str, device: str, sampling: Sampling, system: str | None
+) -> str:
+    """Returns the answer to a prompt about image files, which the built-in engine generates."""
+    folder, where = model_folder(model), Origin("--image", 0)
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    reader = RowImages(folder, tokenizer, "")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    row, refs = reader.read({"prompt": messages, "images": list(images)}, ("prompt",), where)
+    asked = encoded_prompt(tokenizer, Question("", row["prompt"], "", where, images=tuple(refs)), None, reader)
+    refuse_long_answers([asked], sampling.max_tokens, folder)
+    dtype = next((name for name, one in DTYPES.items() if one == text_config(config).dtype), "fp32")
+    generator = load_generator(folder, tokenizer, dtype, select(device), World(), Console.silent(), images=True)
+    with closing(generator):
+        request = Request(asked.ids, key=1, images=asked.images)
+        (completion,) = generator.engine.generate([request], replace(sampling, stop_ids=generator.stop_ids))
+    return str(tokenizer.decode(completion.ids, skip_special_tokens=True))
 
 
 HELP = """/reset          clear the conversation

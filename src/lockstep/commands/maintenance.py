@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from lockstep.errors import Refusal, unwritten
-from lockstep.recipe.loader import value_text
+from lockstep.errors import Problem, Refusal, unwritten
+from lockstep.recipe.loader import builtin_names, recipe_text, value_text
 from lockstep.run.caches import (
     FOLDERS,
     ROWS,
@@ -36,6 +39,33 @@ def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from
             "--init-from", "cannot be combined with model.path", "remove one of them", code="conflicting-keys"
         )
     return [*overrides, f"model.path={value_text(init_from)}"]
+
+
+@contextmanager
+def naming_commands(recipe: str) -> Iterator[None]:
+    """Replaces the remedy for a missing file of a built-in recipe by the command that writes the file. The first lines
+    of a built-in recipe list these commands."""
+    try:
+        yield
+    except Refusal as refusal:
+        if Path(recipe).is_file() or recipe not in builtin_names():
+            raise
+        text = recipe_text(recipe)
+        needed = re.findall(r"^# Needs: +(.*)$", text, re.MULTILINE)
+        commands = [one.strip() for line in needed for one in line.split(" and ") if one.strip().startswith("lockstep")]
+        problems = [_with_command(problem, commands, text) for problem in refusal.problems]
+        if problems == refusal.problems:
+            raise
+        raise Refusal(problems) from refusal
+
+
+def _with_command(problem: Problem, commands: Sequence[str], text: str) -> Problem:
+    path = problem.where.rpartition(" ")[2]
+    fitting = [one for one in commands if any("/" in word and path.startswith(word) for word in one.split())]
+    fitting = fitting or [one for one in commands if "/" not in one]  # an earlier run, which needs the same files
+    if problem.code != "no-such-file" or path not in text or not fitting:
+        return problem
+    return replace(problem, remedy=f"run: {' && '.join(fitting)}")
 
 
 PARTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
@@ -24,6 +25,7 @@ from lockstep.commands.without_recipe import (
     identity_of,
     load_generator,
     opened_scorer,
+    option_images,
     over_context,
     read_option_questions,
     refuse_failures,
@@ -31,6 +33,7 @@ from lockstep.commands.without_recipe import (
     refuse_long_answers,
     refuse_options,
 )
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.prompt_rows import COLUMNS
 from lockstep.data.sources.read import read_rows
 from lockstep.device.select import explain
@@ -51,6 +54,7 @@ from lockstep.run.sample_log import conversation
 from lockstep.train.resume import flatten
 from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Prompt, Rollout, Sampling
+from lockstep.vision.images import MARK, image_bytes
 
 # Responses on disk: one file per finished chunk; the files are merged at the end.
 
@@ -73,18 +77,22 @@ SCHEMA = pa.schema(
 )
 # The messages of a conversation with an environment, as JSON.
 CONVERSATION = pa.field("conversation", pa.string())
+# The images of a prompt, as in a Hugging Face `Image` column.
+IMAGES = pa.field("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
 
 
-def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
-    """Returns a response as a row; `question` is the index of the response's question in the data."""
+def sample_row(rollout: Rollout, question: int, images: RowImages | None = None) -> dict[str, Any]:
+    """Returns a response as a row; `question` is the index of the response's question in the data. With `images`, the
+    prompt has a mark at the place of each image, as in verl's rows."""
     question_row, score = rollout.prompt.question, rollout.score
+    prompt = question_row.prompt if images is None else images.without_placeholders(question_row.prompt, MARK)
     if isinstance(score, Failure):
         scores: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
     else:
         scores = {"reward": score.total, "rewards": json.dumps(score.parts), "failure": None}
     return {
         "data_source": question_row.data_source,
-        "prompt": [{"role": message["role"], "content": message["content"]} for message in question_row.prompt],
+        "prompt": [{"role": message["role"], "content": message["content"]} for message in prompt],
         "ground_truth": question_row.ground_truth,
         "extra_info": json.dumps(question_row.extra_info, ensure_ascii=False, default=str),
         "response": rollout.text,
@@ -94,6 +102,7 @@ def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
         "question": question,
         "sample": rollout.sample,
         "conversation": None if rollout.trajectory is None else _messages(rollout.trajectory),
+        "images": [{"bytes": image_bytes(ref, question_row.origin), "path": None} for ref in question_row.images],
     }
 
 
@@ -104,9 +113,13 @@ def _messages(trajectory: Trajectory) -> str:
 class Parts:
     """The finished chunks of the output file, in the folder `OUT.parts`. `manifest` describes the inputs."""
 
-    def __init__(self, out: Path, manifest: dict[str, Any], *, conversations: bool = False):
-        self.out, self.manifest = out, manifest
+    def __init__(
+        self, out: Path, manifest: dict[str, Any], images: RowImages | None = None, *, conversations: bool = False
+    ):
+        """`images` is the reader of the images, if rows have images."""
+        self.out, self.manifest, self.images = out, manifest, images
         self.schema = SCHEMA.append(CONVERSATION) if conversations else SCHEMA
+        self.schema = self.schema if images is None else self.schema.append(IMAGES)
         self.folder = out.with_name(f"{out.name}.parts")
 
     def check(self) -> None:
@@ -269,21 +282,26 @@ def sample_responses(job: Job, device_name: str) -> None:
         settings = job.conversations.settings(free_cache=False)
         columns = read_by_rewards(job.reward, environment=job.conversations.gives_rewards)
         columns |= {COLUMNS} if job.conversations.any else frozenset()
-        questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
-        prompts = encode_questions(tokenizer, questions, job.system)
+        reader = option_images(rows, job.first, job.rows, folder, tokenizer, job.data)
+        questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns, images=reader)
+        prompts = encode_questions(tokenizer, questions, job.system, images=None if reader is None else folder)
         refuse_all(
             more_than_text(prompts) + over_context(prompts, job.sampling.max_tokens, load_config(folder)), "rows"
         )
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
         manifest = manifest_of(job, folder, rows.fingerprint)
-        parts = Parts(job.out, manifest, conversations=job.conversations.any)
+        if reader is not None:
+            digests = "".join(ref.digest for question in questions for ref in question.images)
+            manifest["images"] = hashlib.sha256(digests.encode()).hexdigest()
+        parts = Parts(job.out, manifest, reader, conversations=job.conversations.any)
         if world.main:
             parts.check()
         torch_device, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
         given = (job.reward, prompts, torch_device, console, output)
         with opened_scorer(*given, conversations=job.conversations) as scorer:
             # All chunks use the same weights, so the KV cache and the CUDA graphs are kept (free_cache).
-            generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings)
+            images = reader is not None
+            generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings, images=images)
             with closing(generator), parts.locked() if world.main else nullcontext():
                 pace = _sample(job, prompts, generator, scorer, parts, world, console)
                 if world.main:
@@ -375,9 +393,8 @@ def _sample(
                 pace.tokens += sum(len(rollout.ids) for rollout in made)
                 refuse_failures(made, job.reward.max_failures, parts.folder)
                 if world.main:
-                    parts.write(
-                        number, [sample_row(rollout, job.first + span[rollout.prompt_index]) for rollout in made]
-                    )
+                    rows = [sample_row(one, job.first + span[one.prompt_index], parts.images) for one in made]
+                    parts.write(number, rows)
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped; {parts.folder} keeps the finished chunks; run the same command to resume"

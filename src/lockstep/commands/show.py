@@ -13,7 +13,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.output import visible
 from lockstep.run.screen import Screen, shown
-from lockstep.types import Example, Item, LabeledResponse, Ranking, ScoredExample, StepLabels
+from lockstep.types import Example, Item, LabeledResponse, Prompt, Ranking, ScoredExample, StepLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,10 @@ def _show_prompts(recipe: Recipe, rows: int) -> None:
             truth = f", answer {question.ground_truth}" if question.ground_truth else ", no ground truth"
             title = f"{question.origin}: {len(prompt.ids)} tokens, {question.data_source}{truth}"
             screen.print(shown(title, "bold"), soft_wrap=True)
-            screen.print(shown(prepared.tokenizer.decode(list(prompt.ids)), CONTEXT), soft_wrap=True)
+            text = prepared.tokenizer.decode(_shortened(prompt, 0, len(prompt.ids)))
+            screen.print(shown(text, CONTEXT), soft_wrap=True)
+            for line in image_lines(prompt):
+                screen.print(shown(line, CONTEXT), soft_wrap=True)
     counts = prepared.train.counts
     console.banner(
         "data",
@@ -84,7 +87,7 @@ def _template(recipe: Recipe) -> list[tuple[str, str]]:
     return [] if recipe.data.template == "auto" else [("template", recipe.data.template)]
 
 
-def _shortened(example: Example, start: int, end: int) -> list[int]:
+def _shortened(example: Example | Prompt, start: int, end: int) -> list[int]:
     """Returns the tokens from `start` to `end`, with only the first placeholder token of each image."""
     repeated = {place for image in example.images for place in range(image.start + 1, image.stop)}
     return [example.ids[place] for place in range(start, end) if place not in repeated]
@@ -103,7 +106,7 @@ def role_of(item: Item, number: int) -> str:
     return ""
 
 
-def image_lines(example: Example) -> list[str]:
+def image_lines(example: Example | Prompt) -> list[str]:
     """Describes each image of a row: its tokens, its patches and where it comes from."""
     return [
         f"  image {number}: tokens {image.start} to {image.stop - 1} ({image.tokens}), "

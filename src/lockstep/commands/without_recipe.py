@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.image_rows import RowImages
+from lockstep.data.encode.messages import SET_VISION
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS, find_question_columns, read_questions
 from lockstep.data.sources.read import RowSet
 from lockstep.device.base import Device
@@ -34,6 +36,8 @@ from lockstep.rollout.native.native_engine import NativeEngine, refuse_moving_po
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
 from lockstep.types import Failure, Prompt, Question, Rollout
+from lockstep.vision.families import FAMILIES
+from lockstep.vision.images import has_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +94,16 @@ def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: 
     refuse_moving_positions(text_config(config), longest, config.model_type, "--max-new-tokens")
 
 
+def option_images(
+    rows: RowSet, first: int, limit: int | None, folder: str, tokenizer: PreTrainedTokenizerBase, path: str
+) -> RowImages | None:
+    """Returns the reader of images, if the model reads images and a row has some."""
+    last = len(rows) if limit is None else min(first + limit, len(rows))
+    if load_config(folder).model_type not in FAMILIES or not any(has_images(rows[i]) for i in range(first, last)):
+        return None
+    return RowImages(folder, tokenizer, path)
+
+
 def load_generator(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -98,13 +112,18 @@ def load_generator(
     world: World,
     console: Console,
     settings: RolloutSettings | None = None,
+    *,
+    images: bool = False,
 ) -> Generator:
-    """Returns a generator with the built-in engine, or with transformers for models that the engine cannot run."""
+    """Returns a generator with the built-in engine, or with transformers for models that the engine cannot run. Only
+    the built-in engine reads images."""
     wanted = settings or RolloutSettings()
+    if images and wanted.interactive:
+        raise Refusal.at("DATA", "its rows have images", "remove --environment, --tool and --agent", code="not-text")
     try:
-        return Generator.load(folder, tokenizer, dtype, device, world, wanted)
+        return Generator.load(folder, tokenizer, dtype, device, world, wanted, images=images)
     except Refusal as refusal:
-        if any(problem.remedy != NativeEngine.instead for problem in refusal.problems):
+        if images or any(problem.remedy != NativeEngine.instead for problem in refusal.problems):
             raise as_options(refusal, CONVERSATION_OPTIONS) from refusal
         console.say(f"{refusal.problems[0].why}: using the slower generate of transformers instead")
     fallback = next(name for name, row in ENGINES.items() if not row.paged and not row.served)
@@ -179,7 +198,11 @@ def _code(reference: str) -> dict[str, str] | str:
     return {"name": name, "file": checksum(Path(path))} if path.endswith(".py") and Path(path).is_file() else reference
 
 
-QUESTION_OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--label-key"}
+QUESTION_OPTIONS = {
+    "data.prompt_key": "--prompt-key",
+    "data.label_key": "--label-key",
+    SET_VISION: "use a vision-language model",
+}
 
 
 @dataclass(frozen=True)
@@ -194,13 +217,19 @@ BY_NAME = NamedColumns()
 
 
 def read_option_questions(
-    rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, required: frozenset[str] = REWARD_FIELDS
+    rows: RowSet,
+    limit: int | None,
+    named: NamedColumns,
+    *,
+    first: int = 0,
+    required: frozenset[str] = REWARD_FIELDS,
+    images: RowImages | None = None,
 ) -> list[Question]:
     """Reads the questions of a command; its errors name command options instead of recipe keys."""
     source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)
     try:
         columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), required)
-        return read_questions(rows, limit, columns, first=first)
+        return read_questions(rows, limit, columns, first=first, images=images)
     except Refusal as refusal:
         raise as_options(refusal, QUESTION_OPTIONS) from refusal
 

@@ -11,14 +11,17 @@ import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
 from lockstep.data.batching import packed_tokens
 from lockstep.types import Example, Item, LabeledResponse, Origin, Prompt, Question, Ranking, ScoredExample, StepLabels
+from lockstep.vision.images import file_digest
+from lockstep.vision.spans import ImageRef, ImageSpan
 
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
@@ -99,11 +102,12 @@ class Store(_Items[T]):
         ids = array("q")
         ids.frombytes(self._tokens[first:last].astype(np.int64).tobytes())
         trained = self._trained[first:last].tobytes()
+        images = _read_images(self._arrays, self.about["images"], number) if self.about.get("images") else ()
         if self.about["asked"] is None:
-            return Example(ids, trained, origin)
+            return Example(ids, trained, origin, images=images)
         begin, end = self._arrays["position_starts"][number : number + 2]
-        positions = tuple(self._arrays["positions"][begin:end].tolist())
-        return ScoredExample(ids, trained, origin, positions=positions, token_ids=tuple(self.about["asked"]))
+        how = {"positions": tuple(self._arrays["positions"][begin:end].tolist()), "images": images}
+        return ScoredExample(ids, trained, origin, token_ids=tuple(self.about["asked"]), **how)
 
     @property
     def lengths_E(self) -> np.ndarray:
@@ -127,7 +131,7 @@ class Store(_Items[T]):
 
     @property
     def digests_I(self) -> np.ndarray:
-        """Hash of the tokens of each item."""
+        """Hash of the tokens and images of each item."""
         return self._arrays["digests"]
 
     @property
@@ -152,7 +156,7 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
     examples = [example for group in sequences for example in group]
     label_tokens = {tuple(one.token_ids) if isinstance(one, ScoredExample) else None for one in examples}
     extra = _KINDS[kind].columns(items)
-    if len(label_tokens) != 1 or extra is None or any(one.images for one in examples):
+    if len(label_tokens) != 1 or extra is None:
         return None
     (token_ids,) = label_tokens
     arrays = {
@@ -162,18 +166,58 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
         "tokens": np.concatenate([np.asarray(example.ids, dtype=np.int32) for example in examples]),
         "trained": np.frombuffer(b"".join(bytes(example.loss_mask) for example in examples), dtype=np.uint8),
         "line": np.array([_packed_tokens(group) for group in sequences], dtype=np.int64),
-        "digests": np.array([digest_of(*(one.ids for one in group)) for group in sequences], dtype=np.uint64),
+        "digests": np.array([digest_of(*_contents(group)) for group in sequences], dtype=np.uint64),
         **extra,
     }
     scored = [one for one in examples if isinstance(one, ScoredExample)]
     if scored:
         arrays["position_starts"] = _offsets(len(one.positions) for one in scored)
         arrays["positions"] = np.array([position for one in scored for position in one.positions], dtype=np.int64)
-    data = to_bytes(arrays, {**about, "kind": kind, "asked": token_ids})
-    if kind == "example":
+    images = _image_columns(examples, arrays)
+    data = to_bytes(arrays, {**about, "kind": kind, "asked": token_ids, "images": images})
+    if kind == "example" and not images:
         return data if _are_all_of(examples, arrays["tokens"], rows, origin_of) else None
     made = Store[Any](data, origin_of)
     return data if all(rebuilt == item for rebuilt, item in zip(made, items, strict=True)) else None
+
+
+_SPAN_FIELDS = tuple(field.name for field in fields(ImageSpan) if field.name not in ("start", "ref"))
+
+
+def _image_columns(examples: Sequence[Example], arrays: Arrays) -> list[list[Any]]:
+    """Adds the images of the examples to `arrays`: the place of each in its sequence, its index among the distinct
+    images, and the bytes of images that are not files. Returns the other values of the distinct images."""
+    spans = [span for example in examples for span in example.images]
+    if not spans:
+        return []
+    distinct = {replace(span, start=0): None for span in spans}
+    numbers = {span: number for number, span in enumerate(distinct)}
+    data = [span.ref.data or b"" for span in distinct]
+    arrays["image_starts"] = _offsets(len(example.images) for example in examples)
+    arrays["image_places"] = np.array([span.start for span in spans], dtype=np.int64)
+    arrays["image_numbers"] = np.array([numbers[replace(span, start=0)] for span in spans], dtype=np.int64)
+    arrays["image_byte_starts"] = _offsets(map(len, data))
+    arrays["image_bytes"] = np.frombuffer(b"".join(data), dtype=np.uint8)
+    return [[one.ref.digest, one.ref.path, {name: getattr(one, name) for name in _SPAN_FIELDS}] for one in distinct]
+
+
+def _read_images(arrays: Arrays, distinct: Sequence[Any], number: int) -> tuple[ImageSpan, ...]:
+    """Returns the images of the sequence `number`."""
+    found = []
+    for at in range(*map(int, arrays["image_starts"][number : number + 2])):
+        index = int(arrays["image_numbers"][at])
+        digest, path, fixed = distinct[index]
+        begin, end = arrays["image_byte_starts"][index : index + 2]
+        ref = ImageRef(digest, path, None if path is not None else arrays["image_bytes"][begin:end].tobytes())
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fixed.items()}
+        found.append(ImageSpan(start=int(arrays["image_places"][at]), ref=ref, **values))
+    return tuple(found)
+
+
+def unchanged_images(about: Mapping[str, Any]) -> bool:
+    """Returns whether the image files of stored items still have the content that the items were made from."""
+    named = ((digest, path) for digest, path, *_ in about.get("images") or () if path is not None)
+    return all(file_digest(Path(path)) == digest for digest, path in named)
 
 
 def _are_all_of(examples: Sequence[Example], tokens: np.ndarray, rows: Sequence[int], origin_of: OriginOf) -> bool:
@@ -265,11 +309,13 @@ def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
     begin, end = arrays["question_starts"][index : index + 2]
     source, prompt, truth, extra, tools, *inputs = json.loads(arrays["questions"][begin:end].tobytes())
     (example,) = examples
-    return Prompt(Question(source, prompt, truth, example.origin, extra, tools or (), *inputs), list(example.ids))
+    refs = tuple(image.ref for image in example.images)
+    question = Question(source, prompt, truth, example.origin, extra, tools or (), *inputs, images=refs)
+    return Prompt(question, list(example.ids), example.images)
 
 
 def _prompt_sequence(item: Prompt) -> Sequence[Example]:
-    return (Example(item.ids, bytes(len(item.ids)), item.question.origin),)
+    return (Example(item.ids, bytes(len(item.ids)), item.question.origin, images=item.images),)
 
 
 _KINDS: dict[str, _ItemKind[Any]] = {
@@ -309,9 +355,9 @@ def sequences(items: Iterable[Item]) -> Iterator[Example]:
     return (example for item in items for example in item.examples)
 
 
-def _contents(item: Item) -> Iterator[Sequence[int]]:
+def _contents(examples: Sequence[Example]) -> Iterator[Sequence[int]]:
     """Yields the tokens of each sequence of an item, and the hash of each of its images."""
-    for example in item.examples:
+    for example in examples:
         yield example.ids
         yield from (list(bytes.fromhex(image.ref.digest)) for image in example.images)
 
@@ -322,6 +368,5 @@ def item_digests(items: Sequence[Any]) -> np.ndarray:
         return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
     if isinstance(items, Store):
         return items.digests_I
-    every = [item.ids for item in items if isinstance(item, Prompt)]
-    found = [digest_of(ids) for ids in every] or [digest_of(*_contents(item)) for item in items]
-    return np.array(found, dtype=np.uint64)
+    groups = (_prompt_sequence(item) if isinstance(item, Prompt) else item.examples for item in items)
+    return np.array([digest_of(*_contents(group)) for group in groups], dtype=np.uint64)

@@ -153,6 +153,7 @@ def micro_batch(
     shares = shares or [0] * len(examples)
     batch = _packed(examples, shares) if packed else _padded(examples, pad_id)
     if any(example.images for example in examples):
+        shares = shares if packed else [0] * len(examples)
         batch = replace(batch, images=image_inputs(examples, batch, shares))
     if starts is not None:
         batch = replace(batch, index_K=_counted(starts, examples))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
-from lockstep.data.array_store import Joined, OriginOf, Store, sequences, stored
+from lockstep.data.array_store import Joined, OriginOf, Store, sequences, stored, unchanged_images
 from lockstep.data.encode import dialogue as special_text
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import OverLimit
@@ -69,7 +69,7 @@ class RowWork:
 
     def __call__(self, span: Span) -> RowPart:
         """Encodes a range of rows. Collects the problems of all rows instead of stopping at the first problem."""
-        if self.cache is not None and self.cache.get(span) is not None:
+        if self.cached(span) is not None:
             return RowPart(elsewhere=True)
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
         items: list[Any] = []
@@ -116,6 +116,15 @@ class RowWork:
         data = stored(items, numbers, about, self.rows.origin)
         return RowPart(data=data, items=() if data is not None else items, about=about)
 
+    def cached(self, span: Span) -> RowPart | None:
+        """Returns a range of rows from the row cache. Returns None if it is not cached, or if an image file of the rows
+        has changed."""
+        data = None if self.cache is None else self.cache.get(span)
+        if data is None:
+            return None
+        about = Store[Any](data, self.rows.origin).about
+        return RowPart(data, about=about) if unchanged_images(about) else None
+
     def _is_bad(self, number: int, refusal: Refusal) -> bool:
         """Returns whether the error is about the row itself, and not about a setting or the row's length."""
         return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, OverLimit)
@@ -152,11 +161,10 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
     """Reads the encoded rows of the range `span` from the row cache into `parts`. Returns False if the range is not
     cached."""
-    assert work.cache is not None
-    data = work.cache.get(span)
-    if data is None:
+    part = work.cached(span)
+    if part is None:
         return False
-    parts[span] = RowPart(data, about=Store[Any](data, work.rows.origin).about)
+    parts[span] = part
     advance(span[1] - span[0])
     return True
 
@@ -318,7 +326,8 @@ def load_rows(
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns, rows.partly), tokenizer, limit)
         count = rows_taken(source, rows)
-        kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
+        several = worth_keeping(count, open_rows)
+        kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if several else None
         work = RowWork(rows, reader, type(loaded.counts), kept, data.bad_rows == "drop")
         parts = read_parts(work, count, advance)
         problems += [problem for part in parts for problem in part.problems]

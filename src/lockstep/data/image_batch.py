@@ -1,4 +1,4 @@
-"""The images of a micro-batch: pixels of its distinct images, places of their features, and positions on three axes."""
+"""The images of a micro-batch: its distinct images, places of their features, and positions on three axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from lockstep.device.base import sent
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import three_axes
-from lockstep.vision.processors import pixels_of
 from lockstep.vision.spans import ImageBlock, ImageInputs, ImageSpan
 
 
@@ -23,7 +22,7 @@ def image_inputs(examples: Sequence[Example], batch: MicroBatch, shares: Sequenc
     rows, width = batch.input_ids_NT.shape
     collected = _Collected(rows, width)
     for example, where, share in zip(examples, token_places(examples, batch), shares, strict=True):
-        collected.add(example.images, where, three_axes(len(example), example.images), share, example.origin)
+        collected.add(example.images, where, three_axes(len(example), example.images), share)
     return collected.inputs()
 
 
@@ -43,7 +42,7 @@ def chunk_images(chunks: Sequence[PrefillSpan]) -> ImageInputs | None:
         where = np.full(length, -1)
         where[first:stop] = np.arange(start, start + stop - first)
         inside = [image for image in images if image.stop > first and image.start < stop]
-        collected.add(inside, where, axes, first, "the prompt", stop)
+        collected.add(inside, where, axes, first, stop)
         start += stop - first
     return collected.inputs()
 
@@ -55,8 +54,7 @@ class _Collected:
         self._shape = (3, rows, width)
         self._axes = np.zeros((3, rows * width), dtype=np.int64)
         self._firsts: dict[tuple[str, str], int] = {}
-        self._pixels: list[np.ndarray] = []
-        self._grids: list[tuple[int, int, int]] = []
+        self._distinct: list[ImageSpan] = []
         self._places: list[np.ndarray] = []
         self._features: list[np.ndarray] = []
         self._blocks: list[ImageBlock] = []
@@ -68,7 +66,6 @@ class _Collected:
         where: np.ndarray,
         axes: np.ndarray,
         first: int,
-        origin: object,
         stop: int | None = None,
     ) -> None:
         """Adds a sequence. `where` has the index of each of its tokens in the forward pass, and `axes` the positions of
@@ -79,8 +76,7 @@ class _Collected:
             if key not in self._firsts:
                 self._firsts[key] = self._count
                 self._count += image.features
-                self._pixels.append(pixels_of(image, origin))
-                self._grids.append(image.grid)
+                self._distinct.append(image)
             own = image.places()
             inside = (own >= first) & (own < (image.stop if stop is None else stop))
             self._places.append(where[own[inside]])
@@ -94,14 +90,11 @@ class _Collected:
         places, features = (np.concatenate(parts or nothing) for parts in (self._places, self._features))
         order = places.argsort()  # features that are added after the first layers are in the order of the tokens
         return ImageInputs(
-            pixels_PD=torch.from_numpy(np.concatenate(self._pixels or [np.zeros((0, 0), dtype=np.float32)])),
-            grids_I3=torch.tensor(self._grids, dtype=torch.long).reshape(-1, 3),
+            distinct=tuple(self._distinct),
             places_M=torch.from_numpy(places[order]),
             features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
             blocks=tuple(self._blocks),
-            count=self._count,
-            digests=tuple(digest for _, digest in self._firsts),
         )
 
 
@@ -119,8 +112,6 @@ def images_to(images: ImageInputs, device: torch.device) -> ImageInputs:
     """Returns the images on the device."""
     return replace(
         images,
-        pixels_PD=sent(images.pixels_PD, device),
-        grids_I3=sent(images.grids_I3, device),
         places_M=sent(images.places_M, device),
         features_M=sent(images.features_M, device),
         axes_3NT=sent(images.axes_3NT, device),

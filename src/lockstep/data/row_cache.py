@@ -26,6 +26,7 @@ from lockstep.recipe.keys_data import Data, Source
 from lockstep.run.caches import ROWS, cache_home
 from lockstep.run.files import ASIDE
 from lockstep.version import PACKAGE_FOLDER
+from lockstep.vision.images import file_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 # Number of rows per cache entry. Encoding this many rows takes about one second.
 PART_ROWS = 1024
+# Reading and resizing so many images takes about one second.
+IMAGE_ROWS = 64
 _MAGIC = b"lockstep rows, encoded.\n"  # magic plus checksum are a multiple of eight bytes, for alignment
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 # Settings that do not change how a row is encoded.
@@ -51,7 +54,9 @@ _UNUSED_KEYS = {
     },
     "source": {"weight", "rows"},
 }
-_PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow")
+_PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow", "pillow", "numpy")
+# Files of a model folder that affect the pixels and tokens of images.
+_PROCESSOR = ("config.json", "preprocessor_config.json", "processor_config.json")
 # Temporary files older than this number of seconds are left over from killed runs.
 _LEFT_AFTER = 24 * 3600
 
@@ -92,6 +97,7 @@ class RowCache:
             "source": source.model_dump(mode="json", exclude=_UNUSED_KEYS["source"]),
             "limit": limit,
             "tokenizer": content,
+            "images": _processor_content(_images_of(open_rows)),
         }
         text = json.dumps(key, sort_keys=True)
         return cls(home, hashlib.sha256(text.encode()).hexdigest(), data.cache_gb * 2**30)
@@ -130,10 +136,10 @@ class RowCache:
         return f"{self._key} {span}"
 
 
-def worth_keeping(rows: int) -> bool:
+def worth_keeping(rows: int, open_rows: Callable[..., Any] | None = None) -> bool:
     """Returns whether a source has enough rows for caching. Encoding a few rows is as fast as reading them from the
-    cache."""
-    return rows >= PART_ROWS
+    cache. Rows with images take longer."""
+    return rows >= (PART_ROWS if _images_of(open_rows) is None else IMAGE_ROWS)
 
 
 def keep(path: Path, name: str, data: bytes) -> None:
@@ -228,6 +234,20 @@ def _named(open_rows: Callable[..., Any]) -> str | None:
         return None
 
 
+def _images_of(open_rows: Callable[..., Any] | None) -> str | None:
+    """Returns the model folder whose image processor a row reader uses (its argument `images`), or None."""
+    while isinstance(open_rows, partial):
+        if (folder := open_rows.keywords.get("images")) is not None:
+            return str(folder)
+        open_rows = open_rows.func
+    return None
+
+
+def _processor_content(folder: str | None) -> dict[str, str | None]:
+    """Returns the hashes of the files of a model folder that affect the pixels and tokens of images."""
+    return {} if folder is None else {name: file_digest(Path(folder) / name) for name in _PROCESSOR}
+
+
 def _listed(value: Any) -> list[Any]:
     if isinstance(value, set | frozenset):
         return sorted(value)
@@ -237,8 +257,9 @@ def _listed(value: Any) -> list[Any]:
 @cache
 def code_digest() -> str:
     """Returns a hash of all code and built-in templates that affect encoding."""
-    digest, data = hashlib.sha256(), PACKAGE_FOLDER / "data"
-    for path in [*sorted(data.rglob("*.py")), *sorted(data.rglob("*.jinja")), PACKAGE_FOLDER / "types.py"]:
+    digest, data, vision = hashlib.sha256(), PACKAGE_FOLDER / "data", PACKAGE_FOLDER / "vision"
+    code = [*sorted(data.rglob("*.py")), *sorted(data.rglob("*.jinja")), *sorted(vision.rglob("*.py"))]
+    for path in [*code, PACKAGE_FOLDER / "types.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

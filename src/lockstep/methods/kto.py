@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,12 +16,13 @@ from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Task
+from lockstep.model.resolve import image_folder
 from lockstep.recipe import Recipe
 from lockstep.types import Example, LabeledResponse, MicroBatch, Sums
 
 
 def reader(recipe: Recipe) -> OpenRows[LabeledResponse]:
-    return LabeledRows
+    return partial(LabeledRows, images=image_folder(recipe.model))
 
 
 def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:
@@ -120,10 +123,10 @@ def _mismatched_examples(items: Sequence[LabeledResponse], longest: int) -> tupl
     """Returns an example for each prompt, with the response to another prompt. Also returns how many responses were
     truncated."""
     firsts = [next(i for i, mask in enumerate(item.example.loss_mask) if mask) for item in items]
-    prompts = [list(item.example.ids[:first]) for item, first in zip(items, firsts, strict=True)]
-    responses = [list(item.example.ids[first:]) for item, first in zip(items, firsts, strict=True)]
+    prompts = [item.example.cut(slice(0, first)) for item, first in zip(items, firsts, strict=True)]
+    responses = [item.example.cut(slice(first, len(item.example))) for item, first in zip(items, firsts, strict=True)]
     try:
-        partners = mismatched_rows(prompts, responses)
+        partners = mismatched_rows(list(map(_content, prompts)), list(map(_content, responses)))
     except ValueError as error:
         where = ", ".join(str(item.origin) for item in items[:2])
         raise Refusal.at(
@@ -131,9 +134,21 @@ def _mismatched_examples(items: Sequence[LabeledResponse], longest: int) -> tupl
         ) from error
     examples, cut = [], 0
     for item, prompt, partner in zip(items, prompts, partners, strict=True):
-        room = longest - len(prompt)
-        response = responses[partner][:room]
-        loss_mask = items[partner].example.loss_mask[firsts[partner] :][:room]
+        # A response is not cut inside an image, so the cut is before the first image that does not fit.
+        room = min([longest - len(prompt), *_starts_over(responses[partner], longest - len(prompt))])
+        response = responses[partner].cut(slice(0, min(room, len(responses[partner]))))
         cut += len(response) < len(responses[partner])
-        examples.append(Example([*prompt, *response], [*[0] * len(prompt), *loss_mask], item.origin))
+        images = (*prompt.images, *(replace(one, start=one.start + len(prompt)) for one in response.images))
+        mask = [*[0] * len(prompt), *response.loss_mask]
+        examples.append(Example([*prompt.ids, *response.ids], mask, item.origin, images=images))
     return examples, cut
+
+
+def _content(part: Example) -> list[int]:
+    """Returns the tokens of a prompt or response and the hashes of its images. Prompts that differ only in their images
+    have the same tokens."""
+    return [*part.ids, *(byte for image in part.images for byte in bytes.fromhex(image.ref.digest))]
+
+
+def _starts_over(response: Example, room: int) -> list[int]:
+    return [image.start for image in response.images if image.stop > room]

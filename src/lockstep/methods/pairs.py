@@ -24,12 +24,13 @@ from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Task
+from lockstep.model.resolve import image_folder
 from lockstep.recipe import Recipe
 from lockstep.types import MicroBatch, Ranking, Sums
 
 
 def reader(recipe: Recipe) -> OpenRows[Ranking]:
-    return partial(RankingRows, read="response", several=False)
+    return partial(RankingRows, read="response", several=False, images=image_folder(recipe.model))
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:

@@ -15,13 +15,15 @@ from lockstep.data.encode.step_rows import StepRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Task
+from lockstep.model.resolve import image_folder
 from lockstep.recipe import Recipe
 from lockstep.reward.process_model import PROCESS
 from lockstep.types import MicroBatch, StepLabels, Sums
 
 
 def reader(recipe: Recipe) -> OpenRows[StepLabels]:
-    return partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens)
+    images = image_folder(recipe.model)
+    return partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens, images=images)
 
 
 def files(recipe: Recipe) -> dict[str, str]:

@@ -13,12 +13,13 @@ from lockstep.data.dataset import OpenRows
 from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.updates import Update
 from lockstep.methods.base import MethodModels, Task
+from lockstep.model.resolve import image_folder
 from lockstep.recipe import Recipe
 from lockstep.types import MicroBatch, Ranking, Sums
 
 
 def reader(recipe: Recipe) -> OpenRows[Ranking]:
-    return partial(RankingRows, read="score", several=True)
+    return partial(RankingRows, read="score", several=True, images=image_folder(recipe.model))
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:

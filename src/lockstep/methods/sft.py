@@ -10,15 +10,13 @@ from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Task
-from lockstep.model.resolve import model_folder
+from lockstep.model.resolve import image_folder
 from lockstep.recipe import Recipe
 from lockstep.types import Example, MicroBatch, Sums
 
 
 def reader(recipe: Recipe) -> OpenRows[Example]:
-    if recipe.model.vision is None:
-        return SupervisedRows
-    return partial(SupervisedRows, images=model_folder(recipe.model.path))
+    return partial(SupervisedRows, images=image_folder(recipe.model))
 
 
 class Supervised(Plain):

@@ -165,6 +165,7 @@ class Decoder:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Computes the hidden states of the last layer."""
         assert self.attentions or self.mixers
+        assert batch.images is None or self.images is not None, "the model was loaded without its towers"
         if isinstance(self._probe, RowProbe):
             return self._in_rows(batch, self._probe)
         own_T = None if batch.context is None else batch.context.local_T
@@ -222,7 +223,7 @@ class Decoder:
         inputs = {"input_ids": ids_T[None], "position_ids": at_T[None], **self.keywords(at_T[None])}
         if images is not None:
             assert self.images is not None
-            inputs |= self.images.inputs(inputs.pop("input_ids"), images)
+            inputs |= self.images.inputs(inputs.pop("input_ids"), images, alone=True)
             inputs |= {"position_ids": images.axes_3NT} if self.images.family.three_axes else {}
         with latents_kept(self._latent_modules):
             return self._before_head(decoder(**inputs, use_cache=False, layout=step).last_hidden_state[0])

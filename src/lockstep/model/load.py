@@ -88,6 +88,8 @@ def load_policy(
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise unsupported(settings.path, type(model).__name__, first_line(error)) from error
+    if policy.decoder.images is not None:
+        policy.decoder.images.cache_bytes = settings.vision_cache_gb * 2**30
     check_policy(policy, settings.path, device)
     if settings.tiled_mlp is not None and not (frozen and policy.decoder.untiled()):
         policy.decoder.tile_mlps(settings.tiled_mlp)

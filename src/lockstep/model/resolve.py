@@ -135,6 +135,11 @@ def stored_adapter(settings: Lora | None) -> str | None:
     return adapter_folder(settings.adapter, "model.lora.adapter")
 
 
+def image_folder(settings: Model) -> str | None:
+    """Returns the folder whose image processor reads the images of rows, or None without `model.vision`."""
+    return None if settings.vision is None else model_folder(settings.path)
+
+
 def model_folder(path: str, key: str = "model.path") -> str:
     """Returns the local Hugging Face folder of the model `path`. `key` is the recipe key for error messages.
 

@@ -92,6 +92,12 @@ LOADED_MODEL = Trial(
     "model.check.check_policy",
     "log-probs of the loaded model on a few tokens equal those of transformers",
 )
+LOADED_IMAGES = Trial(
+    "loaded_images",
+    "after weights load, with model.vision",
+    "preflight.image_trial.check_images",
+    "log-probs of the loaded model on rows with images equal those of transformers",
+)
 LOADED_ENGINE = Trial(
     "loaded_engine",
     "when an engine starts",
@@ -145,6 +151,7 @@ TRIALS = (
     TENSOR_PARALLEL,
     ENGINE,
     LOADED_MODEL,
+    LOADED_IMAGES,
     LOADED_ENGINE,
     ADVANTAGE_FUNCTION,
     LOSS_FUNCTION,

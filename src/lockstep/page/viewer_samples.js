@@ -307,6 +307,7 @@ function sampleParts(sample, coloring) {
       ? el("div.conversation", conversationParts(sample, tokens, coloring))
       : [
           el("div.turns", promptTurns(sample.prompt)),
+          promptImages(sample.images),
           el("h4", "Response"),
           tokens === null
             ? el("pre.response-text", visible(String(sample.response ?? "")))
@@ -346,6 +347,16 @@ function conversationParts(sample, tokens, coloring) {
         : tokenStrip({ ...sample, tokens: own.length }, own, coloring, message.turn === 0 ? undefined : ""),
       given(turn.parse_error) && el("p.end.badge.bad", visible(String(turn.parse_error))),
     );
+  });
+}
+
+/** The images of the prompt, in the order of their placeholders. */
+function promptImages(images) {
+  if (!Array.isArray(images)) return null;
+  return images.map((image, index) => {
+    const query = new URLSearchParams({ run: state.run, file: String(image?.file) });
+    const caption = `image ${index + 1}: ${show(image?.tokens, "count")} tokens from token ${show(image?.start, "count")}`;
+    return el("figure.image", el("img", { src: `api/image?${query}`, alt: caption }), el("figcaption", caption));
   });
 }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.data.array_store import item_digests, sequences
 from lockstep.data.dataset import Dataset, RowRequest, load_rows, open_sources, rows_taken
 from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.prompt_rows import (
     COLUMNS,
     PromptRows,
@@ -27,6 +28,7 @@ from lockstep.errors import Problem, Refusal, refuse_all, shortened
 from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.load import load_config
+from lockstep.model.resolve import image_folder
 from lockstep.model.text_model import text_config
 from lockstep.preflight.batch_plan import UNLIMITED, memory_loader, prompt_limit, row_limit
 from lockstep.preflight.model_checks import refuse_placeholders
@@ -40,7 +42,10 @@ from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import recipe_weights
 from lockstep.rollout.collect import encode_questions, prompt_format
 from lockstep.rollout.native.native_engine import refuse_moving_positions
-from lockstep.types import Example, Question
+from lockstep.types import Example, Prompt, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Reading.
 
@@ -74,7 +79,8 @@ def read_validation(context: Context) -> None:
 
 
 def read_questions_of(context: Context) -> None:
-    context.questions = validation_questions(context.recipe)
+    if context.tokenizer is not None:  # else the run is refused
+        context.questions = validation_questions(context.recipe, context.tokenizer)
 
 
 def _fields_read(recipe: Recipe) -> frozenset[str]:
@@ -97,14 +103,21 @@ def _encoded_prompts(context: Context) -> PromptSet:
                 "set it to the longest prompt that may be trained",
                 code="not-set",
             )
-        reader = partial(PromptRows, reward_fields=reward_fields)
+        reader = partial(PromptRows, reward_fields=reward_fields)  # data.streaming is refused with model.vision
         check = partial(_prompt_problems, context)
         request = RowRequest(PromptSet, reader, data.train, data, context.tokenizer, context.limit)
         return stream_rows(request, check)
     opened = open_sources(data.taken, data)
     with context.console.task("Encoding prompts", sum(map(rows_taken, data.taken, opened))) as task:
         return load_prompts(
-            data.taken, data, context.tokenizer, context.limit, task.advance, opened, reward_fields=reward_fields
+            data.taken,
+            data,
+            context.tokenizer,
+            context.limit,
+            task.advance,
+            opened,
+            reward_fields=reward_fields,
+            images=image_folder(context.recipe.model),
         )
 
 
@@ -122,13 +135,14 @@ def _streamed_rows(context: Context) -> Dataset[Any]:
     return stream_rows(RowRequest(Dataset, reader, data.train, data, context.tokenizer, context.limit), check)
 
 
-def validation_questions(recipe: Recipe) -> list[Question]:
+def validation_questions(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
     """Reads the validation questions of `val.questions`. Raises Refusal for questions without a scoring rule."""
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
     online, reader = recipe.method in ONLINE, UserReader.of(recipe.data)
     questions: list[Question] = []
+    folder = image_folder(recipe.model)
     for path in paths:
         rows = read_rows(path, reader=reader, sample_by=recipe.data.sample_by)
         columns = None
@@ -136,7 +150,8 @@ def validation_questions(recipe: Recipe) -> list[Question]:
             # The questions of an online run use the columns and settings of its prompts.
             finder = ColumnFinder(Source(path=path), recipe.data, rows.columns)
             columns = find_question_columns(finder, _fields_read(recipe))
-        questions += read_questions(rows, recipe.val.question_rows, columns)
+        images = None if folder is None else RowImages(folder, tokenizer, path)
+        questions += read_questions(rows, recipe.val.question_rows, columns, images=images)
     if not online:
         # An online run scores the questions with its rewards, which are checked separately.
         for source, rule in recipe.val.rules.items():
@@ -157,7 +172,9 @@ def long_questions(context: Context) -> list[Problem]:
     max_positions = getattr(text, "max_position_embeddings", None)
     if not context.questions or max_positions is None:
         return []
-    prompts = encode_questions(context.tokenizer, context.questions, recipe.data.system, prompt_format(recipe))
+    prompts = encode_questions(
+        context.tokenizer, context.questions, recipe.data.system, prompt_format(recipe), image_folder(recipe.model)
+    )
     longest_prompt = max(prompts, key=lambda prompt: len(prompt.ids))
     prompt_tokens = len(longest_prompt.ids)
     longest = prompt_tokens + recipe.val.max_new_tokens
@@ -232,15 +249,16 @@ def placeholder_tokens(context: Context) -> Iterator[Problem]:
     """Reports text rows and prompts with a placeholder token for images or audio."""
     if context.online:
         prompts = (prompt for source in context.prompts.sources for prompt in source)
-        yield from refuse_placeholders(context.config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
+        texts = ((prompt.question.origin, _text_ids(prompt)) for prompt in prompts)
+        yield from refuse_placeholders(context.config, texts)
         return
     for rows in context.row_sets.values():
         examples = ((example.origin, _text_ids(example)) for example in sequences(rows.items))
         yield from refuse_placeholders(context.config, examples)
 
 
-def _text_ids(example: Example) -> Sequence[int]:
-    """Returns the tokens of an example without the placeholders of its images."""
+def _text_ids(example: Example | Prompt) -> Sequence[int]:
+    """Returns the tokens of an example or prompt without the placeholders of its images."""
     if not example.images:
         return example.ids
     inside = {place for image in example.images for place in range(image.start, image.stop)}

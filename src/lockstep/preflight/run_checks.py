@@ -9,6 +9,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Problem
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.resolve import image_folder
 from lockstep.model.text_model import text_config
 from lockstep.preflight.async_worker import with_worker
 from lockstep.preflight.batch_plan import OnlinePlan, plan_batches, plan_online, sequences_per_update
@@ -74,7 +75,9 @@ def prepare_online(
     if questions and train.streamed:
         remarks.append(_NOT_COMPARED.format("val.questions"))
     elif questions:
-        encoded = encode_questions(context.tokenizer, questions, recipe.data.system, prompt_format(recipe))
+        encoded = encode_questions(
+            context.tokenizer, questions, recipe.data.system, prompt_format(recipe), image_folder(recipe.model)
+        )
         remarks += seen_in_training(train.items, encoded, "val.questions")
     return PreparedOnline(recipe, context.tokenizer, context.config, questions, context.memory, train, batches, remarks)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem, needs, unfit, unused
 from lockstep.recipe.method_checks import reference_kind
-from lockstep.recipe.methods import OFFLINE
+from lockstep.recipe.methods import OFFLINE, ONLINE
+from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.recipe.schema import Recipe
 
 # These offline methods look at all rows before training: at the balance of labels, or at the last tokens of all texts.
@@ -62,9 +63,10 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields problems of keys that do not work with images yet."""
     model, parallel, key = recipe.model, recipe.parallel, "model.vision"
     row = OFFLINE.get(recipe.method)
-    if row is None or not row.images:
-        able = " or ".join(name for name, one in OFFLINE.items() if one.images)
-        yield unfit(key, f"method {recipe.method} does not train on images", f"set method={able}, or remove {key}")
+    if row is not None and not row.images:
+        able = ", ".join(name for name, one in OFFLINE.items() if one.images)
+        remedy = f"set method to one of {able} or an online method, or remove {key}"
+        yield unfit(key, f"method {recipe.method} does not train on images", remedy)
     if model.vision == "train" and model.lora is not None:
         why = "an adapter is trained instead of all weights, so the tower cannot be trained with it"
         yield unfit(key, why, "set model.vision=freeze, or remove model.lora")
@@ -72,7 +74,7 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
         if size > 1:
             why = f"{size} divides the tokens or layers of a model, and images are not divided"
             yield unfit(f"parallel.{name}_parallel", why, f"set parallel.{name}_parallel=1 and shard the model instead")
-    settings = {
+    settings: dict[str, tuple[object, str]] = {
         "model.quantize": (model.quantize, "the layers of the vision tower are not quantised"),
         "model.matmul": (model.matmul, "fp8 was never tested with image features"),
         "model.activation_offload": (
@@ -83,6 +85,30 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
         "data.streaming": (recipe.data.streaming, "streamed rows with images are not read"),
         "data.long_text": (recipe.data.long_text == "split", "a text with images is not split"),
     }
+    if recipe.method in ONLINE or recipe.val.questions:
+        settings |= _generated_from_images(recipe)
     for name, (used, why) in settings.items():
         if used:
             yield unfit(name, f"{why}, and model.vision is set", "remove it, or remove model.vision")
+
+
+def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
+    """Returns the keys of generation and rewards that do not work with images yet: whether each is used, and why it
+    does not work."""
+    rollout, val = recipe.rollout, recipe.val
+    text = "conversations have no images"
+    unread = f"engine {rollout.engine} does not read images"
+    critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
+    return {
+        "rollout.engine": (not ENGINES[rollout.engine].images, unread),
+        "rollout.environment": (rollout.environment, text),
+        "rollout.agent": (rollout.agent, text),
+        "val.environment": (val.environment, text),
+        "val.agent": (val.agent, text),
+        "rollout.max_staleness": (rollout.max_staleness is not None, "the generating process loads no vision tower"),
+        "rollout.precision": (rollout.precision, "low precision was never tested with image features"),
+        "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
+        "reward.model": (recipe.reward.model, "a reward model does not see the images"),
+        "reward.process": (recipe.reward.process, "a reward model does not see the images"),
+        "algorithm.advantage": (critic, "the critic does not see the images"),
+    }

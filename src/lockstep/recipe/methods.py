@@ -41,15 +41,16 @@ def _pairs(**preference: Any) -> OfflineRow:
         sections=("preference",),
         columns=PAIR_COLUMNS,
         compares=True,
+        images=True,
     )
 
 
 OFFLINE: dict[str, OfflineRow] = {
     "sft": OfflineRow(images=True),
     # Ouyang et al. 2022 (arXiv 2203.02155).
-    "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True),
+    "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True, images=True),
     # Lightman et al. 2023 (arXiv 2305.20050), with the label as a token.
-    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
+    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True, images=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
     # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities, or on their sums with `average: false`.
@@ -65,6 +66,7 @@ OFFLINE: dict[str, OfflineRow] = {
         defaults={"optim": {"lr": 1e-6}},
         sections=("preference",),
         columns=JUDGED_COLUMNS,
+        images=True,
         preference="kto",
     ),
     # Hinton et al. 2015 (arXiv 1503.02531); divergences of Agarwal et al. 2023 (arXiv 2306.13649).

@@ -60,6 +60,8 @@ class EngineRow:
     """Whether the engine uses lockstep's paged KV cache. If `paged` is true, a preflight check generates with a
     miniature model of the same architecture. The rotary embedding of some models changes above a certain sequence
     length, which makes cached keys invalid. Sequences above this length are refused."""
+    images: bool = False
+    """Whether the engine reads the images of a prompt (`model.vision`)."""
     divided: bool = False
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     precisions: tuple[str, ...] = ()
@@ -167,7 +169,11 @@ NO_ENVIRONMENT = {"none": ""}
 
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow(
-        "lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True, precisions=("fp8", "int8")
+        "lockstep.rollout.native.native_engine:open_engine",
+        paged=True,
+        images=True,
+        divided=True,
+        precisions=("fp8", "int8"),
     ),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(

@@ -181,12 +181,21 @@ class Model(Section):
         description="Layers that are not quantised, as name suffixes. Each suffix must match at least one layer.",
         effect=Effect("blocks", "the adapter is trained on other base weights"),
     )
+    vision_cache_gb: float = Field(
+        2.0,
+        ge=0,
+        description="`model.vision: freeze`: host memory of each process for the features of images that the frozen "
+        "tower has computed, so that later passes and epochs do not compute them again. `0` keeps none. An image of "
+        "1000 tokens needs 4 MB in bf16 if the hidden size is 2048.",
+        effect=Effect("harmless", "kept features have the same bits as computed ones"),
+        resumable=True,
+    )
     vision: Literal["freeze", "train"] | None = Field(
         None,
-        description="Train on rows with images (`method: sft`). The vision tower and the projector are loaded, and are "
-        "frozen (`freeze`) or trained too (`train`; `optim.groups` can set their learning rate). Adapters of "
-        "`model.lora` are only in the language model. Default: the tower is not loaded, and rows with images are "
-        "refused.",
+        description="Train on rows with images (`method: sft` and the online methods). The vision tower and the "
+        "projector are loaded, and are frozen (`freeze`) or trained too (`train`; `optim.groups` can set their "
+        "learning rate). Adapters of `model.lora` are only in the language model. Default: the tower is not loaded, "
+        "and rows with images are refused.",
         effect=Effect("blocks", "different parameters are trained, or on other inputs"),
     )
     aux_loss_coef: float | None = Field(

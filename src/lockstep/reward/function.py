@@ -216,8 +216,9 @@ _INVALID = Raised("the function wrote something other than its score to the conn
 
 class FunctionPart(RewardPart):
     """Calls the user's `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker
-    processes. A function with the signature `f(queries=, prompts=, labels=)` is called with lists of one entry. A
-    function with TRL's signature, `f(completions=, ...)`, is called with batches when `flush` is called.
+    processes. The images of the prompt are PIL images in `extra_info["images"]`. A function with the signature
+    `f(queries=, prompts=, labels=)` is called with lists of one entry. A function with TRL's signature,
+    `f(completions=, ...)`, is called with batches when `flush` is called.
 
     `name` is the name of the component in scores and failures. `reference` is `path/to/file.py:name` from the recipe
     key `key`. The file `output`-N.log keeps the last output lines of worker N, if its parent folder exists. If no other
@@ -242,6 +243,7 @@ class FunctionPart(RewardPart):
         }
         self._batched = False
         self.fields = ("extra_info",) if key == "reward.function" else ()
+        self._reads_images = key == "reward.function"
         self._waiting: list[_WaitingResponse] = []
         self._lock = threading.Lock()
         function = local_callable(reference)
@@ -276,6 +278,7 @@ class FunctionPart(RewardPart):
             "solution_str": text,
             "ground_truth": question.ground_truth,
             "extra_info": question.extra_info,
+            **({"images": question.images} if question.images and self._reads_images else {}),
             **self._arguments,
         }
         future = promised()

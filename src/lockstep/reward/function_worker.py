@@ -153,16 +153,16 @@ def awaited(value: Any) -> Any:
 
 # Arguments of OpenRLHF's batch signature.
 BATCH_CALL = ("queries", "prompts", "labels")
-# What a function gets of a trajectory with an environment.
-TRAJECTORY = ("messages", "state", "info")
+# What a function gets of a trajectory with an environment, and the images of the prompt.
+TRAJECTORY = ("messages", "state", "info", "images")
 
 
 class BatchFunction:
     """Wraps a reward function with OpenRLHF's signature and calls it with lists of one entry. A query is the text of
     the prompt followed by the response, without a chat template.
 
-    A function with an argument `messages`, `state` or `info`, or with `**kwargs`, also gets these fields of the
-    trajectory with an environment, as lists of one entry.
+    A function with an argument `messages`, `state`, `info` or `images`, or with `**kwargs`, also gets these fields of
+    the trajectory with an environment and the images of the prompt, as lists of one entry.
 
     The function returns a list, array or tensor of one number, or a dict: its entry `rewards` is the score, and the
     numbers in its entry `extra_logs` are logged.
@@ -278,6 +278,7 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Give
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:
+        _open_images(arguments, batched=isinstance(function, TrlFunction))
         value = awaited(function(**arguments))
         return checked_all(value, len(arguments[COMPLETIONS])) if isinstance(function, TrlFunction) else checked(value)
     except MemoryError as error:
@@ -287,6 +288,26 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Give
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
     except BaseException as error:  # noqa: BLE001 - the user's function may raise any exception
         return Raised(describe_error(error, path))
+
+
+def _open_images(arguments: dict[str, Any], *, batched: bool) -> None:
+    """Replaces the references to the images of a call by PIL images. A function with TRL's signature gets them in the
+    column of the rows, and another function in `extra_info`."""
+    refs = arguments.pop("images", None)
+    if refs is None:
+        return
+    from lockstep.vision.images import read_image  # imports numpy and Pillow, which few functions need
+
+    if not batched:
+        opened = [read_image(ref, "the prompt") for ref in refs]
+        arguments["extra_info"] = {"images": opened, **arguments["extra_info"]}
+        return
+    lists = [[read_image(ref, "the prompt") for ref in one] for one in refs]
+    columns = arguments["columns"]
+    if "image" in columns and "images" not in columns:
+        columns["image"] = [one[0] if one else None for one in lists]
+    else:
+        columns["images"] = lists
 
 
 def checked(value: Any) -> Given | Raised:

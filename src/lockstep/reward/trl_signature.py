@@ -110,6 +110,7 @@ def batch_call(
     """Returns the arguments of a `TrlFunction` for these responses. As in TRL, a completion is a text if the prompt
     column of its row is a text, and a list with an assistant message if the prompt is a chat."""
     rows = [question.columns or {"prompt": question.prompt} for question, _ in responses]
+    images = [question.images for question, _ in responses]
     prompts = [row["prompt"] for row in rows]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NO_COLUMNS]
     return {
@@ -121,6 +122,7 @@ def batch_call(
         "columns": {name: [row.get(name) for row in rows] for name in names},
         "trainer_state": trainer_state,
         "arguments": dict(arguments),
+        **({"images": images} if any(images) else {}),
     }
 
 

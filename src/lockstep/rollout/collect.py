@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep.data.encode.prompt_rows import check_prompt, prompt_ids, with_format, with_system
+from lockstep.data.encode.image_rows import RowImages
+from lockstep.data.encode.prompt_rows import check_prompt, encoded_prompt, with_format, with_system
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.methods import ONLINE
@@ -86,6 +87,10 @@ def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None
     return shares
 
 
+def _request(prompt: Prompt, key: int, n: int) -> Request:
+    return Request(prompt.ids, key, n, question=prompt.question, images=prompt.images)
+
+
 class AskedAhead:
     """Remembers which rank generates the responses to each prompt that was requested before its training step. All
     ranks compute the same assignment of prompts."""
@@ -101,10 +106,7 @@ class AskedAhead:
         shares = balanced(costs_of(prompts, n, expected), self._ranks)
         for rank, share in enumerate(shares):
             self._sent_to |= {(sampling, keys[index], n): rank for index in share}
-        return [
-            Request(prompts[index].ids, keys[index], n, question=prompts[index].question)
-            for index in shares[self._rank]
-        ]
+        return [_request(prompts[index], keys[index], n) for index in shares[self._rank]]
 
     def take(self, keys: Sequence[int], n: int, sampling: Sampling) -> dict[int, int]:
         """Returns the rank of each prompt that was requested before its step, by prompt index, and forgets these
@@ -301,7 +303,7 @@ def _text(completion: Completion, decode: Callable[[list[int]], str]) -> str:
 
 def _prompt(prompt: Prompt, completion: Completion) -> Prompt:
     """Returns the prompt of a response, which an environment may have written."""
-    return prompt if completion.prompt_ids is None else Prompt(prompt.question, completion.prompt_ids)
+    return prompt if completion.prompt_ids is None else replace(prompt, ids=completion.prompt_ids)
 
 
 def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:
@@ -341,7 +343,7 @@ class _OwnShare:
         self._pending |= dict.fromkeys((index, sample) for index in indices for sample in range(self.n))
         if indices:
             self._log_progress()
-        return [Request(self.prompts[i].ids, self.keys[i], self.n, question=self.prompts[i].question) for i in indices]
+        return [_request(self.prompts[i], self.keys[i], self.n) for i in indices]
 
 
 class _OpenShare(_OwnShare):
@@ -432,10 +434,12 @@ def encode_questions(
     questions: Sequence[Question],
     system: str | None = None,
     data: Data | None = None,
+    images: str | None = None,
 ) -> list[Prompt]:
     """Encodes questions as prompts. `data` decides whether the chat template is used; with None, the chat template is
-    used."""
+    used. `images` is the model folder whose image processor reads the images of the questions."""
+    reader = None if images is None else RowImages(images, tokenizer, "")
     for question in questions:
         check_prompt(tokenizer, question, data)
     formatted = [with_format(with_system(question, system), data) for question in questions]
-    return [Prompt(question, prompt_ids(tokenizer, question, data)) for question in formatted]
+    return [encoded_prompt(tokenizer, question, data, reader) for question in formatted]

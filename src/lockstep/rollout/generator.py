@@ -142,9 +142,11 @@ class Generator:
         device: Device,
         world: World,
         settings: RolloutSettings | None = None,
+        *,
+        images: bool = False,
     ) -> Generator:
         """Loads an unsharded model on this rank's device, for commands that only generate."""
-        model = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
+        model = Model(path=folder, dtype=dtype, vision="freeze" if images else None)  # type: ignore[arg-type]
         policy = load_policy(model, device.torch_device(world.local_rank), device.attention, seed=0)
         return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
 

@@ -124,7 +124,7 @@ class _Response:
     def __init__(self, number: int, request: Request, sample: int, limit: int, inbox: queue.SimpleQueue[Any]):
         assert request.question is not None
         self.number, self.request, self.sample, self.limit = number, request, sample, limit
-        self.prompt = Prompt(request.question, request.ids)
+        self.prompt = Prompt(request.question, request.ids, request.images)
         self.turns: list[tuple[list[int], Completion]] = []
         self._inbox, self._over, self._lock = inbox, False, threading.Lock()
 
@@ -147,7 +147,7 @@ class _Response:
         if room <= 0:
             return Completion(0, self.sample, [], [], "length")
         key = turn_key(self.request.key, len(self.turns))
-        ask = _Turn(self, Request(ids, key, first=self.sample, max_tokens=room))
+        ask = _Turn(self, Request(ids, key, first=self.sample, max_tokens=room, images=self.request.images))
         with self._lock:
             if self._over:
                 raise _Over
@@ -424,7 +424,8 @@ def try_function(
         tolerant=False,
         encode_messages=encode_messages,
     )
-    (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
+    request = Request(prompt.ids, 0, question=prompt.question, images=prompt.images)
+    (made,) = engine.generate([request], Sampling(limit))
     seen = len(made.ids) - sum(made.loss_mask)
     counts = f"{sum(made.loss_mask)} tokens of the policy and {seen} of the environment"
     return f"{KEY} {function_path}: {counts} (tested with a stub policy)"

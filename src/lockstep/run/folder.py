@@ -136,6 +136,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def images(self) -> Path:
+        """The folder with the images of the prompts in samples.jsonl."""
+        return self.path / "images"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from lockstep.run.files import written_aside
 from lockstep.trajectory import Trajectory
 from lockstep.types import Failure, Rollout
+from lockstep.vision.images import preview_png
+from lockstep.vision.spans import ImageRef
 
 
 def sample_line(
@@ -33,9 +37,28 @@ def sample_line(
     if rollout.versions:
         line["versions"] = list(rollout.versions)
     line |= {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}
+    if rollout.prompt.images:
+        line["images"] = [
+            {"file": image_file(one.ref), "start": one.start, "tokens": one.tokens} for one in rollout.prompt.images
+        ]
     if rollout.trajectory is not None:
         line |= conversation(rollout.trajectory)
     return line if details is None else line | {"token_details": details}
+
+
+def image_file(ref: ImageRef) -> str:
+    """Returns the file name of an image in the folder `images` of a run."""
+    return f"{ref.digest[:32]}.png"
+
+
+def store_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
+    """Writes the images of the prompts to `folder` as PNG files, each once."""
+    for question in {id(one.prompt.question): one.prompt.question for one in rollouts}.values():
+        for ref in question.images:
+            if not (path := folder / image_file(ref)).is_file():
+                folder.mkdir(exist_ok=True)
+                with written_aside(path) as aside:
+                    aside.write_bytes(preview_png(ref, question.origin))
 
 
 def conversation(trajectory: Trajectory) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -47,10 +48,11 @@ MAX_METRICS = 64
 MAX_BUCKETS = 2_000
 MAX_STEP = 2**53
 MAX_FIELDS = 200
+IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; frame-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 # The report of a comparison has an inline script, and other users may have written it. The sandbox gives the report a
 # separate origin, which has no access to the viewer page or its data.
@@ -119,6 +121,9 @@ class RunViewer:
         if path in self.assets:
             kind, content = self.assets[path]
             return _reply(content, kind)
+        if path == "api/image":
+            with self.data.image(_parsed(query)) as file:
+                return _reply(file.read(), "image/png")
         endpoint = self.data.endpoints.get(path.removeprefix("api/")) if path.startswith("api/") else None
         if endpoint is None:
             raise ApiError(404, "the run viewer has no page with this address")
@@ -254,6 +259,13 @@ class RunData:
     def sample(self, query: Query) -> dict[str, Any]:
         with self._samples_of(query) as file:
             return single_sample(file, _integer(query, "offset", 0, 0, MAX_STEP))
+
+    def image(self, query: Query) -> BinaryIO:
+        """Opens an image of a sample."""
+        name = _text(query, "file")
+        if not IMAGE_NAME.fullmatch(name):
+            raise Missing("an image of a sample has no such name")
+        return open_inside(self.runs.root, RunFolder(self.runs.path(_text(query, "run"))).images / name)
 
     def recipe(self, query: Query) -> dict[str, Any]:
         return recipe_of(self.runs.root, self.runs.path(_text(query, "run")))

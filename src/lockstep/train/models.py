@@ -39,6 +39,7 @@ from lockstep.parallel.context_split import Division, refuse_undivided
 from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.parallel.sharding import reshard, sharding_of
 from lockstep.parallel.world import World
+from lockstep.preflight.image_trial import check_images
 from lockstep.preflight.model_checks import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_optim import Optim
@@ -293,6 +294,7 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
         _tell_unused(model, settings.path, world)
         return _learner(model, recipe, recipe.optim, device, world, torch_device, "train", offload)
     policy = load_policy(settings, torch_device, device.attention, seed, make_scoring(recipe), sharding)
+    check_images(policy, settings.path, torch_device)
     refuse_undivided(policy, world.context, settings.path)
     _tell_unused(policy, settings.path, world)
     if policy.kernel == BY_ROW and world.main and (why := policy.decoder.batch_variant()):
@@ -405,6 +407,7 @@ def _frozen(
     policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
     refuse_undivided(policy, world.context, path)
     if path != recipe.model.path:
+        check_images(policy, path, torch_device)
         _tell_unused(policy, path, world)
     if on_host and sharding is None:
         keep_on_host(policy, torch_device)

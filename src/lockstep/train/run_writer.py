@@ -34,7 +34,7 @@ from lockstep.run.files import atomic_write_text, checksum
 from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
 from lockstep.run.model_card import before_and_after
-from lockstep.run.sample_log import MOST_TOKENS, TokenTexts, sample_line, token_details
+from lockstep.run.sample_log import MOST_TOKENS, TokenTexts, sample_line, store_images, token_details
 from lockstep.run.trackers.tracker import open_sinks
 from lockstep.tape.module_trace import unmatched_patterns
 from lockstep.tape.tape_recorder import Recorder, Taped, TapeRecorder
@@ -275,6 +275,7 @@ class Run:
         With `tokens`, token details are written too."""
         if not self.world.main or not rollouts:
             return
+        store_images(self.folder.images, rollouts)
         advantage_lists = advantages if advantages is not None else [None] * len(rollouts)
         lines = [
             sample_line(

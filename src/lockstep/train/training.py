@@ -20,6 +20,7 @@ from lockstep.methods import METHODS
 from lockstep.methods.base import Method
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
+from lockstep.model.resolve import image_folder
 from lockstep.parallel.world import World
 from lockstep.preflight.batch_plan import prompt_limit
 from lockstep.preflight.prepared import Prepared, PreparedOnline
@@ -61,7 +62,8 @@ class Validator:
         self.prompts: list[Prompt] = []
         if generator is not None:
             data = prompt_format(recipe)
-            self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data)
+            folder = image_folder(recipe.model)
+            self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data, folder)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
         """Returns the validation metrics, and the answers to write to samples.jsonl."""

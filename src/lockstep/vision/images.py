@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import io
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,9 @@ MARK = "<image>"
 # Types of content parts that are images, and the keys under which such a part may contain its image.
 IMAGE_PARTS = ("image", "image_url", "input_image")
 _INLINE = ("image", "image_url", "url", "path", "base64", "bytes")
+# The beginning of a dialogue that is one text.
+_HUMAN = re.compile(r"\s*Human:\s*")
+PREVIEW = 1024
 _URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
 
 
@@ -37,11 +41,7 @@ def read_image(ref: ImageRef, where: object) -> Any:
     """Returns the image (`PIL.Image.Image`) as RGB, rotated as its EXIF data says, as `load_image` of transformers
     does. Raises `Refusal` if it is not a readable image or if its file has changed since the row was read."""
     image_module, ops = pillow()
-    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
-    if hashlib.sha256(data).hexdigest() != ref.digest:
-        raise Refusal.at(
-            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
-        )
+    data = image_bytes(ref, where)
     try:
         with image_module.open(io.BytesIO(data)) as opened:
             return ops.exif_transpose(opened).convert("RGB")
@@ -49,6 +49,16 @@ def read_image(ref: ImageRef, where: object) -> Any:
         raise Refusal.at(
             where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
         ) from error
+
+
+def image_bytes(ref: ImageRef, where: object) -> bytes:
+    """Returns the bytes of the image file. Raises `Refusal` if the file has changed since the row was read."""
+    data = ref.data if ref.data is not None else _file_bytes(Path(str(ref.path)), where)
+    if hashlib.sha256(data).hexdigest() != ref.digest:
+        raise Refusal.at(
+            where, f"the image {ref} has changed since the rows were read", "start the run again", code="damaged-file"
+        )
+    return data
 
 
 def pillow() -> tuple[Any, Any]:
@@ -63,15 +73,28 @@ def pillow() -> tuple[Any, Any]:
 def png_bytes(pixels: np.ndarray) -> bytes:
     """Returns an array of height x width x 3 bytes as a PNG file."""
     image_module, _ = pillow()
+    return _png(image_module.fromarray(pixels))
+
+
+def preview_png(ref: ImageRef, where: object) -> bytes:
+    """Returns an image as a PNG file of at most `PREVIEW` x `PREVIEW` pixels, for pages."""
+    image = read_image(ref, where)
+    image.thumbnail((PREVIEW, PREVIEW))
+    return _png(image)
+
+
+def _png(image: Any) -> bytes:
     buffer = io.BytesIO()
-    image_module.fromarray(pixels).save(buffer, format="PNG")
+    image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     """Returns the reference of an image: a path (relative to the data file), a data URI, base64 text, bytes, the struct
-    of a Hugging Face `Image` column, an OpenAI `image_url`, or a PIL image."""
+    of a Hugging Face `Image` column, an OpenAI `image_url`, a PIL image, or a reference."""
     value = _inner(value)
+    if isinstance(value, ImageRef):
+        return value
     if isinstance(value, str):
         if value.startswith("data:") or value.startswith("base64,"):
             return _of_bytes(_decoded(value.partition(",")[2], where))
@@ -87,9 +110,7 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        buffer = io.BytesIO()
-        value.convert("RGB").save(buffer, format="PNG")
-        return _of_bytes(buffer.getvalue())
+        return _of_bytes(_png(value.convert("RGB")))
     raise Refusal.at(
         where,
         f"an image is a {type(value).__name__}",
@@ -118,6 +139,14 @@ def _decoded(text: str, where: object) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise Refusal.at(where, f"the base64 text of an image is invalid: {error}", code="damaged-file") from error
+
+
+def file_digest(path: Path) -> str | None:
+    """Returns the SHA-256 of a file, or None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _file_bytes(path: Path, where: object) -> bytes:
@@ -160,6 +189,15 @@ class _Images:
         return self.placeholder
 
 
+def has_images(row: Row) -> bool:
+    """Returns whether a row has a column with images, or a chat with a content part that is an image."""
+    if any(row.get(name) for name in COLUMNS):
+        return True
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, Mapping)]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts)
+
+
 def with_placeholders(
     row: Row, keys: tuple[str, ...], placeholder: str, pad: str, folder: Path, where: object
 ) -> tuple[Row, list[ImageRef]]:
@@ -168,8 +206,7 @@ def with_placeholders(
     Raises `Refusal` if the number of placeholders differs from the number of images, or if a text contains the
     placeholder token `pad` of the model.
     """
-    column = next((name for name in COLUMNS if row.get(name) is not None), None)
-    listed = _listed(row[column]) if column else []
+    column, listed = image_column(row)
     images = _Images(iter(listed), placeholder, folder, where)
     new: Row = {key: value for key, value in row.items() if key not in COLUMNS}
     for key in keys:
@@ -182,15 +219,20 @@ def with_placeholders(
         marks = images.from_column + images.missing
         raise Refusal.at(
             where,
-            f"the text has {marks} image placeholders, and {column or 'the row'} has {len(listed)} images",
+            f"the text has {marks} image placeholders, and {column} has {len(listed)} images",
             f"write one {MARK} or one part of type image for each image of the row",
             code="wrong-count",
         )
     return new, images.refs
 
 
-def _listed(value: Any) -> list[Any]:
-    return [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
+def image_column(row: Row) -> tuple[str, list[Any]]:
+    """Returns the column with the images of a row, and its images."""
+    column = next((name for name in COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        return "the row", []
+    value = row[column]
+    return column, [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
 
 
 def _in_value(value: Any, images: _Images, pad: str) -> Any:
@@ -248,7 +290,9 @@ def _before_first_user_text(row: Row, keys: tuple[str, ...], images: _Images, co
     for key in keys:
         value = row.get(key)
         if isinstance(value, str) and value:
-            row[key] = "".join(images.next() for _ in range(count)) + value
+            marks, human = "".join(images.next() for _ in range(count)), _HUMAN.match(value)
+            start = human.end() if human else 0
+            row[key] = value[:start] + marks + value[start:]
             return
         for turn in value if isinstance(value, list) else ():
             content = "content" if "content" in turn else "value"

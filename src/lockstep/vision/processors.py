@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -79,11 +79,16 @@ class ImageTokens:
         token_id = tokenizer.convert_tokens_to_ids(family.token or family.pad)
         return cls(folder, family, token_id, pad_id, tokenizer)
 
-    def spans(self, ids: Sequence[int], refs: Sequence[ImageRef], where: object) -> list[ImageSpan]:
-        """Returns the images of a sequence, which has one token per image. `start` counts the expanded tokens."""
-        found, shift = [], 0
+    def spans(
+        self, ids: Sequence[int], refs: Sequence[ImageRef], where: object, known: dict[str, ImageSpan] | None = None
+    ) -> list[ImageSpan]:
+        """Returns the images of a sequence, which has one token per image. `start` counts the expanded tokens. `known`
+        has the images of the row's other sequences by their hash, which are not processed again."""
+        found, shift, known = [], 0, {} if known is None else known
         for place, ref in zip([at for at, token in enumerate(ids) if token == self.token_id], refs, strict=False):
-            found.append(self._span(place + shift, ref, where))
+            if ref.digest not in known:
+                known[ref.digest] = self._span(0, ref, where)
+            found.append(replace(known[ref.digest], start=place + shift))
             shift += found[-1].tokens - 1
         return found
 

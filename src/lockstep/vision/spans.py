@@ -99,12 +99,10 @@ class ImageBlock:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a micro-batch. Suffixes: P patches or tiles of all images, I distinct images, M placeholder tokens
-    of the micro-batch, and N x T the tokens of the micro-batch."""
+    """The images of a micro-batch. Suffixes: M placeholder tokens of the micro-batch, and N x T its tokens."""
 
-    pixels_PD: torch.Tensor
-    grids_I3: torch.Tensor
-    """The grid of each image."""
+    distinct: tuple[ImageSpan, ...]
+    """The images, each once. Their pixels are read when the tower runs."""
     places_M: torch.Tensor
     """The index of each placeholder among the N*T flattened tokens, in ascending order."""
     features_M: torch.Tensor
@@ -114,7 +112,3 @@ class ImageInputs:
     """The position of each token on the three axes time, height and width."""
     blocks: tuple[ImageBlock, ...] = ()
     """The images whose tokens attend to each other in both directions."""
-    count: int = 0
-    """The number of features of all images."""
-    digests: tuple[str, ...] = ()
-    """The SHA-256 of each image."""

@@ -122,6 +122,10 @@ class ExtraColumns:
             )
         return {**given, "enable_thinking": thinks}
 
+    def prompts(self, prompt: str) -> tuple[str, ...]:
+        """Returns the columns of the prompt that may contain images, in the order of their texts."""
+        return tuple(name for name in (self.history, prompt, self.input) if name)
+
     @property
     def columns(self) -> tuple[str, ...]:
         names = (self.input, self.system, self.history, self.tools, self.thinking, self.arguments)

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 ExampleT = TypeVar("ExampleT", bound=Example)
 
 _DROP = "raise data.max_tokens or drop the row"
+_RAISE = "raise data.max_tokens as far as batch.tokens and the model's context allow"
+_SMALLER = (
+    f"{_RAISE}, set data.overlong=drop, or make the images smaller: the image processor of model.path limits their "
+    "pixels by size.longest_edge (or max_pixels) of preprocessor_config.json"
+)
 
 
 class OverLimit(Refusal):
@@ -44,14 +49,22 @@ def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | 
     return slice(tokens - limit, tokens) if overlong == "truncate_left" else slice(0, limit)
 
 
-def too_long(origin: Origin, what: str, limit: int, also: str = "") -> OverLimit:
-    return OverLimit.at(
-        origin,
-        f"{what} tokens, over data.max_tokens={limit}",
-        "raise data.max_tokens as far as batch.tokens and the model's context allow, or set data.overlong to drop, "
-        f"truncate_left or truncate_right{also}",
-        code="row-too-long",
-    )
+def too_long(example: Example, what: str, limit: int, also: str = "") -> OverLimit:
+    """Returns the error of an example over the limit. `also` is a further remedy."""
+    remedy = f"{_RAISE}, or set data.overlong to drop, truncate_left or truncate_right{also}"
+    why, places = f"{what} tokens, over data.max_tokens={limit}", sum(image.tokens for image in example.images)
+    if places:
+        # Truncation never cuts an image, so it often does not help.
+        why, remedy = f"{why}; {places} of them are of {len(example.images)} images", _SMALLER
+    return OverLimit.at(example.origin, why, remedy, code="row-too-long")
+
+
+def _keep_images(examples: Sequence[Example], span: slice, limit: int, overlong: str) -> None:
+    """Raises `OverLimit` if the slice `span` leaves out an image, or a part of it."""
+    for example in examples:
+        if not all(span.start <= image.start and image.stop <= span.stop for image in example.images):
+            why = f"has {len(example)} tokens, and {overlong} to {limit} tokens would cut an image"
+            raise OverLimit.at(example.origin, why, _SMALLER, code="row-too-long")
 
 
 def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token", also: str = "") -> ExampleT | None:
@@ -59,17 +72,11 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
     is a further remedy for an example over the limit."""
     if len(example) <= limit:
         return example
-    over = too_long(example.origin, f"has {len(example)}", limit, also)
+    over = too_long(example, f"has {len(example)}", limit, also)
     span = kept_span(len(example), limit, overlong, over)
     if span is None:
         return None
-    if not all(span.start <= image.start and image.stop <= span.stop for image in example.images):
-        raise OverLimit.at(
-            example.origin,
-            f"has {len(example)} tokens, and {overlong} to {limit} tokens would cut an image",
-            "raise data.max_tokens, or set data.overlong=drop",
-            code="row-too-long",
-        )
+    _keep_images([example], span, limit, overlong)
     short = example.cut(span)
     if not short.targets:
         raise Refusal.at(
@@ -111,9 +118,10 @@ def fit_responses(
     if longest <= limit:
         return examples
     origin, name = examples[0].origin, names[[len(example) for example in examples].index(longest)]
-    span = kept_span(longest, limit, overlong, too_long(origin, f"prompt and {name} have {longest}", limit))
+    span = kept_span(longest, limit, overlong, too_long(examples[0], f"prompt and {name} have {longest}", limit))
     if span is None:
         return None
+    _keep_images(examples, span, limit, overlong)
     if overlong == "truncate_left":
         prompt = prompt_length(examples[0])
         if span.start >= prompt:

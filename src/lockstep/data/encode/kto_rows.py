@@ -11,6 +11,7 @@ from lockstep.data.encode.builtin_templates import version_note
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.preference_rows import (
     RankingColumns,
     find_pair_columns,
@@ -42,6 +43,11 @@ class JudgedColumns:
     response: str = ""
     messages: str = ""
     extra: ExtraColumns = NO_EXTRA_COLUMNS
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The columns of the prompt."""
+        return self.extra.prompts(self.prompt)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,25 +82,32 @@ class LabeledRows(ResponseRows):
 
     unusable = 0
 
-    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+    def __init__(
+        self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: str | None = None
+    ):
+        """`images` is the model folder whose image processor reads the images of the rows (`model.vision`)."""
         self.columns, self.limit, self.overlong = find_judged_columns(finder), limit, finder.data.overlong
-        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data))
+        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data), RowImages.of(images, finder, tokenizer))
         self.finder = finder
         self.tally: Counter[str] = Counter()
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[LabeledResponse] | None]:
         columns = self.columns
         if isinstance(columns, RankingColumns):
+            row, refs = self.read_images(row, columns.prompts, columns.pair, "", origin)
             names, responses = pair_of(row, columns, origin)
             divided = self.encode.as_chats(*columns.divided(row, responses, names, origin), self.tally)
             examples = self.encode(*divided, origin, columns.extra.inputs(row, origin), self.tally)
+            examples = self.with_images(examples, refs)
             refuse_equal(examples, names)
             verdicts = [True, False]
         else:
             names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
+            row, refs = self.read_images(row, columns.prompts, [columns.messages or columns.response], "", origin)
             prompt, response = _answered(row, columns, origin)
             divided = divide(prompt, [response], names, origin)
             examples = self.encode(*divided, origin, columns.extra.inputs(row, origin), self.tally)
+            examples = self.with_images(examples, refs)
         kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
         self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
         return kept

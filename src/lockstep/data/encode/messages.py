@@ -12,6 +12,8 @@ from jinja2 import TemplateError
 
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
+from lockstep.vision.images import COLUMNS as IMAGE_COLUMNS
+from lockstep.vision.images import IMAGE_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +43,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-IMAGE_REMEDY = "remove the row; method sft trains on images with model.vision=freeze"
+SET_VISION = "set model.vision=freeze to train on images"
 # Keys of images, video and audio. Rows with images, video or audio are refused, because the model would not see them.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
@@ -135,7 +137,11 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
     for key in NOT_TEXT:
         if holder.get(key):
             why = f"{where} has a value in {key}, but only text is trained"
-            raise Refusal.at(origin, why, IMAGE_REMEDY, code="not-text")
+            raise Refusal.at(origin, why, _remedy(key in IMAGE_COLUMNS), code="not-text")
+
+
+def _remedy(image: bool) -> str:
+    return f"remove the row, or {SET_VISION}" if image else "remove the row"
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
@@ -154,7 +160,7 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
             raise Refusal.at(
                 origin,
                 f"{where} has a content part of type {what}, but only text is trained",
-                IMAGE_REMEDY,
+                _remedy(kind in IMAGE_PARTS),
                 code="not-text",
             )
         texts.append(text)

@@ -12,6 +12,7 @@ from lockstep.data.encode.builtin_templates import version_note
 from lockstep.data.encode.columns import NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import Turns, as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.responses import DIALOGUES, ResponseEncoder, ResponseRows
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
@@ -89,6 +90,20 @@ class RankingColumns:
         sides = (self.chosen, self.rejected, self.margin, *(self.scores_of_pair or ()), self.responses, self.scores)
         return (self.prompt, *sides, *self.extra.columns)
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The columns of the prompt."""
+        return self.extra.prompts(self.prompt)
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """The columns of the two responses of a pair."""
+        return () if self.responses else (self.chosen, self.rejected)
+
+    def place(self, name: str) -> int:
+        """Returns the index of a response in its row, from its name."""
+        return self.pair.index(name) if self.pair else int(name.removeprefix(f"{self.responses}."))
+
     def divided(
         self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
     ) -> tuple[Turns, list[Turns]]:
@@ -144,12 +159,21 @@ class RankingRows(ResponseRows):
     response, or a score at the last token. If `several` is false, the method compares exactly two responses per row."""
 
     def __init__(
-        self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
+        self,
+        finder: ColumnFinder,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        *,
+        read: Read,
+        several: bool,
+        images: str | None = None,
     ):
+        """`images` is the model folder whose image processor reads the images of the rows (`model.vision`)."""
         self.columns, self.limit, self.overlong = find_ranking_columns(finder), limit, finder.data.overlong
         self.read, self.several, self.finder = read, several, finder
         self.tally: Counter[str] = Counter()
-        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data, learned=read == "response"))
+        encoding = Encoding(tokenizer, finder.data, learned=read == "response")
+        self.encode = ResponseEncoder(encoding, RowImages.of(images, finder, tokenizer))
 
     @property
     def unusable(self) -> int:
@@ -162,6 +186,7 @@ class RankingRows(ResponseRows):
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
         columns = self.columns
+        row, refs = self.read_images(row, columns.prompts, columns.pair, columns.responses, origin)
         ranked = self._ranked(row, origin)
         if ranked is None:
             return [None]
@@ -170,6 +195,7 @@ class RankingRows(ResponseRows):
         divided = columns.divided(row, responses, names, origin)
         beginning, answers = self.encode.as_chats(*divided, self.tally)
         examples = self.encode(beginning, answers, origin, columns.extra.inputs(row, origin), self.tally)
+        examples = self.with_images(examples, [refs[columns.place(name)] for name in names] if refs else [])
         refuse_equal(examples, names)
         fitted = fit_responses(examples, names, self.limit, self.overlong)
         if fitted is None:
@@ -329,4 +355,5 @@ def _finite(value: Any, key: str, origin: Origin) -> float:
 
 
 def _scored_at_the_end(example: Example) -> ScoredExample:
-    return ScoredExample(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))
+    ids, images = example.ids, example.images
+    return ScoredExample(ids, bytes(len(ids)), example.origin, positions=(len(ids) - 1,), images=images)

@@ -16,6 +16,7 @@ from lockstep.data.encode.chat_text import TemplateInputs, render_prompt
 from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import SpecialText
 from lockstep.data.encode.encoding import OverLimit, after_system, as_chat, formatted, kept_span, written
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.data.row_reader import Kept, RowCounts
@@ -23,6 +24,8 @@ from lockstep.data.sources.read import RowSet
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin, Prompt, Question, Row
+from lockstep.vision.images import COLUMNS as IMAGE_COLUMNS
+from lockstep.vision.spans import cut_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,15 +147,16 @@ def read_questions(
     columns: QuestionColumns | None = None,
     *,
     first: int = 0,
+    images: RowImages | None = None,
 ) -> list[Question]:
     """Reads `limit` rows (default: all) starting at row `first`. All invalid rows are reported together. If `columns`
-    is None, the columns are found by name."""
+    is None, the columns are found by name. Without `images`, rows with images are refused."""
     columns = columns or _named_columns(rows)
     questions: list[Question] = []
     problems: list[Problem] = []
     for i in range(first, len(rows) if limit is None else min(first + limit, len(rows))):
         try:
-            questions.append(question_of(rows[i], rows.origin(i), columns))
+            questions.append(_question(rows[i], rows.origin(i), columns, images)[0])
         except Refusal as refusal:
             problems += refusal.problems
     refuse_all(problems, "rows")
@@ -169,12 +173,12 @@ def _named_columns(rows: RowSet) -> QuestionColumns:
         raise Refusal([Problem(p.where, p.why, remedy, code=p.code) for p in refusal.problems]) from refusal
 
 
-def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
-    """Returns the question of a row: a prompt, and a ground truth if there is one."""
-    return _question(row, origin, columns)[0]
-
-
-def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Question, Truth]:
+def _question(
+    row: Row, origin: Origin, columns: QuestionColumns, images: RowImages | None = None
+) -> tuple[Question, Truth]:
+    """Returns the question of a row: a prompt with its images, and a ground truth if there is one."""
+    kept = {**row, "prompt": filled(row, columns.prompt, origin)} if columns.keep else {}
+    row, refs = (row, []) if images is None else images.read(row, (columns.prompt,), origin)
     asked = filled(row, columns.prompt, origin)
     turns = columns.extra.prompt(asked, columns.prompt, row, origin)
     truth = _truth(row, origin, columns)
@@ -186,9 +190,8 @@ def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Quest
         extra = {"answer": str(row[columns.truth])} if truth.source else {}
     inputs = columns.extra.inputs(row, origin)
     named = str(source or truth.source or columns.source)
-    kept = {**row, "prompt": asked} if columns.keep else {}
     tools, arguments = inputs.tools or (), inputs.arguments
-    return Question(named, as_chat(turns), truth.value, origin, extra, tools, arguments, kept), truth
+    return Question(named, as_chat(turns), truth.value, origin, extra, tools, arguments, kept, tuple(refs)), truth
 
 
 def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
@@ -248,7 +251,8 @@ class PromptSet(LoadedRows[Prompt]):
 
 
 class PromptRows:
-    """Reads the rows of one source as prompts. `reward_fields` are the fields that the rewards read."""
+    """Reads the rows of one source as prompts. `reward_fields` are the fields that the rewards read. `images` is the
+    model folder whose image processor reads the images of the rows (`model.vision`)."""
 
     split_rows = unusable = special_rows = unseparated_rows = 0
 
@@ -259,21 +263,25 @@ class PromptRows:
         limit: int,
         *,
         reward_fields: frozenset[str] = REWARD_FIELDS,
+        images: str | None = None,
     ):
         self.tokenizer, self.limit, self.data, self.finder = tokenizer, limit, finder.data, finder
         self.special_text = SpecialText(tokenizer)
+        self.images = None if images is None else RowImages(images, tokenizer, finder.source.path)
         self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
         """Number of rows per answer format. A format is named by the data set that uses it, such as GSM8K."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
-        question, truth = _question(row, origin, self.columns)
+        question, truth = _question(row, origin, self.columns, self.images)
         self.tally[truth.source] += 1
         check_prompt(self.tokenizer, question, self.data)
         if self.data.template != "none":
-            self.special_rows += self.special_text.inside([question.prompt])
+            texts = question.prompt if self.images is None else self.images.without_placeholders(question.prompt)
+            self.special_rows += self.special_text.inside([texts])
         formatted_question = with_format(with_system(question, self.data.system), self.data)
-        return [fit_prompt(formatted_question, self.tokenizer, self.limit, self.data.overlong, self.data)]
+        overlong = self.data.overlong
+        return [fit_prompt(formatted_question, self.tokenizer, self.limit, overlong, self.data, self.images)]
 
     def found(self) -> str:
         several = len(self.tally) > 1
@@ -284,6 +292,7 @@ class PromptRows:
         )
         columns = self.columns
         read = (columns.prompt, columns.truth, *columns.extra.columns, "data_source", "reward_model", "extra_info")
+        read += () if self.images is None else IMAGE_COLUMNS
         unread = "" if columns.keep else self.finder.unread(*read)  # a TRL reward function gets all columns
         return f"prompts ({columns.description()}{how}){unread}"
 
@@ -305,9 +314,10 @@ def load_prompts(
     opened: Sequence[RowSet] | None = None,
     *,
     reward_fields: frozenset[str] = REWARD_FIELDS,
+    images: str | None = None,
 ) -> PromptSet:
-    """Returns the prompts of all sources. `reward_fields` are the fields that the rewards read."""
-    open_rows = partial(PromptRows, reward_fields=reward_fields)
+    """Returns the prompts of all sources. `reward_fields` and `images` are those of `PromptRows`."""
+    open_rows = partial(PromptRows, reward_fields=reward_fields, images=images)
     return load_rows(RowRequest(PromptSet, open_rows, sources, data, tokenizer, limit), advance, opened)
 
 
@@ -357,12 +367,26 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
     return token_ids(tokenizer, text)
 
 
+def encoded_prompt(
+    tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None, images: RowImages | None = None
+) -> Prompt:
+    """Returns the prompt of a question, with the placeholder tokens of its images."""
+    ids = prompt_ids(tokenizer, question, data)
+    return Prompt(question, ids) if images is None else images.prompt(question, ids)
+
+
 def fit_prompt(
-    question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    overlong: str,
+    data: Data | None = None,
+    images: RowImages | None = None,
 ) -> Kept[Prompt] | None:
     """Applies `data.overlong` to a prompt over the token limit. Returns None if the prompt is dropped. The end of a
-    prompt is never cut."""
-    ids = prompt_ids(tokenizer, question, data)
+    prompt is never cut, and no image is cut."""
+    prompt = encoded_prompt(tokenizer, question, data, images)
+    ids = prompt.ids
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row", code="empty-prompt")
     # Without data.max_prompt_tokens, the limit is the model's context or batch.tokens, minus the response length.
@@ -381,8 +405,16 @@ def fit_prompt(
     span = kept_span(len(ids), limit, "error" if overlong == "truncate_right" else overlong, over)
     if span is None:
         return None
+    if any(image.start < span.start for image in prompt.images):
+        raise OverLimit.at(
+            question.origin,
+            f"the prompt has {len(ids)} tokens, and {overlong} to {limit} tokens would cut an image",
+            f"{way}, or set data.overlong to drop",
+            code="row-too-long",
+        )
     kept = ids[span]
-    return Kept(Prompt(question, kept), (len(kept),), truncated=len(kept) < len(ids))
+    fitted = Prompt(question, kept, cut_images(prompt.images, span))
+    return Kept(fitted, (len(kept),), truncated=len(kept) < len(ids))
 
 
 def with_system(question: Question, system: str | None) -> Question:

@@ -10,10 +10,12 @@ from lockstep.data.encode.chat import check_messages, is_trained, render_chat, r
 from lockstep.data.encode.chat_text import NO_INPUTS, TemplateInputs, render_prompt
 from lockstep.data.encode.dialogue import SpecialText, Turns, spoken
 from lockstep.data.encode.encoding import Encoding, as_chat, prompt_length, written
+from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.template_refusals import contains_turn
 from lockstep.data.encode.trained_tokens import Spans, encode_spans
 from lockstep.errors import Refusal
-from lockstep.types import Example, Message, Origin
+from lockstep.types import Example, Message, Origin, Row
+from lockstep.vision.spans import ImageRef
 
 DIALOGUES = "dialogues"
 """Key under which a row reader's `tally` counts the dialogues that `as_chats` converted to chats."""
@@ -27,8 +29,8 @@ _SHORTER = (
 class ResponseEncoder:
     """Encodes prompts and responses to examples in which only the response is trained."""
 
-    def __init__(self, encoding: Encoding):
-        self.encoding = encoding
+    def __init__(self, encoding: Encoding, images: RowImages | None = None):
+        self.encoding, self.images = encoding, images
         self.split_rows = self.special_rows = self.unseparated_rows = 0
         self.special_text = SpecialText(encoding.tokenizer)
 
@@ -41,8 +43,8 @@ class ResponseEncoder:
         tally: Counter[str] | None = None,
     ) -> list[Example]:
         """Encodes the responses to a prompt. `tally` counts the rows that each append-only template rendered."""
-        texts = all(isinstance(turns, str) for turns in (prompt, *responses))
-        if texts and not inputs and not self.encoding.templated:
+        plain = all(isinstance(turns, str) for turns in (prompt, *responses))
+        if plain and not inputs and not self.encoding.templated:
             before = self.encoding.unseparated
             examples = self._joined(prompt, responses, origin)
             self.unseparated_rows += self.encoding.unseparated > before
@@ -52,7 +54,9 @@ class ResponseEncoder:
             if tally is not None:
                 tally.update({version for one in spans if (version := one.version)})
             examples = self._rendered(spans, origin)
-            self.special_rows += self.special_text.inside([prompt, *responses])
+            texts = [prompt, *responses]
+            read = texts if self.images is None else [self.images.without_placeholders(as_chat(one)) for one in texts]
+            self.special_rows += self.special_text.inside(read)
         return [self.encoding.checked(example) for example in examples]
 
     def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
@@ -135,11 +139,27 @@ class ResponseEncoder:
         return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.loss_mask]), origin)
 
 
+Refs = list[list[ImageRef]]
+"""The images of each response of a row with its prompt."""
+
+
 class ResponseRows:
     """Base class of row readers that encode with a `ResponseEncoder`. This class provides the row counts of the
-    encoder."""
+    encoder, and reads the images of rows (`model.vision`)."""
 
     encode: ResponseEncoder
+
+    def read_images(
+        self, row: Row, prompt: Sequence[str], responses: Sequence[str], listed: str, origin: Origin
+    ) -> tuple[Row, Refs]:
+        """Returns the row with placeholders for its images, and the images. Without `model.vision` there are none."""
+        images = self.encode.images
+        return (row, []) if images is None else images.read_responses(row, prompt, responses, listed, origin)
+
+    def with_images(self, examples: list[Example], refs: Refs) -> list[Example]:
+        """Returns the responses of a row with the placeholder tokens of their images."""
+        images = self.encode.images
+        return examples if images is None else images.of_responses(examples, refs)
 
     @property
     def split_rows(self) -> int:

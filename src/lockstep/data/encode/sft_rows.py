@@ -142,7 +142,8 @@ class Encoder:
         if self.images is None:
             return self._encoded(row, origin)
         columns = self.columns
-        row, refs = self.images.read(row, (columns.messages, columns.prompt, columns.response, columns.text), origin)
+        keys = (columns.messages, *columns.extra.prompts(columns.prompt), columns.response, columns.text)
+        row, refs = self.images.read(row, keys, origin)
         every = self.encoding.turns == "all"
         return [self.images.written(one, refs, all_turns=every) for one in self._encoded(row, origin)]
 
@@ -206,8 +207,7 @@ class SupervisedRows:
         self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: str | None = None
     ):
         """`images` is the model folder whose image processor reads the images of the rows (`model.vision`)."""
-        reader = RowImages(images, tokenizer, finder.source.path) if images is not None else None
-        self.encoder = Encoder(tokenizer, find_columns(finder), finder.data, reader)
+        self.encoder = Encoder(tokenizer, find_columns(finder), finder.data, RowImages.of(images, finder, tokenizer))
         self.finder = finder
         self.limit, self.overlong = limit, finder.data.overlong
         self.splits = finder.data.long_text == "split" and self.encoder.columns.shape == "text"

@@ -13,7 +13,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data.encode.chat import check_messages
@@ -21,6 +21,8 @@ from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.encode.columns import ColumnFinder, filled
 from lockstep.data.encode.dialogue import Turns, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit
+from lockstep.data.encode.image_rows import RowImages
+from lockstep.data.encode.messages import refuse_not_text
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -277,7 +279,10 @@ class StepRows:
         *,
         placeholder: str,
         tokens: Sequence[str],
+        images: str | None = None,
     ):
+        """`images` is the model folder whose image processor reads the images of the rows (`model.vision`)."""
+        self.images = RowImages.of(images, finder, tokenizer)
         self.marks, self.finder = Marks.of(tokenizer, placeholder, tokens), finder
         self.tally: Counter[str] = Counter()
         self.columns, self.limit, self.overlong = find_step_columns(finder), limit, finder.data.overlong
@@ -292,16 +297,22 @@ class StepRows:
             )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
+        columns, refs = self.columns, []
+        if self.images is None:
+            refuse_not_text(row, "the row", origin)
+        else:
+            row, refs = self.images.read(row, (columns.text, columns.prompt, columns.steps), origin)
         read = self._labelled(row, origin)
         if read is None:
             self.tally["unrated"] += 1
             return [None]
         labels, text, ids = read
-        positions = self.writer.positions(ids)
+        example = ScoredExample(array("q", ids), bytes(len(ids)), origin, token_ids=self.marks.token_ids)
+        if self.images is not None:
+            example = self.images.written(example, refs, all_turns=True)
+        positions = self.writer.positions(example.ids)
         self._refuse_mismatch(text, len(positions), len(labels), origin)
-        example = ScoredExample(
-            array("q", ids), bytes(len(ids)), origin, positions=tuple(positions), token_ids=self.marks.token_ids
-        )
+        example = replace(example, positions=tuple(positions))
         self.encoding.refuse_two_openings(example)
         item = StepLabels(example, tuple(labels))
         fitted = fit_steps(item, self.limit, self.overlong)

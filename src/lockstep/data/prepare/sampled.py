@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections import Counter
@@ -31,6 +32,8 @@ class ScoredQuestion:
 
     prompt: list[Message]
     responses: list[ScoredResponse] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    """The images of the prompt, as data URIs, which jsonl and parquet files can store."""
 
     @property
     def tied(self) -> bool:
@@ -74,7 +77,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row", code="invalid-row"))
             continue
         key = row["question"], json.dumps(row["prompt"], ensure_ascii=False, sort_keys=True)
-        group = groups.setdefault(key, ScoredQuestion(row["prompt"]))
+        group = groups.setdefault(key, ScoredQuestion(row["prompt"], images=_data_uris(row)))
         reason = _unusable(row, keep_cut)
         if reason:
             unused[reason] += 1
@@ -82,6 +85,10 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             group.responses.append(ScoredResponse(row["response"], float(row["reward"]), row["tokens"]))
     refuse_all(problems, "rows")
     return Scored(list(groups.values()), len(rows), unused)
+
+
+def _data_uris(row: Row) -> list[str]:
+    return [f"data:image;base64,{base64.b64encode(one['bytes']).decode()}" for one in row.get("images") or ()]
 
 
 def _wrong(row: Row) -> str:
@@ -311,7 +318,7 @@ def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: Sel
             continue
         counts.used += 1
         counts.rows += len(made)
-        yield from made
+        yield from ({**row, "images": group.images} for row in made) if group.images else made
 
 
 def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:

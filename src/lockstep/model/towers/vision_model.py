@@ -6,16 +6,21 @@ images: only the embeddings of the placeholder tokens and the positions differ.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from lockstep.device.base import sent
 from lockstep.errors import Refusal
 from lockstep.model.text_model import LanguageModel, for_text, language_parts, text_config
+from lockstep.model.towers.feature_cache import FeatureCache
 from lockstep.vision.families import Grid, family_of, next_tiles
-from lockstep.vision.spans import ImageInputs
+from lockstep.vision.processors import pixels_of
+from lockstep.vision.spans import ImageInputs, ImageSpan
 
 if TYPE_CHECKING:
     from lockstep.recipe.schema import Model
@@ -99,12 +104,14 @@ def freeze_towers(model: Any, settings: Model) -> None:
 
 
 class ImageEmbeddings:
-    """Computes the input embeddings of a micro-batch with images. The towers run once per micro-batch, on each distinct
-    image of the micro-batch."""
+    """Computes the input embeddings of a micro-batch with images. Trained towers run once per micro-batch, on its
+    distinct images. Frozen towers run on each image alone, and their features are kept for later passes."""
 
     def __init__(self, model: Any):
         self.model = model
         self.family = family_of(model.config.model_type, type(model).__name__)
+        self.cache_bytes = 0.0
+        """The bytes of features that are kept (`model.vision_cache_gb`)."""
         # Sizes are read before the model is sharded.
         self._dummy_pixels, self._dummy_grid = _dummy(model)
 
@@ -116,23 +123,30 @@ class ImageEmbeddings:
     def on_every_rank(self) -> bool:
         """Whether the towers must also run for a micro-batch without images. All ranks must gather sharded towers
         together, and a trained tower needs a gradient in each update."""
+        return self._sharded or (self.trained and torch.is_grad_enabled())
+
+    @property
+    def _sharded(self) -> bool:
         from torch.distributed.fsdp import FSDPModule
 
-        sharded = any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
-        return sharded or (self.trained and torch.is_grad_enabled())
+        return any(isinstance(part, FSDPModule) for part in tower_parts(self.model))
 
-    def inputs(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> dict[str, Any]:
+    def inputs(self, ids_NT: torch.Tensor, images: ImageInputs | None, *, alone: bool = False) -> dict[str, Any]:
         """Returns the inputs of the decoder: the embeddings of all tokens, with those of placeholders replaced by image
-        features, and the features that are added after the first layers (Qwen3-VL)."""
+        features, and the features that are added after the first layers (Qwen3-VL). Other ranks do not call this method
+        at the same time if `alone` is true."""
         embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(ids_NT)
         per_layer = self._per_layer(ids_NT, images)
-        if images is None:
-            # A dummy image, whose features change nothing.
-            nothing = self.features(self._dummy(embedded_NTH.device)).sum() * 0
-            return {"inputs_embeds": embedded_NTH + nothing, **per_layer}
-        if not len(images.places_M):
+        device, distinct = embedded_NTH.device, () if images is None else images.distinct
+        if self.trained:
+            # Without images, the features of a dummy image change nothing.
+            features = self.features(distinct, device)
+            embedded_NTH = embedded_NTH if distinct else embedded_NTH + features.sum() * 0
+        else:
+            features = self._of_frozen(distinct, device, together=self._sharded and not alone)
+        if images is None or not len(images.places_M):
             return {"inputs_embeds": embedded_NTH, **per_layer}
-        features_MF = self.features(images).index_select(0, images.features_M).to(embedded_NTH.dtype)
+        features_MF = features.index_select(0, images.features_M).to(embedded_NTH.dtype)
         first_MH, *deeper = features_MF.split(embedded_NTH.shape[-1], dim=-1)
         embedded_NTH = embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, first_MH).view_as(embedded_NTH)
         if not deeper:
@@ -150,28 +164,56 @@ class ImageEmbeddings:
             ids_NT = ids_NT.flatten().index_fill(0, images.places_M, text.pad_token_id).view_as(ids_NT)
         return {"per_layer_inputs": self.model.get_decoder().get_per_layer_inputs(ids_NT)}
 
-    def features(self, images: ImageInputs) -> torch.Tensor:
-        """Returns the features of all images, one after the other. The features that are added after the first layers
-        follow the features of the embeddings, in the last dimension."""
-        pixels = images.pixels_PD.to(next(towers_of(self.model)[0].parameters()).dtype)
-        given = self.family.tower(pixels, images.grids_I3)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
-            found = self.model.get_image_features(**given, return_dict=True)
+    @cached_property
+    def cache(self) -> FeatureCache:
+        """The kept features of a frozen tower. The tower must have its final weights."""
+        return FeatureCache.of(towers_of(self.model), self.cache_bytes)
+
+    @torch.no_grad()
+    def _of_frozen(self, images: Sequence[ImageSpan], device: torch.device, *, together: bool) -> torch.Tensor:
+        """Returns the features of all images, one after the other. The tower runs on each image alone (see
+        `feature_cache.py`). If it is sharded, it runs equally often on each rank (`together`)."""
+        keys = [(image.folder, image.ref.digest) for image in images]
+        kept = [self.cache.get(key) for key in keys]
+        missing = [number for number, one in enumerate(kept) if one is None]
+        for turn in range(_most(len(missing), device) if together else len(missing)):
+            number = missing[turn] if turn < len(missing) else None
+            found = self.features([] if number is None else [images[number]], device)
+            if number is not None:
+                kept[number] = found
+                self.cache.put(keys[number], found)
+        return torch.cat([one.to(device) for one in kept if one is not None]) if kept else torch.empty(0)
+
+    def features(self, images: Sequence[ImageSpan], device: torch.device) -> torch.Tensor:
+        """Runs the towers on images, or on a dummy image if there are none. Returns the features of all images, one
+        after the other. The features that are added after the first layers follow the features of the embeddings, in
+        the last dimension."""
+        if images:
+            pixels = torch.from_numpy(np.concatenate([pixels_of(image, image.ref) for image in images]))
+        else:
+            pixels = torch.ones(self._dummy_pixels)
+        grids = torch.tensor([image.grid for image in images] or [self._dummy_grid], device=device)
+        dtype = next(towers_of(self.model)[0].parameters()).dtype
+        given = self.family.tower(sent(pixels, device).to(dtype), grids)
+        found = self.model.get_image_features(**given, return_dict=True)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         features = torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
-        if images.count and len(features) != images.count:
+        count = sum(image.features for image in images)
+        if images and len(features) != count:
             raise Refusal.at(
                 "model.path",
-                f"the tower computes {len(features)} features for {images.count} placeholder tokens of images",
+                f"the tower computes {len(features)} features for {count} placeholder tokens of images",
                 "use the config.json and preprocessor_config.json of the published model",
                 code="unsupported-model",
             )
         return features
 
-    def _dummy(self, device: torch.device) -> ImageInputs:
-        nothing = torch.empty(0, dtype=torch.long, device=device)
-        pixels, grid = torch.ones(self._dummy_pixels, device=device), torch.tensor([self._dummy_grid], device=device)
-        return ImageInputs(pixels, grid, places_M=nothing, features_M=nothing, axes_3NT=nothing)
+
+def _most(count: int, device: torch.device) -> int:
+    """Returns the largest count of all ranks."""
+    counts = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    return int(counts)
 
 
 def _dummy(model: Any) -> tuple[tuple[int, ...], Grid]:

@@ -1,0 +1,126 @@
+"""Preference runs on images: kept features change no bit, two ranks of which one has no images, kill and resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import job_ranks
+from commands import torchrun
+from kills import killed, lines
+from lockstep.data.prepare.squares import draw_squares
+from lockstep.model.towers import feature_cache
+from lockstep.model.towers.tiny_vision import write_tiny_vlm
+from lockstep.recipe import load_recipe
+from lockstep.train.start import run_recipe
+from lockstep.vision.images import png_bytes
+from runs import close, facts, stored
+
+RECIPE = """
+method: dpo
+device: cpu
+run: {{name: run, folder: {place}/runs, steps: 4}}
+model: {{path: {place}/model, vision: freeze}}
+data: {{train: {place}/rows.jsonl, shuffle: false}}
+batch: {{rows_per_update: 2, tokens: 512}}
+optim: {{lr: 1e-3, eps: 1e-4}}
+checkpoint: {{every: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and pairs that alternate between text and images. Two updates are an epoch."""
+    folder = tmp_path_factory.mktemp("vision")
+    write_tiny_vlm(folder / "model", hidden=64, layers=1)
+    rows = []
+    for number, (colour, other) in enumerate((("red", "green"), ("blue", "black"))):
+        (folder / f"{number}.png").write_bytes(png_bytes(draw_squares(colour, (number, 7))))
+        image = {"prompt": "<image>Which colour?", "chosen": colour, "rejected": other, "images": [f"{number}.png"]}
+        rows += [image, {"prompt": f"{number} + 1?", "chosen": str(number + 1), "rejected": "no", "images": []}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(RECIPE.format(place=folder), encoding="utf-8")
+    return folder
+
+
+def trained(place: Path, name: str, *words: str) -> Path:
+    run_recipe(load_recipe(str(place / "recipe.yaml"), [f"run.name={name}", *words]))
+    return place / "runs" / name
+
+
+def same_bits(one: Path, other: Path, step: int = 4) -> bool:
+    first, second = stored(one, step), stored(other, step)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_kept_features_change_no_bit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference has the tower of the policy, so its passes also find the features."""
+    caches: list[Any] = []
+    monkeypatch.setattr(feature_cache, "_CACHES", _Listed(caches))
+    kept = trained(place, "kept")
+    (one,) = caches
+    assert (one.misses, len(one._kept)) == (2, 2)
+    hits = one.hits
+    assert hits > 8  # in 4 updates, the policy and the reference read two images twice each
+    none = trained(place, "none", "model.vision_cache_gb=0")
+    assert caches == [one]  # the towers of the second run have the same weights
+    assert (one.hits, len(one._kept)) == (hits, 0)
+    assert same_bits(kept, none)
+    assert [one["train/loss"] for _, one in facts(kept)] == [one["train/loss"] for _, one in facts(none)]
+
+
+class _Listed(set[Any]):
+    """A set of caches that also lists them."""
+
+    def __init__(self, caches: list[Any]):
+        super().__init__()
+        self.caches = caches
+
+    def add(self, one: object) -> None:
+        self.caches.append(one)
+        super().add(one)
+
+
+RUNS = {
+    "dpo-train": ["model.vision=train"],
+    "dpo-freeze": [],
+    "dpo-lora": ["model.lora={rank: 4}"],
+    "kto": ["method=kto", "model.vision=train", "batch.rows_per_update=4"],
+    "simpo-padded": ["method=simpo", "batch.tokens=null", "batch.micro_batch_size=1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_two_ranks_of_which_one_has_no_images_train_like_one_process(place: Path) -> None:
+    """Each update of two pairs has one with an image and one without, so in each update one rank has no image."""
+    for name, words in RUNS.items():
+        trained(place, f"{name}-one", *words)
+    told = [[str(place / "recipe.yaml"), f"run.name={name}-two", *words] for name, words in RUNS.items()]
+    done = torchrun(job_ranks.write_jobs(place, told), program=job_ranks.PROGRAM, processes=2)
+    assert done.returncode == 0, done.stderr
+    for name in RUNS:
+        one, two = place / "runs" / f"{name}-one", place / "runs" / f"{name}-two"
+        losses = [[metrics["train/loss"] for _, metrics in facts(run)] for run in (one, two)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+        assert close(stored(one, 4), stored(two, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo-freeze", "dpo-lora", "kto"])
+def test_a_killed_run_continues_with_the_same_bits(place: Path, name: str) -> None:
+    whole, killed_name = trained(place, f"{name}-whole", *RUNS[name]), f"{name}-killed"
+    words = ["train", place / "recipe.yaml", f"run.name={killed_name}", *RUNS[name]]
+    killed(words, lines(place / "runs" / killed_name / "metrics.jsonl", 3))
+    assert same_bits(whole, trained(place, killed_name, *RUNS[name]))
+
+
+@pytest.mark.slow
+def test_precomputed_reference_log_probs_see_the_images(place: Path) -> None:
+    direct, table = trained(place, "direct"), trained(place, "table", "preference.precompute=true")
+    losses = [[metrics["train/loss"] for _, metrics in facts(run)] for run in (direct, table)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
