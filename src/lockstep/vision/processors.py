@@ -65,7 +65,7 @@ class ImageTokens:
     def of(cls, folder: str, tokenizer: Any) -> ImageTokens:
         """Raises `Refusal` if the family of the model takes no images, or if the tokenizer is not that of the model."""
         config, where = config_with_images(folder), f"model.path {folder}"
-        family = family_of(config.model_type, where)
+        family = family_of(config.model_type, where).spelled(config, tokenizer)
         pad_id = tokenizer.convert_tokens_to_ids(family.pad)
         if pad_id != config.image_token_id:
             raise Refusal.at(
@@ -107,7 +107,7 @@ class ImageTokens:
         _PIXELS.put(self.folder, ref, pixels)
         config = config_with_images(self.folder)
         merge = int(config.vision_config.spatial_merge_size) if self.family.three_axes else 0
-        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways)
+        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways(config))
 
     def _ids(self, grid: Grid) -> list[int]:
         """Returns the tokens of an image."""
@@ -138,7 +138,7 @@ def processed(folder: str, image: Any) -> tuple[np.ndarray, Grid]:
     family = family_of(config_with_images(folder).model_type, f"model.path {folder}")
     made = image_processor(folder)(images=[image], return_tensors="np", **family.options)
     pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-    return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:]), family.grid(made)
+    return pixels if pixels.ndim < 4 else pixels.reshape(-1, *pixels.shape[-3:]), family.grid(made)
 
 
 class _Pixels:
