@@ -27,6 +27,7 @@ from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Origin, Row, ScoredExample, StepLabels
+from lockstep.vision.spans import ImageRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -297,7 +298,7 @@ class StepRows:
             )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
-        columns, refs = self.columns, []
+        columns, refs = self.columns, list[ImageRef]()
         if self.images is None:
             refuse_not_text(row, "the row", origin)
         else:
