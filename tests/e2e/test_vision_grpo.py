@@ -84,6 +84,7 @@ SLOW = pytest.mark.slow
 METHODS = {
     "grpo": [],
     "rloo": [],
+    "ppo": ["critic.lr=1e-3"],
     "reinforce_pp": [],
     "remax": [],
     "dapo": ["algorithm.dynamic_sampling.max_gen_batches=2"],
@@ -126,12 +127,13 @@ def test_families_train_on_images(place: Path, family: str) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("vision", ["train", "freeze"])
-def test_a_resumed_run_is_bit_identical(place: Path, vision: str) -> None:
-    words = [f"model.vision={vision}", "optim.schedule=constant"]
-    whole = trained(place, f"whole-{vision}", *words, "run.steps=4")
-    trained(place, f"half-{vision}", *words, "run.steps=2")
-    resumed = trained(place, f"half-{vision}", *words, "run.steps=4")
+@pytest.mark.parametrize(("method", "vision"), [("grpo", "train"), ("ppo", "train"), ("ppo", "freeze")])
+def test_a_resumed_run_is_bit_identical(place: Path, method: str, vision: str) -> None:
+    words = [f"method={method}", f"model.vision={vision}", "optim.schedule=constant"]
+    name = f"{method}-{vision}"
+    whole = trained(place, f"whole-{name}", *words, "run.steps=4")
+    trained(place, f"half-{name}", *words, "run.steps=2")
+    resumed = trained(place, f"half-{name}", *words, "run.steps=4")
     one, other = stored(whole, 4), stored(resumed, 4)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -149,7 +151,12 @@ def generated(run: Path) -> list[tuple[int, str, float]]:
 def test_two_ranks_of_which_one_has_no_images_train_like_one_process(place: Path) -> None:
     """With two prompts per update, one rank trains on the image and the other on text."""
     both = ["batch.prompts=2", "run.steps=3"]
-    jobs = {"train": ["model.vision=train"], "freeze": ["model.vision=freeze"]}
+    jobs = {
+        "train": ["model.vision=train"],
+        "freeze": ["model.vision=freeze"],
+        "ppo": ["method=ppo", "rollout.n=2"],
+        "shard": ["parallel.shard=1"],
+    }
     for name, words in jobs.items():
         trained(place, f"{name}-one", *both, *words)
     told = [job(place, f"{name}-two", *both, *words) for name, words in jobs.items()]

@@ -80,7 +80,7 @@ def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> Non
     assert said[-5:] == [
         "complete -o default -F _lockstep_completion lockstep",
         "lockstep tr = train",
-        "lockstep train grpo = grpo-arithmetic grpo-gsm8k-lora",
+        "lockstep train grpo = grpo-arithmetic grpo-gsm8k-lora grpo-squares",
         "lockstep plan my = my-recipes/ my.yaml",
         "lockstep data  = arithmetic preferences calculator guess-number seeds squares tiny-vlm gsm8k show",
     ]
@@ -92,7 +92,7 @@ def test_in_fish(tmp_path: Path) -> None:
     done = asked(tmp_path, "fish", "-c", FISH)
     assert done.stdout.splitlines()[-4:] == [
         "lockstep tr = train",
-        "lockstep train grpo = grpo-arithmetic grpo-gsm8k-lora",
+        "lockstep train grpo = grpo-arithmetic grpo-gsm8k-lora grpo-squares",
         "lockstep plan my = my.yaml my-recipes/",
         "lockstep data  = arithmetic gsm8k preferences show",
     ], done.stderr

@@ -241,7 +241,6 @@ def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
-        ({"method": "ppo"}, "algorithm.advantage"),
         ({"method": "grpo", "rollout": {"engine": "hf"}}, "rollout.engine"),
         ({"method": "grpo", "rollout": {"engine": "vllm"}}, "rollout.engine"),
         ({"val": {"questions": "q.jsonl"}, "rollout": {"engine": "hf"}}, "rollout.engine"),

@@ -28,6 +28,7 @@ from lockstep.serve.viewer import RunData, RunViewer
 from view_runs import sample, write_run
 
 HOUSE = Path(lockstep.__file__).parent
+IMAGE = f"{'0' * 32}.png"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunViewer]:
         root / "one", 20, {"critic/score/mean": lambda step: step / 20}, [sample(step) for step in range(20)]
     )
     (run / "report.html").write_text("<h1>report</h1>")
+    (run / "images").mkdir()
+    (run / "images" / IMAGE).write_bytes(b"png")
     write_run(folder / "outside", 3, {"secret": float}, [sample(1, response="secret")])
     (root / "link").symlink_to(folder / "outside")
     other = write_run(root / "two", 2, {"a": float})
@@ -65,6 +68,14 @@ def fetch_json(server: RunViewer, path: str) -> dict[str, Any]:
     status, _, content = fetch(server, path)
     assert status == 200, content
     return dict(json.loads(content))
+
+
+def test_images_of_samples(server: RunViewer) -> None:
+    status, headers, content = fetch(server, f"api/image?run=one&file={IMAGE}")
+    assert (status, content) == (200, b"png")
+    assert headers["Content-Type"].startswith("image/png")
+    for name in ("../metrics.jsonl", f"{'1' * 32}.png", ""):
+        assert fetch(server, f"api/image?run=one&file={quote(name)}")[0] == 404
 
 
 def test_only_this_machine_can_ask(server: RunViewer) -> None:

@@ -21,7 +21,7 @@ from lockstep.data.encode.image_rows import RowImages
 from lockstep.data.encode.prompt_rows import PromptSet, load_prompts, read_questions
 from lockstep.data.sources.read import read_rows
 from lockstep.device.cpu import Cpu
-from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.load import load_policy, load_tokenizer, load_value_model
 from lockstep.model.policy import Policy
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.parallel.world import World
@@ -216,7 +216,7 @@ def test_the_tower_runs_once_for_all_samples(policy: Policy, experience: Experie
         hook.remove()
     (batch,) = plan.batches
     assert batch.images is not None
-    assert len(batch.images.digests) == 2
+    assert len(batch.images.distinct) == 2
     patches = {image.ref.digest: image.grid[1] * image.grid[2] for one in experience.examples for image in one.images}
     assert seen == [sum(patches.values())]
 
@@ -250,6 +250,25 @@ def test_greedy_answers_are_those_of_transformers(folder: Path, policy: Policy, 
         plain.model.rope_deltas = None
         ids = plain.generate(**plain_inputs(plain, example), do_sample=False, max_new_tokens=8, eos_token_id=END)
         assert one.ids == ids[0, len(prompt.ids) :].tolist()
+
+
+def test_values_of_a_critic_depend_on_the_images(folder: Path, policy: Policy, experience: Experience) -> None:
+    """The values of packed groups are those of transformers' hidden states for each row alone."""
+    critic = load_value_model(settings(folder), str(folder), CPU, Cpu().attention, 0, head_init="random").eval()
+    models, plan = planned(policy, experience)
+    found = models.score_targets(critic, plan, lambda values: values)
+    plain, wanted = plain_model(folder), []
+    for one in experience.examples:
+        plain.model.rope_deltas = None
+        with torch.no_grad():
+            out = plain(**plain_inputs(plain, one), use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+        wanted += [out[at] @ critic.head.weight[0] for at, _ in one.scored_tokens()]
+    torch.testing.assert_close(found, torch.stack(wanted).detach(), atol=2e-5, rtol=0)
+
+
+def test_a_critic_without_a_tower_is_refused(folder: Path, tiny_folder: Path) -> None:
+    with refuses(f"critic.path {tiny_folder}", "wrong-model-kind"):
+        load_value_model(settings(folder), str(tiny_folder), CPU, Cpu().attention, 0)
 
 
 # Reward functions.

@@ -29,6 +29,7 @@ from lockstep.model.load_folder import (
 from lockstep.model.lora import put_adapter
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.text_model import LanguageModel, text_config
+from lockstep.model.towers.vision_model import freeze_towers, loaded_kind, refuse_no_towers
 from lockstep.model.weights import NONE, digits_of
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Model
@@ -93,9 +94,10 @@ def build_value_model(
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
     where = folders.model, settings, name, device, sharding
-    kind = _kind_of(config)
+    kind = _kind_of(config, settings)
     source, model, info = load_base(kind, *where)
-    if kind is not LanguageModel:
+    refuse_no_towers(model, settings, f"{key} {path}")
+    if not issubclass(kind, LanguageModel):
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
@@ -105,7 +107,7 @@ def build_value_model(
             )
         decoder, head = model.base_model, model.score
     else:
-        decoder = model.get_decoder()
+        decoder = model.get_decoder() if settings.vision is None else _without_output_head(model, settings)
         head = _new_head(text_config(config), DTYPES[settings.dtype], head_init, seed)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
@@ -143,7 +145,14 @@ def build_value_model(
     return value_model.train()
 
 
-def _kind_of(config: Any) -> Any:
+def _without_output_head(model: Any, settings: Model) -> Any:
+    """Returns a model with its towers, and without its output head."""
+    freeze_towers(model, settings)
+    model.lm_head = nn.Identity()
+    return model
+
+
+def _kind_of(config: Any, settings: Model) -> Any:
     """Returns the transformers Auto class of the folder. verl's critics are token classification models."""
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -152,7 +161,8 @@ def _kind_of(config: Any) -> Any:
         "ForTokenClassification": AutoModelForTokenClassification,
     }
     names = config.architectures or []
-    return next((kind for end, kind in kinds.items() if any(name.endswith(end) for name in names)), LanguageModel)
+    found = next((kind for end, kind in kinds.items() if any(name.endswith(end) for name in names)), None)
+    return found or loaded_kind(settings)
 
 
 def _new_head(config: Any, dtype: torch.dtype, init: str, seed: int) -> nn.Linear:

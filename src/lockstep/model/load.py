@@ -29,7 +29,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
 from lockstep.model.tensor_trial import check_division
-from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
+from lockstep.model.towers.vision_model import freeze_towers, loaded_kind, refuse_no_towers
 from lockstep.model.weights import digits_of, read_places
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Lora, Model
@@ -66,6 +66,7 @@ def load_policy(
     kind = loaded_kind(settings)
     source, model, info = load_base(kind, folders.model, settings, settings.path, device, sharding)
     refuse_partial(info, f"model.path {settings.path}")
+    refuse_no_towers(model, settings, f"model.path {settings.path}")
     freeze_towers(model, settings)
     try:
         if sharding is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep.errors import Problem, needs, unfit, unused
 from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import OFFLINE, ONLINE
-from lockstep.recipe.registry import ENGINES, estimator_row
+from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.schema import Recipe
 
 # These offline methods look at all rows before training: at the balance of labels, or at the last tokens of all texts.
@@ -98,7 +98,6 @@ def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
     rollout, val = recipe.rollout, recipe.val
     text = "conversations have no images"
     unread = f"engine {rollout.engine} does not read images"
-    critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
     return {
         "rollout.engine": (not ENGINES[rollout.engine].images, unread),
         "rollout.environment": (rollout.environment, text),
@@ -110,5 +109,4 @@ def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
         "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
         "reward.model": (recipe.reward.model, "a reward model does not see the images"),
         "reward.process": (recipe.reward.process, "a reward model does not see the images"),
-        "algorithm.advantage": (critic, "the critic does not see the images"),
     }

@@ -92,6 +92,14 @@ def exported_kind(settings: Model) -> type[LanguageModel]:
     return VisionModel if settings.vision == "train" else LanguageModel
 
 
+def refuse_no_towers(model: Any, settings: Model, where: str) -> None:
+    """Raises `Refusal` if `model.vision` is set and a model of the run has no towers, because it would ignore the
+    images."""
+    if settings.vision is not None and not towers_of(model):
+        why = f"{type(model).__name__} has no vision tower, and model.vision is set"
+        raise Refusal.at(where, why, "use a model that reads images, or remove model.vision", code="wrong-model-kind")
+
+
 def freeze_towers(model: Any, settings: Model) -> None:
     """Excludes all weights outside of the language model from training unless `model.vision` is `train`. Towers for
     audio are never trained."""
