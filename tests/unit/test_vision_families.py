@@ -46,6 +46,7 @@ def test_packed_and_padded_rows_equal_each_row_alone(folder: Path) -> None:
         check(policy, micro_batch(rows, packed=packed, pad_id=0), *wanted)
 
 
+@pytest.mark.daily("gemma3", "smolvlm")
 def test_rows_that_share_a_prefix_with_an_image(folder: Path) -> None:
     rows = [example(folder, f"see #? {answer}", [picture(3, 48, 32)], trained=5) for answer in ("red!!", "green")]
     batch = micro_batch(rows, packed=True, pad_id=0, shares=shared_beginnings(rows))
@@ -53,7 +54,8 @@ def test_rows_that_share_a_prefix_with_an_image(folder: Path) -> None:
     check(policy_of(folder), batch, *by_transformers(folder, rows))
 
 
-@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 5])
+@pytest.mark.daily("qwen3_5-5", "gemma3-5", "gemma4-5", "smolvlm-5")
+@pytest.mark.parametrize("budget", [None, 5])
 def test_greedy_tokens_equal_those_of_transformers(folder: Path, budget: int | None) -> None:
     """Also if the prefill is divided inside of images."""
     policy, rows = policy_of(folder, "freeze").eval(), rows_of(folder)
@@ -63,6 +65,7 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path, budget: int | N
     assert [one.ids for one in done] == generated(folder, rows, 10, END)
 
 
+@pytest.mark.daily("qwen3_vl", "gemma3")
 def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
     policy = policy_of(folder).eval()
     batch = micro_batch([example(folder, "what is #? it is red", [picture(1, 32, 64)])], packed=True, pad_id=0)
@@ -84,6 +87,7 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
             assert (policy(replace(batch, images=one)).logprobs_K - right).abs().max() > 50 * LOGPROB, name
 
 
+@pytest.mark.daily("llava_next", "smolvlm")
 def test_frozen_weights_are_all_weights_outside_of_the_language_model(folder: Path) -> None:
     """The row ends of LLaVA-NeXT are a weight outside of the tower."""
     policy = policy_of(folder, "freeze")

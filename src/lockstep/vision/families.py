@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.errors import Refusal
 
-PatchGrid = tuple[int, int, int]
+ImageGrid = tuple[int, int, int]
 ProcessorOutput = Mapping[str, Any]
 
 
@@ -28,10 +28,10 @@ class Family:
 
     pad: str
     """The token whose embedding is replaced by a feature of the image."""
-    text: Callable[[PatchGrid, Any], str]
+    text: Callable[[ImageGrid, Any], str]
     """Returns the text that replaces `token`, with one pad token per feature. It begins and ends with special
     tokens."""
-    grid: Callable[[ProcessorOutput], PatchGrid]
+    grid: Callable[[ProcessorOutput], ImageGrid]
     """Returns the grid of an image from the outputs of the image processor."""
     token: str = ""
     """The token that the chat template writes for an image: the pad token, unless it is given."""
@@ -62,7 +62,7 @@ class Family:
         ids = (config.boi_token_id, config.image_token_id, config.eoi_token_id)
         first, pad, last = tokenizer.convert_ids_to_tokens(ids)
 
-        def text(grid: PatchGrid, config: Any) -> str:
+        def text(grid: ImageGrid, config: Any) -> str:
             return first + self.text(grid, config).format(pad=pad) + last
 
         return replace(self, pad=pad, text=text)
@@ -73,11 +73,11 @@ class Family:
         return text.replace(token, self.around + token + self.around) if self.around else text
 
 
-def _qwen_text(grid: PatchGrid, config: Any) -> str:
+def _qwen_text(grid: ImageGrid, config: Any) -> str:
     return "<|image_pad|>" * (grid[0] * grid[1] * grid[2] // config.vision_config.spatial_merge_size**2)
 
 
-def _qwen_grid(made: ProcessorOutput) -> PatchGrid:
+def _qwen_grid(made: ProcessorOutput) -> ImageGrid:
     time, height, width = (int(size) for size in made["image_grid_thw"][0])
     return time, height, width
 
@@ -93,7 +93,7 @@ _QWEN = Family(
 )
 
 
-def _patches(grid: PatchGrid, config: Any) -> int:
+def _patches(grid: ImageGrid, config: Any) -> int:
     """Returns the number of features of an image of `grid` pixels that is not divided into tiles."""
     vision = config.vision_config
     if vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
@@ -103,7 +103,7 @@ def _patches(grid: PatchGrid, config: Any) -> int:
     return int(whole - (config.vision_feature_select_strategy == "default"))
 
 
-def _pixel_grid(made: ProcessorOutput) -> PatchGrid:
+def _pixel_grid(made: ProcessorOutput) -> ImageGrid:
     height, width = np.shape(made["pixel_values"])[-2:]
     return 1, int(height), int(width)
 
@@ -111,7 +111,7 @@ def _pixel_grid(made: ProcessorOutput) -> PatchGrid:
 _LLAVA = Family(pad="<image>", text=lambda grid, config: "<image>" * _patches(grid, config), grid=_pixel_grid)
 
 
-def _next_text(grid: PatchGrid, config: Any) -> str:
+def _next_text(grid: ImageGrid, config: Any) -> str:
     """The tiles of the image without padding, with one feature at the end of each row, after the features of the whole
     image. `grid` has the size of the image in pixels."""
     from transformers.image_processing_utils import select_best_resolution
@@ -127,7 +127,7 @@ def _next_text(grid: PatchGrid, config: Any) -> str:
     return "<image>" * (height * width + height + _patches((1, side, side), config))
 
 
-def next_tiles(grid: PatchGrid, config: Any) -> int:
+def next_tiles(grid: ImageGrid, config: Any) -> int:
     """Returns the number of tiles of an image of LLaVA-NeXT, with the tile of the whole image."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
@@ -142,7 +142,7 @@ _NEXT = Family(
 )
 
 
-def _idefics_text(grid: PatchGrid, config: Any) -> str:
+def _idefics_text(grid: ImageGrid, config: Any) -> str:
     """Rows and columns of tiles, and then the whole image. An image that is not divided has a grid of 0 x 0 tiles."""
     vision, around = config.vision_config, "<fake_token_around_image>"
     pads = "<image>" * int((vision.image_size // vision.patch_size) ** 2 / config.scale_factor**2)
@@ -153,7 +153,7 @@ def _idefics_text(grid: PatchGrid, config: Any) -> str:
     return "".join(rows) + ("\n" if rows else "") + f"{around}<global-img>{pads}{around}"
 
 
-def _idefics_grid(made: ProcessorOutput) -> PatchGrid:
+def _idefics_grid(made: ProcessorOutput) -> ImageGrid:
     if not np.all(made["pixel_attention_mask"]):
         raise ValueError("its tiles have different sizes")
     return 1, int(made["rows"][0][0]), int(made["cols"][0][0])
@@ -190,7 +190,7 @@ def _gemma4_tower(pixels_IPD: Any, grids_I3: Any) -> dict[str, Any]:
     return {"pixel_values": pixels_IPD, "image_position_ids": at_IP2}
 
 
-def _gemma4_grid(made: ProcessorOutput) -> PatchGrid:
+def _gemma4_grid(made: ProcessorOutput) -> ImageGrid:
     width, height = np.max(made["image_position_ids"][0], axis=0) + 1
     return 1, int(height), int(width)
 

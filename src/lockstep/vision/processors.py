@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import Refusal, first_line
-from lockstep.vision.families import Family, PatchGrid, family_of
+from lockstep.vision.families import Family, ImageGrid, family_of
 from lockstep.vision.images import pillow, read_image
 from lockstep.vision.spans import ImageRef, ImageSpan
 
@@ -109,7 +109,7 @@ class ImageTokens:
         merge = int(config.vision_config.spatial_merge_size) if self.family.three_axes else 0
         return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways(config))
 
-    def _ids(self, grid: PatchGrid) -> list[int]:
+    def _ids(self, grid: ImageGrid) -> list[int]:
         """Returns the tokens of an image."""
         text = self.family.text(grid, config_with_images(self.folder))
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -133,7 +133,7 @@ def _runs(ids: Sequence[int], pad_id: int) -> tuple[int, ...]:
     return tuple(int(size) for size in np.diff([0, *borders, len(flags)]))
 
 
-def processed(folder: str, image: Any) -> tuple[np.ndarray, PatchGrid]:
+def processed(folder: str, image: Any) -> tuple[np.ndarray, ImageGrid]:
     """Returns the pixels of an image, with one row per patch or tile, and its grid."""
     family = family_of(config_with_images(folder).model_type, f"model.path {folder}")
     made = image_processor(folder)(images=[image], return_tensors="np", **family.options)

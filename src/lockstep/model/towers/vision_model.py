@@ -18,7 +18,7 @@ from lockstep.device.base import sent
 from lockstep.errors import Refusal
 from lockstep.model.text_model import LanguageModel, for_text, language_parts, text_config
 from lockstep.model.towers.feature_cache import FeatureCache
-from lockstep.vision.families import PatchGrid, family_of, next_tiles
+from lockstep.vision.families import ImageGrid, family_of, next_tiles
 from lockstep.vision.processors import pixels_of
 from lockstep.vision.spans import ImageInputs, ImageSpan
 
@@ -224,7 +224,7 @@ def _most(count: int, device: torch.device) -> int:
     return int(counts)
 
 
-def _dummy(model: Any) -> tuple[tuple[int, ...], PatchGrid]:
+def _dummy(model: Any) -> tuple[tuple[int, ...], ImageGrid]:
     """Returns the shape of the pixels of a small image, and its grid."""
     vision = model.config.vision_config
     if family_of(model.config.model_type, type(model).__name__).three_axes:
